@@ -1,0 +1,69 @@
+"""Modified rejection sampling of a drafted continuation: torch reference, and the CPU hot path.
+
+Noise is an input, so the outcome is a deterministic function of its arguments. Does not know
+temperature, top-k or top-p: probabilities arrive finished, and greedy decoding is one-hot rows.
+Legend: B sequences, K draft tokens at most, V vocabulary.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
+    """Index drawn from unnormalised `weights [N, V]` by `noise [N]` in [0, 1): `[N]` int64.
+
+    The smallest index whose running sum exceeds noise * total, never one of zero weight; -1 where
+    the row holds a NaN. On CPU torch carries a running sum of fp32 in fp64.
+    """
+    running = weights.cumsum(1)
+    total = running[:, -1]
+    below_total = torch.nextafter(total, torch.zeros_like(total))
+    threshold = torch.minimum(noise * total, below_total)
+    index = torch.searchsorted(running, threshold[:, None], right=True).squeeze(1)
+    return index.clamp(max=weights.shape[1] - 1).masked_fill(total.isnan(), -1)
+
+
+def sample_categorical_reference(probs: Tensor, noise: Tensor) -> Tensor:
+    """See `ops.sample_categorical`."""
+    return inverse_cdf(probs, noise)
+
+
+def rejection_sample_reference(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `ops.rejection_sample`."""
+    num_rows, width = draft_tokens.shape
+    row = torch.arange(num_rows, device=lens.device)
+    place = torch.arange(width + 1, device=lens.device)
+    length = lens.long()[:, None]
+
+    # 1. Accept d_i iff u_i * q(d_i) < p(d_i); count the run of acceptances from the left.
+    drafted = place[:width] < length
+    token = draft_tokens.masked_fill(~drafted, 0)[..., None]
+    q = draft_probs.gather(2, token).squeeze(2)
+    p = target_probs[:, :width].gather(2, token).squeeze(2)
+    accept = drafted & (accept_noise * q < p)
+    accepted = accept.long().cumprod(1).sum(1)
+
+    # 2. Weights of the one token to draw: max(p - q, 0) after a rejection, p otherwise. A NaN in q
+    # makes the residual's sum NaN, not positive, so that p alone decides.
+    stop = accepted[:, None]
+    weights = target_probs[row, accepted]
+    if width > 0:
+        residual = (weights - draft_probs[row, accepted.clamp(max=width - 1)]).clamp_(min=0)
+        from_residual = (stop < length) & (residual.sum(1, keepdim=True) > 0)
+        weights = torch.where(from_residual, residual, weights)
+    last = inverse_cdf(weights, sample_noise.gather(1, stop).squeeze(1))
+
+    # 3. Accepted drafts, the drawn token, padding; a NaN anywhere in p voids the row.
+    tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
+    tokens.scatter_(1, stop, last[:, None])
+    void = (target_probs.sum(2).isnan() & (place <= length)).any(1)
+    tokens.masked_fill_(void[:, None], -1)
+    return tokens, accepted.masked_fill_(void, -1).to(torch.int32)

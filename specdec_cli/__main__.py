@@ -1,0 +1,7 @@
+"""`python -m specdec_cli` is `specdec`."""
+
+import sys
+
+from specdec_cli.app import main
+
+sys.exit(main())

@@ -1,0 +1,249 @@
+"""The `specdec` command: registers commands, and turns every outcome into an exit code.
+
+Knows nothing of what a command does. Imports nothing heavy, so that help is quick.
+"""
+
+import contextlib
+import errno
+import io
+import json
+import os
+import re
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from specdec_cli import __version__
+from specdec_cli.commands import generate, recipe
+from specdec_cli.errors import ExitCode, SpecdecError, UsageError
+from specdec_cli.text import inert
+
+_EPILOG = (
+    "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
+    "saved) · 4 losslessness check failed · 5 environment (no such model, no device, out of "
+    "memory, disk full) · 130 interrupted · 143 terminated"
+)
+
+app = typer.Typer(
+    name="specdec",
+    help="Speculative decoding experiments: which draft, how many proposed tokens, how many GPUs.",
+    epilog=_EPILOG,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("generate")(generate.generate)
+app.add_typer(recipe.app, name="recipe")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"specdec {__version__}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    ctx: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    if ctx.invoked_subcommand is None:
+        raise UsageError("no command given", "`specdec --help` lists the commands")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code; nothing escapes as a traceback.
+
+    Under `--json` a command's standard output is held back until it is done, so that a failure
+    at any moment leaves exactly one document: the result or the error.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json = "--json" in options
+    verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", option) for option in options)
+    outcome = _Outcome()
+    held = io.StringIO()
+    with _signals(), _streams():
+        with contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
+            _run(arguments, outcome)
+        document = held.getvalue()
+        if as_json and (outcome.failed or (outcome.code and not document.strip())):
+            document = json.dumps({"error": outcome.document()}) + "\n"
+        _report(outcome, verbose)
+        _deliver(document, outcome)
+    return outcome.code
+
+
+class _Outcome:
+    """How a command ended: a code, and what to say when it failed."""
+
+    def __init__(self) -> None:
+        self.code = int(ExitCode.OK)
+        self.message: str | None = None
+        self.hint: str | None = None
+        self.trace = ""
+        self.failed = False
+
+    def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
+        """End with an error; without a message nothing is said on stderr."""
+        self.code, self.message, self.hint, self.failed = int(code), message, hint, True
+
+    def document(self) -> dict[str, object]:
+        message = self.message or f"ended with exit code {self.code}"
+        return {"code": self.code, "message": message, "hint": self.hint}
+
+
+# typer vendors click since 0.29; this base is the same class that its parser raises from.
+_ParserError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def _run(arguments: list[str], outcome: _Outcome) -> None:
+    try:
+        command = typer.main.get_command(app)
+        code = command.main(args=arguments, prog_name="specdec", standalone_mode=False)
+        outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
+        if code == ExitCode.SIGINT:  # typer turns KeyboardInterrupt into this exit
+            outcome.fail(ExitCode.SIGINT, "interrupted")
+    except (KeyboardInterrupt, typer.Abort):
+        outcome.fail(ExitCode.SIGINT, "interrupted")
+    except SystemExit as end:
+        _after_system_exit(end, outcome)
+    except Exception as error:
+        if not isinstance(error, _ParserError):
+            outcome.trace = traceback.format_exc()
+        _after_exception(error, outcome)
+
+
+def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    if code == ExitCode.SIGTERM:
+        outcome.fail(code, "terminated")
+    elif code:
+        outcome.fail(code, end.code if isinstance(end.code, str) else None)
+
+
+def _after_exception(error: Exception, outcome: _Outcome) -> None:
+    if isinstance(error, _ParserError):
+        message: str = getattr(error, "format_message", error.__str__)()
+        outcome.fail(ExitCode.USAGE, message, _usage_hint(error))
+    elif isinstance(error, SpecdecError):
+        outcome.fail(error.code, error.message, error.hint)
+    elif _is_out_of_memory(error):
+        outcome.fail(
+            ExitCode.ENVIRONMENT,
+            f"out of memory: {_first_line(error) or 'no more to be had'}",
+            "try a smaller --batch-size, --max-new-tokens or --num-blocks",
+        )
+    elif isinstance(error, BrokenPipeError):
+        outcome.fail(ExitCode.RUN_FAILED, None)
+    elif isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
+        where = f": {error.filename}" if error.filename else ""
+        outcome.fail(ExitCode.ENVIRONMENT, f"{error.strerror}{where}")
+    else:
+        outcome.fail(
+            ExitCode.RUN_FAILED,
+            f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "),
+            "this is not an error we foresaw: run again with -v for the traceback",
+        )
+
+
+# A full disk, and what else a machine refuses through no fault of the run.
+_MACHINE_ERRNOS = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
+)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError):
+        return True
+    # Torch is not imported here; its own class carries this name, its CPU allocator has none.
+    is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
+    return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
+
+
+def _usage_hint(error: BaseException) -> str:
+    context = getattr(error, "ctx", None)
+    return f"see `{context.command_path if context else 'specdec'} --help`"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _report(outcome: _Outcome, verbose: bool) -> None:
+    """The error on stderr: a line each, nothing that a terminal would obey."""
+    lines = []
+    if verbose and outcome.trace:
+        lines.append(outcome.trace.rstrip())
+    if outcome.message:
+        lines += [f"error: {line}" for line in outcome.message.splitlines()]
+    if outcome.hint:
+        lines.append(f"hint: {outcome.hint}")
+    # With stderr gone there is nobody left to tell.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
+        sys.stderr.flush()
+
+
+def _deliver(document: str, outcome: _Outcome) -> None:
+    """Write what was held back and flush; a full disk or a closed pipe shows only here."""
+    try:
+        sys.stdout.write(document)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        outcome.fail(outcome.code or ExitCode.RUN_FAILED, None)
+        _discard_stdout()
+    except OSError as error:
+        outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
+        _report(outcome, verbose=False)
+        _discard_stdout()
+
+
+def _discard_stdout() -> None:
+    """Point stdout at nothing, or the interpreter's own flush at exit would fail again."""
+    with contextlib.suppress(OSError, ValueError):
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
+
+
+@contextlib.contextmanager
+def _streams() -> Iterator[None]:
+    """Let no character stop the output, and undo what a command or typer did to the streams."""
+    stdout, stderr = sys.stdout, sys.stderr
+    if isinstance(stdout, io.TextIOWrapper):
+        stdout.reconfigure(errors="backslashreplace")
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = stdout, stderr
+
+
+def _terminate(signum: int, frame: FrameType | None) -> None:
+    raise SystemExit(int(ExitCode.SIGTERM))
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs."""
+    taken: list[signal.Signals] = []
+    # ValueError: not the main thread, where handlers cannot be set and signals do not arrive.
+    with contextlib.suppress(ValueError):
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's choice stands
+                signal.signal(number, _terminate)
+                taken.append(number)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)

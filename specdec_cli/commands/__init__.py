@@ -1,0 +1,1 @@
+"""One module a command: parse, resolve the recipe, run, render."""

@@ -1,0 +1,141 @@
+"""`specdec generate`: what does this pair write, how fast, how much of the draft was accepted?
+
+Parses, prepares, runs and shows; the work is done elsewhere.
+"""
+
+import os
+import stat
+import sys
+from typing import Annotated
+
+import typer
+
+from specdec_cli import demo
+from specdec_cli.commands import options
+from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.prompts import Prompt, read_prompts
+
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated."),
+]
+PromptFile = Annotated[
+    str | None,
+    typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
+]
+
+
+def generate(
+    recipe: options.RecipeArgument = None,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    target_tp: options.TargetTP = None,
+    draft_tp: options.DraftTP = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    ignore_eos: options.IgnoreEos = None,
+    batch_size: options.BatchSize = None,
+    seed: options.Seed = None,
+    num_blocks: options.NumBlocks = None,
+    block_size: options.BlockSize = None,
+    sets: options.Set = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    allow_pickle: options.AllowPickle = False,
+    as_json: options.Json = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Write text with a draft and a target model, and say what was accepted.
+
+    Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
+    data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
+    """
+    chosen = {
+        "target": target,
+        "draft": draft,
+        "target_tp": target_tp,
+        "draft_tp": draft_tp,
+        "num_speculative_tokens": num_speculative_tokens,
+        "dtype": dtype,
+        "device": device,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "batch_size": batch_size,
+        "seed": seed,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+    }
+    resolved = options.resolve(recipe, sets, chosen)
+    data = resolved.data
+    prompts = _prompts(
+        prompt or [], prompt_file, data.path if data else None, data.limit if data else None
+    )
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+
+    from specdec_cli.engine.build import Permissions, build
+    from specdec_cli.generation import baseline, prepare, requests
+    from specdec_cli.render import print_summary
+    from specdec_cli.reporting import collector, sinks_for
+    from specdec_cli.results import RunFolder, environment, generate_document, to_json
+
+    job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
+    is_single = prompt is not None and len(prompts) == 1
+    if is_single and (problem := job.too_long(0)):
+        raise UsageError(problem, "shorten the prompt")
+    where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
+    folder = RunFolder.create(output, resolved, where) if output is not None else None
+    engine = build(job.plan, job.longest_prompt)
+    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
+    on_emit, finish = collector(job, sinks)
+    try:
+        result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
+        outputs = finish(result.seqs)
+    finally:
+        for sink in sinks:
+            sink.close()
+    if is_single and outputs[0].error is not None:
+        raise UsageError(f"the prompt cannot run: {outputs[0].error}")
+    document = generate_document(resolved, where, outputs, result.metrics)
+    if folder is not None:
+        folder.write("summary.json", to_json(document) + "\n")
+    if as_json:
+        typer.echo(to_json(document))
+    if not quiet:
+        compared = job.plan.k > 0 and sys.stderr.isatty()
+        print_summary(result.metrics, baseline(engine, job) if compared else None)
+    raise typer.Exit(ExitCode.PARTIAL if any(o.error for o in outputs) else ExitCode.OK)
+
+
+def _prompts(
+    given: list[str], file: str | None, data_path: str | None, limit: int | None
+) -> list[Prompt]:
+    """Prompts from the options, else from a pipe, else from the recipe's data."""
+    if given or file is not None:
+        return read_prompts(given, file, None)
+    if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
+        return piped
+    if data_path is None:
+        raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
+    if data_path.startswith(demo.PREFIX):
+        data_path = str(demo.demo_path(data_path))
+    return read_prompts([], data_path, None)[:limit]
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file; a closed one, a terminal or /dev/null is not."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

@@ -1,0 +1,112 @@
+"""`specdec recipe`: look at recipes and check them, without loading anything.
+
+Knows nothing of models, devices or whether a recipe can run here.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec_cli.commands.options import Json, Set, Verbose, resolve
+from specdec_cli.errors import UsageError
+from specdec_cli.text import inert
+
+app = typer.Typer(help="List, show and check recipes.", no_args_is_help=False)
+
+
+@app.callback(invoke_without_command=True)
+def group(ctx: typer.Context) -> None:
+    if ctx.invoked_subcommand is None:
+        raise UsageError("no subcommand given", "ls, show, validate or schema")
+
+
+@app.command("ls")
+def list_recipes(as_json: Json = False, verbose: Verbose = False) -> None:
+    """List the bundled recipes."""
+    from specdec_cli.recipe import bundled_recipes
+
+    recipes = bundled_recipes()
+    if as_json:
+        _print_json(
+            {
+                "recipes": [
+                    {"name": r.name, "path": str(r.path), "description": r.description}
+                    for r in recipes
+                ]
+            }
+        )
+        return
+    width = max((len(r.name) for r in recipes), default=0)
+    for r in recipes:
+        typer.echo(f"{r.name:<{width}}  {r.description}")
+
+
+@app.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="A bundled recipe, or a file.")],
+    resolved: Annotated[
+        bool, typer.Option("--resolved", help="With every default filled in, without comments.")
+    ] = False,
+    sets: Set = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print a recipe: as written, or as it resolves."""
+    from specdec_cli.recipe import dump_recipe
+    from specdec_cli.recipe.resolve import find_source
+
+    recipe = resolve(name, sets, {})
+    path = find_source(name)
+    if as_json:
+        _print_json({"path": str(path), "recipe": recipe.model_dump(mode="json")})
+    elif resolved or sets:
+        typer.echo(dump_recipe(recipe), nl=False)
+    else:
+        typer.echo(inert(path.read_text(encoding="utf-8-sig")), nl=False)
+
+
+@app.command("validate")
+def validate_recipes(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or bundled names.")],
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Check recipes, reporting every problem of every one."""
+    problems: list[str] = []
+    hint: str | None = None
+    for path in paths:
+        try:
+            resolve(path, None, {})
+        except UsageError as error:
+            problems.append(error.message)
+            hint = hint or error.hint
+    if problems:
+        raise UsageError("\n".join(problems), hint)
+    if as_json:
+        _print_json({"valid": [str(Path(path)) for path in paths]})
+        return
+    for path in paths:
+        typer.echo(f"{inert(path)}: ok")
+
+
+@app.command("schema")
+def print_schema(as_json: Json = False, verbose: Verbose = False) -> None:
+    """List every key with its default and meaning; with --json as a JSON Schema."""
+    from specdec_cli.recipe import Recipe
+    from specdec_cli.recipe.schema import key_fields
+
+    if as_json:
+        _print_json(Recipe.model_json_schema())
+        return
+    keys = key_fields()
+    width = max(len(key) for key in keys)
+    for key, info in keys.items():
+        default = info.get_default(call_default_factory=False)
+        shown = "required" if info.is_required() else json.dumps(default)
+        typer.echo(f"{key:<{width}}  {shown:<13}  {info.description}")
+
+
+def _print_json(document: object) -> None:
+    typer.echo(json.dumps(document, indent=2))

@@ -1,0 +1,16 @@
+"""The bundled demo pair: models, prompts, licences. Files only, but for their names.
+
+Recipes name them `demo:target`, `demo:draft`, `demo:draft-distilled` and `demo:prompts`.
+"""
+
+from pathlib import Path
+
+PREFIX = "demo:"
+FOLDER = Path(__file__).parent
+
+
+def demo_path(name: str) -> Path:
+    """Where `demo:NAME` lies: a model's folder, or a file of prompts."""
+    bare = name.removeprefix(PREFIX)
+    prompts = FOLDER / f"{bare}.jsonl"
+    return prompts if prompts.is_file() else FOLDER / bare

@@ -1,0 +1,64 @@
+"""Turning token ids into text as they arrive, and finding stop strings in it.
+
+Needs of a tokenizer only `decode(ids)`. Knows nothing of the engine.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+# A decoder may need a few tokens of context to place spaces and to finish multi-byte characters.
+_CONTEXT = 8
+_REPLACEMENT = "\ufffd"
+
+
+class Decoder(Protocol):
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+
+class TextStream:
+    """Text of a growing list of tokens, in pieces that never split a character.
+
+    Decodes a short window at each step, so the cost of a token does not grow with the text.
+    """
+
+    def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context[-_CONTEXT:])
+        self._shown = tokenizer.decode(self._window)
+
+    def feed(self, token_id: int) -> str:
+        """Text that this token completes; empty inside a multi-byte character."""
+        self._window.append(token_id)
+        text = self._tokenizer.decode(self._window)
+        if text.endswith(_REPLACEMENT) and len(self._window) < 4 * _CONTEXT:
+            return ""
+        piece = text[len(self._shown) :]
+        self._window = self._window[-_CONTEXT:]
+        self._shown = self._tokenizer.decode(self._window)
+        return piece
+
+
+class StopFinder:
+    """Finds the first stop string in one sequence's output, across any token boundaries."""
+
+    def __init__(self, tokenizer: Decoder, prompt: Sequence[int], stop: tuple[str, ...]) -> None:
+        self._stream = TextStream(tokenizer, prompt)
+        self._stop = stop
+        self._keep = max(len(s) for s in stop) - 1
+        self._tail = ""
+
+    def feed(self, tokens: Sequence[int]) -> int | None:
+        """How many of `tokens` to keep: up to the one that completes a stop string, or None."""
+        for count, token in enumerate(tokens, start=1):
+            piece = self._stream.feed(token)
+            text = self._tail + piece
+            if any(s in text for s in self._stop):
+                return count
+            self._tail = text[len(text) - self._keep :] if self._keep < len(text) else text
+        return None
+
+
+def cut_at_stop(text: str, stop: tuple[str, ...]) -> str:
+    """`text` up to the first stop string in it."""
+    found = [at for s in stop if (at := text.find(s)) >= 0]
+    return text[: min(found)] if found else text

@@ -1,0 +1,80 @@
+"""Proposing tokens with a draft model.
+
+A proposer needs `prefill`, `propose` and `max_len`; it never changes a sequence.
+"""
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.sampling import to_probs
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence
+from specdec_cli.models.paged import PagedModel
+
+
+class DraftWorker:
+    """Draws k tokens a sequence from the draft model.
+
+    target_vocab: width of the target's logits. A draft whose vocabulary is padded to another size
+    is sliced or padded with probability zero, so p and q speak of the same ids.
+    max_len: the draft's own context length, past which it proposes nothing.
+    """
+
+    def __init__(self, model: PagedModel, target_vocab: int, max_len: int) -> None:
+        self.model = model
+        self.target_vocab = target_vocab
+        self.max_len = max_len
+
+    def prefill(self, spans: list[Span]) -> None:
+        """Fill the draft's cache with prompt tokens."""
+        self.model.forward(spans, [0] * len(spans))
+
+    def propose(
+        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
+    ) -> Proposal:
+        """Propose lens[b] tokens for sequence b; K is the longest of them.
+
+        The first pass feeds `tokens[draft_kv:]`: one token, two after a bonus token, any number
+        after rounds without proposals. Each further pass feeds the token just drawn.
+        """
+        k = max(lens)
+        device = self.model.device
+        token_ids = torch.zeros(len(seqs), k, dtype=torch.int64, device=device)
+        probs = torch.zeros(len(seqs), k, self.target_vocab, device=device)
+        for step in range(k):
+            active = [b for b, n in enumerate(lens) if n > step]
+            rows: slice | torch.Tensor = slice(None)
+            if len(active) < len(seqs):
+                rows = torch.tensor(active).to(device, non_blocking=True)
+            if step == 0:
+                spans = [Span(seqs[b], seqs[b].draft_kv, len(seqs[b].tokens)) for b in active]
+                logits = self.model.forward(spans, [1] * len(active))
+            else:
+                ends = [len(seqs[b].tokens) + step - 1 for b in active]
+                spans = [Span(seqs[b], end, end, 1) for b, end in zip(active, ends, strict=True)]
+                logits = self.model.forward(
+                    spans, [1] * len(active), token_ids[rows, step - 1 : step]
+                )
+            q = to_probs(self._fit(logits), params)
+            token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])
+            probs[rows, step] = q
+        return Proposal(token_ids, lens, probs)
+
+    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+        own = logits.shape[-1]
+        if own > self.target_vocab:
+            return logits[:, : self.target_vocab]
+        if own < self.target_vocab:
+            return torch.nn.functional.pad(
+                logits, (0, self.target_vocab - own), value=float("-inf")
+            )
+        return logits
+
+
+def no_proposal(batch: int, vocab: int, device: torch.device) -> Proposal:
+    """The proposal of a round that is plain decoding."""
+    return Proposal(
+        torch.zeros(batch, 0, dtype=torch.int64, device=device),
+        [0] * batch,
+        torch.zeros(batch, 0, vocab, device=device),
+    )

@@ -1,0 +1,100 @@
+"""Paged storage for keys and values, and the allocator of its blocks.
+
+Knows nothing of sequences or models: a cache is tensors by layer, a block is an id. Block 0 is
+the trash block: padding and rejected tokens write there and nobody reads it.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+TRASH_BLOCK = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one attention layer caches for a token: heads on this rank, and the K and V widths."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+
+
+def block_bytes(layers: list[LayerShape], block_size: int, dtype: torch.dtype) -> int:
+    """Bytes of one block over all layers of one model on this rank."""
+    per_token = sum(s.num_kv_heads * (s.key_dim + s.value_dim) for s in layers)
+    return per_token * block_size * dtype.itemsize
+
+
+class KVCache:
+    """One model's keys and values: per layer [num_blocks, block_size, kv heads, head dim]."""
+
+    def __init__(
+        self,
+        layers: list[LayerShape],
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = device
+
+        def pool(heads: int, dim: int) -> torch.Tensor:
+            return torch.zeros((num_blocks, block_size, heads, dim), dtype=dtype, device=device)
+
+        self.layers = [
+            (pool(s.num_kv_heads, s.key_dim), pool(s.num_kv_heads, s.value_dim)) for s in layers
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
+
+
+class BlockAllocator:
+    """Hands out block ids 1..num_blocks-1; block 0 is never handed out.
+
+    A block is free or used, never both: `allocate` raises when too few are free, `release` of a
+    free block is a bug and asserts.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        assert num_blocks >= 2, "a cache needs the trash block and one block of its own"
+        self.block_size = block_size
+        self.num_usable = num_blocks - 1
+        self._free = list(range(num_blocks - 1, TRASH_BLOCK, -1))
+        self._is_free = [True] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_usable - len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold this many tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def missing(self, table: list[int], num_tokens: int) -> int:
+        """Blocks to add to `table` so that it holds this many tokens."""
+        return max(0, self.blocks_for(num_tokens) - len(table))
+
+    def extend(self, table: list[int], num_tokens: int) -> None:
+        """Grow `table` to hold `num_tokens` tokens; the caller has checked `missing`."""
+        for _ in range(self.missing(table, num_tokens)):
+            block = self._free.pop()
+            self._is_free[block] = False
+            table.append(block)
+
+    def shrink(self, table: list[int], num_tokens: int) -> None:
+        """Release the blocks of `table` that `num_tokens` tokens do not need."""
+        keep = self.blocks_for(num_tokens)
+        while len(table) > keep:
+            block = table.pop()
+            assert block != TRASH_BLOCK and not self._is_free[block], f"block {block} freed twice"
+            self._is_free[block] = True
+            self._free.append(block)

@@ -1,0 +1,275 @@
+"""The engine: rounds of propose, score, verify and apply over a changing set of sequences.
+
+The only module that changes a sequence. Knows no text; stop strings are found by an object that
+is handed in.
+"""
+
+import time
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Values
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.draft import no_proposal
+from specdec_cli.engine.kv_cache import BlockAllocator
+from specdec_cli.engine.metrics import Metrics, RunClock, summarise
+from specdec_cli.engine.sampling import round_noise
+from specdec_cli.engine.scheduler import Scheduler
+from specdec_cli.engine.target import TargetScorer
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence, Verdict
+from specdec_cli.engine.verify import verify
+
+
+class Proposer(Protocol):
+    """What a round needs of a proposer; see `engine.draft.DraftWorker`."""
+
+    max_len: int
+
+    def prefill(self, spans: list[Span]) -> None: ...
+
+    def propose(
+        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
+    ) -> Proposal: ...
+
+
+class StopFinder(Protocol):
+    """Says how many of a sequence's new tokens to keep, or None to go on."""
+
+    def feed(self, tokens: Values[int]) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. `index` is global: with the seed it keys the random numbers."""
+
+    index: int
+    token_ids: tuple[int, ...]
+    stop_finder: StopFinder | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens that one round added to one sequence; the first `num_accepted` were proposals."""
+
+    seq: Sequence
+    token_ids: list[int]
+    num_accepted: int
+
+
+@dataclass(slots=True)
+class Run:
+    """One pass over a list of prompts: what `Engine.step` advances."""
+
+    k: int
+    params: SamplingParams
+    scheduler: Scheduler
+    clock: RunClock
+    seqs: list[Sequence] = field(default_factory=list)
+    stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """Every sequence of a run in the order of its prompts, and what was measured."""
+
+    seqs: list[Sequence]
+    metrics: Metrics
+
+
+class Engine:
+    """Two models, their caches and one allocator; holds no state of a run.
+
+    eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
+    prefill_chunk: most tokens of one prefill pass.
+    """
+
+    def __init__(
+        self,
+        target: TargetScorer,
+        draft: Proposer | None,
+        allocator: BlockAllocator,
+        *,
+        batch_size: int,
+        max_model_len: int,
+        prefill_chunk: int,
+        eos_ids: frozenset[int],
+    ) -> None:
+        self.target = target
+        self.draft = draft
+        self.allocator = allocator
+        self.batch_size = batch_size
+        self.max_model_len = max_model_len
+        self.prefill_chunk = prefill_chunk
+        self.eos_ids = eos_ids
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        k: int,
+        params: SamplingParams,
+        on_emit: Callable[[list[Emission]], None] | None = None,
+    ) -> RunResult:
+        """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
+
+        A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
+        is called after each round with what the round wrote.
+        """
+        run = self.start(requests, k, params)
+        try:
+            while not run.scheduler.is_done:
+                emissions = self.step(run)
+                if emissions and on_emit is not None:
+                    on_emit(emissions)
+        finally:
+            run.scheduler.release_all()
+        run.clock.finish()
+        return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
+
+    def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
+        """Queue `requests` for `step`."""
+        assert k == 0 or self.draft is not None, "proposing needs a proposer"
+        draft_max_len = self.draft.max_len if self.draft is not None else 0
+        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len)
+        run = Run(k, params, scheduler, RunClock(self.target.model.device))
+        for request in requests:
+            self._add(run, request)
+        return run
+
+    def step(self, run: Run) -> list[Emission]:
+        """Advance by one round, or fill the caches of newly admitted sequences."""
+        started = time.perf_counter()
+        for seq in run.scheduler.admit():
+            seq.admitted_at = seq.admitted_at or started
+        if prefilling := [s for s in run.scheduler.running if s.needs_prefill]:
+            self._prefill(run, prefilling, started)
+            return []
+        seqs, lens = run.scheduler.reserve()
+        noise = self._noise(run, seqs, max(lens))
+        with run.clock.stage("draft"):
+            proposal = self._propose(run, seqs, lens, noise)
+        with run.clock.stage("verify"):
+            scores = self.target.score(seqs, proposal, run.params)
+        with run.clock.stage("sample"):
+            verdict = verify(proposal, scores, noise)
+        return self._apply(run, seqs, lens, verdict, started)
+
+    def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
+        """Feed both models one chunk of what lies before the last token of `seqs`.
+
+        The last token is left to the first round, which so proposes from the very first output
+        token on, as transformers' assisted generation does.
+        """
+        budget = self.prefill_chunk
+        spans: list[Span] = []
+        for seq in seqs:
+            length = min(budget, len(seq.tokens) - 1 - seq.target_kv)
+            if length > 0:
+                spans.append(Span(seq, seq.target_kv, seq.target_kv + length))
+                budget -= length
+        self.target.prefill(spans)
+        draft_spans = [s for s in spans if run.scheduler.proposal_len(s.seq) > 0]
+        if draft_spans and self.draft is not None:
+            self.draft.prefill(draft_spans)
+        for span in spans:
+            span.seq.target_kv = span.stop
+        for span in draft_spans:
+            span.seq.draft_kv = span.stop
+        if self.target.model.device.type == "cuda":
+            # Not inside a round: the pass's own time is wanted, not that of queueing it.
+            torch.cuda.synchronize(self.target.model.device)
+        seconds = time.perf_counter() - started
+        run.clock.prefill_seconds += seconds
+        for span in spans:
+            span.seq.prefill_seconds += seconds / len(spans)
+
+    def _noise(self, run: Run, seqs: list[Sequence], k: int) -> RoundNoise:
+        return round_noise(
+            [s.index for s in seqs],
+            [len(s.tokens) for s in seqs],
+            k,
+            run.params,
+            self.target.model.device,
+        )
+
+    def _propose(
+        self, run: Run, seqs: list[Sequence], lens: list[int], noise: RoundNoise
+    ) -> Proposal:
+        if self.draft is None or max(lens) == 0:
+            model = self.target.model
+            return no_proposal(len(seqs), model.vocab_size, model.device)
+        return self.draft.propose(seqs, lens, noise, run.params)
+
+    def _apply(
+        self, run: Run, seqs: list[Sequence], lens: list[int], verdict: Verdict, started: float
+    ) -> list[Emission]:
+        """Append what was decided, move both cache lengths, finish or trim each sequence."""
+        now = time.perf_counter()
+        seconds = now - started
+        run.clock.add_round(seconds, proposed=max(lens) > 0)
+        emissions = []
+        for seq, k, tokens, accepted in zip(
+            seqs, lens, verdict.tokens, verdict.accepted, strict=True
+        ):
+            n = len(seq.tokens)
+            seq.target_kv = n + accepted
+            if k:
+                seq.draft_kv = n + min(accepted, k - 1)
+            keep = self._finish_reason(run, seq, tokens)
+            seq.tokens.extend(tokens[:keep])
+            kept = min(accepted, keep)
+            if k:
+                seq.proposed_per_round.append(k)
+                seq.accepted_per_round.append(kept)
+            else:
+                seq.rounds_without_proposal += 1
+            seq.decode_seconds += seconds / len(seqs)
+            seq.first_token_at = seq.first_token_at or now
+            emissions.append(Emission(seq, tokens[:keep], kept))
+            if seq.finish_reason is None:
+                run.scheduler.trim(seq)
+            else:
+                seq.finished_at = now
+                run.scheduler.finish(seq)
+        return emissions
+
+    def _finish_reason(self, run: Run, seq: Sequence, tokens: list[int]) -> int:
+        """Decide whether `tokens` end the sequence; returns how many of them to keep."""
+        keep = len(tokens)
+        if not run.params.ignore_eos:
+            for count, token in enumerate(tokens, start=1):
+                if token in self.eos_ids:
+                    keep, seq.finish_reason = count, "eos"
+                    break
+        finder = run.stop_finders.get(seq.index)
+        if finder is not None and (found := finder.feed(tokens[:keep])) is not None:
+            keep, seq.finish_reason = found, "stop"
+        if seq.finish_reason is None and len(seq.tokens) + keep >= seq.max_tokens:
+            seq.finish_reason = "length"
+        return keep
+
+    def _add(self, run: Run, request: Request) -> None:
+        length = len(request.token_ids)
+        seq = Sequence(
+            index=request.index,
+            tokens=list(request.token_ids),
+            num_prompt_tokens=length,
+            max_tokens=min(length + run.params.max_new_tokens, self.max_model_len),
+        )
+        run.seqs.append(seq)
+        try:
+            if length == 0:
+                raise ValueError("the prompt has no tokens")
+            if length >= self.max_model_len:
+                raise ValueError(
+                    f"the prompt has {length} tokens; with at least one new token it exceeds "
+                    f"the model length of {self.max_model_len}"
+                )
+            run.scheduler.add(seq)
+        except ValueError as problem:
+            seq.finish_reason, seq.error = "error", str(problem)
+            return
+        if request.stop_finder is not None:
+            run.stop_finders[request.index] = request.stop_finder

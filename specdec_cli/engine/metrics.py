@@ -1,0 +1,225 @@
+"""What a run measured, in vLLM's names where vLLM has one.
+
+Counting is on the host; stage times on CUDA come from events that are read when the device has
+passed them, so measuring never makes the host wait.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Values
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec_cli.engine.types import Sequence
+
+_UNREAD_STAGES = 256  # events of this many stages wait before the oldest are read
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Mean and percentiles over prompts; all None when there is nothing to average."""
+
+    mean: float | None
+    p50: float | None
+    p90: float | None
+    p99: float | None
+
+    @classmethod
+    def of(cls, values: Values[float]) -> "Spread":
+        if not values:
+            return cls(None, None, None, None)
+        p50, p90, p99 = (float(np.percentile(values, p)) for p in (50, 90, 99))
+        return cls(float(np.mean(values)), p50, p90, p99)
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
+
+    num_drafts: such rounds. num_draft_tokens: tokens proposed. num_accepted_tokens: proposals
+    that stand in the output. *_per_pos: by place in the draft, 1..k; marginal rates are over
+    drafts, conditional ones over the drafts whose earlier proposals were all accepted.
+    mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
+    acceptance_histogram: drafts by number accepted, 0..k.
+    """
+
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    num_accepted_tokens_per_pos: list[int]
+    mean_acceptance_length: float
+    draft_acceptance_rate: float | None
+    acceptance_rate_per_pos: list[float]
+    conditional_acceptance_rate_per_pos: list[float | None]
+    acceptance_histogram: list[int]
+
+    @classmethod
+    def of(cls, proposed: Values[int], accepted: Values[int], k: int) -> "Acceptance":
+        """From the proposal length and the accepted count of each sequence-round."""
+        drafts = len(proposed)
+        histogram = [0] * (k + 1)
+        for count in accepted:
+            histogram[count] += 1
+        per_pos = [sum(histogram[i:]) for i in range(1, k + 1)]
+        # Rounds that reached position i: it was proposed, and all before it were accepted.
+        reached = [
+            sum(1 for p, a in zip(proposed, accepted, strict=True) if p >= i and a >= i - 1)
+            for i in range(1, k + 1)
+        ]
+        tokens = sum(proposed)
+        total = sum(accepted)
+        return cls(
+            num_drafts=drafts,
+            num_draft_tokens=tokens,
+            num_accepted_tokens=total,
+            num_accepted_tokens_per_pos=per_pos,
+            mean_acceptance_length=1.0 + (total / drafts if drafts else 0.0),
+            draft_acceptance_rate=total / tokens if tokens else None,
+            acceptance_rate_per_pos=[n / drafts if drafts else 0.0 for n in per_pos],
+            conditional_acceptance_rate_per_pos=[
+                n / r if r else None for n, r in zip(per_pos, reached, strict=True)
+            ],
+            acceptance_histogram=histogram,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """One run. Times in milliseconds unless the name says seconds.
+
+    draft_ms, verify_ms, sample_ms, round_ms: means per engine round. prefill_ms: mean per prompt.
+    ttft_ms: from a prompt's admission to its first token. tpot_ms: per token after the first.
+    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode only.
+    """
+
+    k: int
+    batch_size: int
+    num_prompts: int
+    num_output_tokens: int
+    num_rounds: int
+    num_rounds_without_proposal: int
+    num_preemptions: int
+    acceptance: Acceptance
+    draft_ms: float
+    verify_ms: float
+    sample_ms: float
+    round_ms: float
+    prefill_ms: float
+    prefill_seconds: float
+    decode_seconds: float
+    output_tokens_per_second: float
+    decode_tokens_per_second: float
+    ttft_ms: Spread
+    tpot_ms: Spread
+
+    def as_dict(self) -> dict[str, Any]:
+        """The contract's flat `metrics` object."""
+        flat = asdict(self)
+        acceptance: dict[str, Any] = flat.pop("acceptance")
+        return flat | acceptance
+
+
+Stamp = float | torch.cuda.Event
+STAGES = ("draft", "verify", "sample")
+
+
+@dataclass(slots=True)
+class RunClock:
+    """Adds up the times of one run: by stage on the device's clock, by round on the host's."""
+
+    device: torch.device
+    num_rounds: int = 0
+    num_rounds_without_proposal: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    _unread: deque[tuple[str, Stamp, Stamp]] = field(default_factory=deque)
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time one stage of a round; on CUDA it is an NVTX range too."""
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.cuda.nvtx.range_push(name)
+        start = self._stamp()
+        yield
+        self._unread.append((name, start, self._stamp()))
+        if on_cuda:
+            torch.cuda.nvtx.range_pop()
+
+    def add_round(self, seconds: float, proposed: bool) -> None:
+        """Record a finished round and its time on the host's clock."""
+        self.num_rounds += 1
+        self.num_rounds_without_proposal += not proposed
+        self.decode_seconds += seconds
+        while len(self._unread) > _UNREAD_STAGES:
+            self._read(*self._unread.popleft())
+
+    def finish(self) -> None:
+        """Read what is left; on CUDA this waits for the last round."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        while self._unread:
+            self._read(*self._unread.popleft())
+
+    def _stamp(self) -> Stamp:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _read(self, name: str, start: Stamp, end: Stamp) -> None:
+        if isinstance(start, float) and isinstance(end, float):
+            self.stage_ms[name] += (end - start) * 1e3
+        elif not isinstance(start, float) and not isinstance(end, float):
+            self.stage_ms[name] += start.elapsed_time(end)
+
+
+def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) -> Metrics:
+    """Metrics of a finished run over `seqs`; those that ended in an error count for nothing."""
+    done = [s for s in seqs if s.finish_reason != "error"]
+    rounds = max(1, clock.num_rounds)
+    tokens = sum(s.num_new_tokens for s in done)
+    draft_ms, verify_ms, sample_ms = (clock.stage_ms[stage] / rounds for stage in STAGES)
+    ttft = [
+        (s.first_token_at - s.admitted_at) * 1e3
+        for s in done
+        if s.first_token_at is not None and s.admitted_at is not None
+    ]
+    tpot = [
+        (s.finished_at - s.first_token_at) * 1e3 / (s.num_new_tokens - 1)
+        for s in done
+        if s.first_token_at is not None and s.finished_at is not None and s.num_new_tokens > 1
+    ]
+    seconds = clock.prefill_seconds + clock.decode_seconds
+    return Metrics(
+        k=k,
+        batch_size=batch_size,
+        num_prompts=len(seqs),
+        num_output_tokens=tokens,
+        num_rounds=clock.num_rounds,
+        num_rounds_without_proposal=clock.num_rounds_without_proposal,
+        num_preemptions=sum(s.num_preemptions for s in done),
+        acceptance=Acceptance.of(
+            [p for s in done for p in s.proposed_per_round],
+            [a for s in done for a in s.accepted_per_round],
+            k,
+        ),
+        draft_ms=draft_ms,
+        verify_ms=verify_ms,
+        sample_ms=sample_ms,
+        round_ms=clock.decode_seconds * 1e3 / rounds,
+        prefill_ms=clock.prefill_seconds * 1e3 / max(1, len(done)),
+        prefill_seconds=clock.prefill_seconds,
+        decode_seconds=clock.decode_seconds,
+        output_tokens_per_second=tokens / seconds if seconds else 0.0,
+        decode_tokens_per_second=tokens / clock.decode_seconds if clock.decode_seconds else 0.0,
+        ttft_ms=Spread.of(ttft),
+        tpot_ms=Spread.of(tpot),
+    )

@@ -1,0 +1,108 @@
+"""Which sequences run, and which blocks they hold.
+
+Slots are refilled from the waiting prompts in their order; when blocks run out the youngest
+running sequence gives up its own and is computed again later. Scheduling never shortens a
+proposal, so it cannot change what is sampled. Knows no models and no tokens' meaning.
+"""
+
+from collections import deque
+
+from specdec_cli.engine.kv_cache import BlockAllocator
+from specdec_cli.engine.types import Sequence
+
+
+class Scheduler:
+    """Admission, reservation and preemption over one allocator.
+
+    Never deadlocks: a sequence that could not run alone is refused by `add`, and the oldest
+    running sequence is never preempted for a younger one, so it always gets on.
+    """
+
+    def __init__(self, allocator: BlockAllocator, batch_size: int, k: int, draft_max_len: int):
+        self.allocator = allocator
+        self.batch_size = batch_size
+        self.k = k
+        self.draft_max_len = draft_max_len
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a sequence. Raises ValueError when it could not finish even alone."""
+        # The last token's keys and values are never needed.
+        need = self.allocator.blocks_for(seq.max_tokens - 1)
+        if need > self.allocator.num_usable:
+            raise ValueError(
+                f"needs {need} KV blocks of {self.allocator.block_size} tokens for "
+                f"{seq.max_tokens} tokens; the cache has {self.allocator.num_usable}"
+            )
+        self.waiting.append(seq)
+
+    @property
+    def is_done(self) -> bool:
+        return not self.waiting and not self.running
+
+    def proposal_len(self, seq: Sequence) -> int:
+        """k_i of the sequence's next round; depends on nothing but the sequence."""
+        return min(self.k, seq.room(self.draft_max_len))
+
+    def admit(self) -> list[Sequence]:
+        """Move waiting sequences into free slots while their blocks are to be had."""
+        admitted: list[Sequence] = []
+        while self.waiting and len(self.running) < self.batch_size:
+            seq = self.waiting[0]
+            length = self._next_length(seq)
+            # One spare block for each running sequence, or the newcomer would soon be preempted.
+            spare = len(self.running)
+            if self.allocator.blocks_for(length) + spare > self.allocator.num_free:
+                break
+            self.waiting.popleft()
+            self.allocator.extend(seq.block_table, length)
+            self.running.append(seq)
+            admitted.append(seq)
+        return admitted
+
+    def reserve(self) -> tuple[list[Sequence], list[int]]:
+        """Blocks for one round of every running sequence, and the lengths of their proposals.
+
+        Returns the sequences that take part, oldest first.
+        """
+        taking_part: list[Sequence] = []
+        while len(taking_part) < len(self.running):
+            seq = self.running[len(taking_part)]
+            length = self._next_length(seq)
+            while (
+                self.allocator.missing(seq.block_table, length) > self.allocator.num_free
+                and self.running[-1] is not seq
+            ):
+                self._preempt(self.running[-1])
+            if self.allocator.missing(seq.block_table, length) > self.allocator.num_free:
+                self._preempt(seq)
+                break
+            self.allocator.extend(seq.block_table, length)
+            taking_part.append(seq)
+        return taking_part, [self.proposal_len(s) for s in taking_part]
+
+    def trim(self, seq: Sequence) -> None:
+        """Release the blocks that rejected proposals were written to."""
+        self.allocator.shrink(seq.block_table, len(seq.tokens))
+
+    def finish(self, seq: Sequence) -> None:
+        self.allocator.shrink(seq.block_table, 0)
+        self.running.remove(seq)
+
+    def release_all(self) -> None:
+        """Give back every block, after a failed run too."""
+        for seq in self.running:
+            self.allocator.shrink(seq.block_table, 0)
+        self.running.clear()
+        self.waiting.clear()
+
+    def _next_length(self, seq: Sequence) -> int:
+        return len(seq.tokens) + self.proposal_len(seq)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.allocator.shrink(seq.block_table, 0)
+        seq.target_kv = seq.draft_kv = 0
+        seq.num_preemptions += 1
+        self.running.remove(seq)
+        self.waiting.appendleft(seq)

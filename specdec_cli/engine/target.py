@@ -1,0 +1,36 @@
+"""The target's side of a round: prefill and scoring."""
+
+import torch
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.sampling import to_probs
+from specdec_cli.engine.types import Proposal, SamplingParams, Scores, Sequence
+from specdec_cli.models.paged import PagedModel
+
+
+class TargetScorer:
+    """Scores proposals with the target in one ragged pass."""
+
+    def __init__(self, model: PagedModel) -> None:
+        self.model = model
+
+    def prefill(self, spans: list[Span]) -> None:
+        """Fill the target's cache with prompt tokens; no logits are computed."""
+        self.model.forward(spans, [0] * len(spans))
+
+    def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
+        """Distributions after each sequence's last token and after each of its proposals."""
+        k = proposal.token_ids.shape[1]
+        spans = [
+            Span(s, s.target_kv, len(s.tokens), n) for s, n in zip(seqs, proposal.lens, strict=True)
+        ]
+        logits = self.model.forward(
+            spans, [n + 1 for n in proposal.lens], proposal.token_ids if k else None
+        )
+        probs = to_probs(logits, params)
+        if all(n == k for n in proposal.lens):
+            return Scores(probs.view(len(seqs), k + 1, -1))
+        padded = probs.new_zeros(len(seqs) * (k + 1), probs.shape[-1])
+        rows = [b * (k + 1) + i for b, n in enumerate(proposal.lens) for i in range(n + 1)]
+        padded[torch.tensor(rows).to(probs.device, non_blocking=True)] = probs
+        return Scores(padded.view(len(seqs), k + 1, -1))

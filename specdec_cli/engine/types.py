@@ -1,0 +1,130 @@
+"""The nouns that the engine's modules share.
+
+Legend for shapes: B sequences of a round, K the round's proposal length, V vocabulary of the
+target, n = `len(seq.tokens)`. Knows no text: a sequence is token ids.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+FinishReason = Literal["length", "eos", "stop", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn, and when a sequence ends; the same for every sequence of a run.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are looked for in
+    the text, see `engine.detokenize`.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    max_new_tokens: int = 256
+    ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One prompt and what has been written after it.
+
+    `target_kv` and `draft_kv` say how many leading tokens have valid keys and values in each
+    cache. Both caches are addressed by the one `block_table`. Rolling back rejected tokens is
+    moving these two integers; no data moves.
+    """
+
+    index: int  # global prompt index: with the seed, the key of every random number
+    tokens: list[int]
+    num_prompt_tokens: int
+    max_tokens: int  # the sequence ends when it holds this many tokens
+    block_table: list[int] = field(default_factory=list)
+    target_kv: int = 0
+    draft_kv: int = 0
+    proposed_per_round: list[int] = field(default_factory=list)  # rounds with k_i >= 1 only
+    accepted_per_round: list[int] = field(default_factory=list)
+    rounds_without_proposal: int = 0
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    prefill_seconds: float = 0.0  # this sequence's equal shares of the passes it took part in
+    decode_seconds: float = 0.0
+    admitted_at: float | None = None  # host clock, seconds
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def num_new_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.num_prompt_tokens :]
+
+    @property
+    def needs_prefill(self) -> bool:
+        """Whether more than the last token is missing from the target's cache."""
+        return self.target_kv < len(self.tokens) - 1
+
+    def room(self, draft_max_len: int) -> int:
+        """Most tokens that may be proposed now.
+
+        One short of what remains, because a round always adds one token of the target's own; and
+        none past the draft's own context length.
+        """
+        n = len(self.tokens)
+        return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
+
+
+@dataclass(slots=True)
+class Proposal:
+    """What a proposer suggests for one round.
+
+    token_ids: int64 [B, K]; entries past a sequence's length are valid ids without meaning.
+    lens: k_i of each sequence, known to the host.
+    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero.
+    """
+
+    token_ids: torch.Tensor
+    lens: list[int]
+    probs: torch.Tensor
+
+
+@dataclass(slots=True)
+class Scores:
+    """The target's distributions over one round.
+
+    probs: fp32 [B, K + 1, V]; row i is the distribution of the token after the i-th proposal.
+    Rows past k_i are zero.
+    """
+
+    probs: torch.Tensor
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What verification decided.
+
+    tokens: per sequence the accepted proposals and one token of the target's own.
+    accepted: per sequence how many proposals were accepted.
+    """
+
+    tokens: list[list[int]]
+    accepted: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundNoise:
+    """Uniform numbers in [0, 1) of one round, fp32, on the engine's device.
+
+    draft: [B, K] to draw proposals; accept: [B, K]; sample: [B, K + 1] for the residual or the
+    bonus token, indexed by the position that the token takes.
+    """
+
+    draft: torch.Tensor
+    accept: torch.Tensor
+    sample: torch.Tensor

@@ -1,0 +1,33 @@
+"""Verification: which proposals stand, and the token that follows them."""
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.engine.types import Proposal, RoundNoise, Scores, Verdict
+from specdec_cli.errors import RunError
+
+
+def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+    """Modified rejection sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
+
+    Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0));
+    with every proposal accepted draw from the target's next distribution. Greedy decoding is the
+    one-hot case. The only point of a round where the host waits for the device.
+
+    Raises `RunError` when a distribution is not finite.
+    """
+    device = scores.probs.device
+    lens = torch.tensor(proposal.lens, dtype=torch.int32).to(device, non_blocking=True)
+    tokens, accepted = ops.rejection_sample(
+        proposal.token_ids, lens, proposal.probs, scores.probs, noise.accept, noise.sample
+    )
+    counts: list[int] = accepted.tolist()
+    if min(counts) < 0:
+        raise RunError(
+            "a model produced logits that are not finite (NaN or infinity)",
+            "try another dtype (float32 or bfloat16), or check the checkpoint",
+        )
+    rows: list[list[int]] = tokens.tolist()
+    return Verdict(
+        tokens=[row[: a + 1] for row, a in zip(rows, counts, strict=True)], accepted=counts
+    )

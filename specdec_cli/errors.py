@@ -1,0 +1,49 @@
+"""The errors a user can cause, each with the contract's exit code.
+
+Knows nothing of what went wrong or how it is shown: `app.main` turns one of these into a line on
+stderr, or into the JSON error document under `--json`.
+"""
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit codes of every command (the contract that scripts rely on)."""
+
+    OK = 0
+    RUN_FAILED = 1
+    USAGE = 2  # bad usage, recipe or prompts
+    PARTIAL = 3  # some points or prompts failed; the rest is saved
+    LOSSLESSNESS = 4  # losslessness check failed
+    ENVIRONMENT = 5  # no such model, no device, out of memory, disk full
+    SIGINT = 130
+    SIGTERM = 143
+
+
+class SpecdecError(Exception):
+    """One clear line: what is wrong and where (`message`), and what to do about it (`hint`)."""
+
+    code: ExitCode = ExitCode.RUN_FAILED
+
+    def __init__(self, message: str, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+
+class UsageError(SpecdecError):
+    """Bad options, recipe or prompts: exit code 2."""
+
+    code = ExitCode.USAGE
+
+
+class SetupError(SpecdecError):
+    """The machine or a model lacks something: exit code 5."""
+
+    code = ExitCode.ENVIRONMENT
+
+
+class RunError(SpecdecError):
+    """The run itself failed: exit code 1."""
+
+    code = ExitCode.RUN_FAILED

@@ -1,0 +1,1 @@
+"""Models: transformers' own classes behind our loader, gate and paged attention."""

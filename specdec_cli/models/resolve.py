@@ -1,0 +1,73 @@
+"""From a model's name in a recipe to a folder on disk.
+
+A name is a folder, one of the bundled demo models (`demo:target`), or a hub id. Reads no weights.
+"""
+
+from pathlib import Path
+
+from specdec_cli import demo
+from specdec_cli.errors import SetupError
+
+
+def model_folder(name: str, revision: str | None) -> Path:
+    """The folder that holds `name`'s config (and, unless dummy, weights).
+
+    A hub id is taken from the local cache, or downloaded where that is possible. Raises
+    `SetupError` when there is no such model.
+    """
+    if name.startswith(demo.PREFIX):
+        folder = demo.demo_path(name)
+        if not (folder / "config.json").is_file():
+            known = sorted(p.parent.name for p in demo.FOLDER.glob("*/config.json"))
+            raise SetupError(
+                f"no bundled model {name}",
+                f"bundled are {', '.join(demo.PREFIX + n for n in known)}",
+            )
+        return folder
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise SetupError(f"no config.json in the model folder {name}", "is the path right?")
+        return path
+    if path.exists():
+        raise SetupError(
+            f"the model {name} is a file",
+            "name the folder that holds config.json and the weights",
+        )
+    looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
+    if looks_like_path:
+        raise SetupError(f"no such model folder: {name}", "check the path in the recipe")
+    return _from_hub(name, revision)
+
+
+def _from_hub(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin", "*.py"]
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except HFValidationError:
+        raise SetupError(
+            f"no such model: {name}", "name a folder, a hub id (owner/name) or demo:target"
+        ) from None
+    except GatedRepoError:
+        raise SetupError(
+            f"access to the model {name} is restricted",
+            "ask for access on the hub and log in with `hf auth login`",
+        ) from None
+    except RevisionNotFoundError:
+        raise SetupError(f"the model {name} has no revision {revision}") from None
+    except RepositoryNotFoundError:
+        raise SetupError(f"no model {name} on the hub", "check the spelling") from None
+    except Exception as problem:
+        raise SetupError(
+            f"the model {name} is neither a local folder nor in the local cache, and could not be "
+            f"downloaded ({type(problem).__name__})",
+            f"run `hf download {name}` where the hub can be reached, or pass a local folder",
+        ) from problem

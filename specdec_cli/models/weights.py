@@ -1,0 +1,113 @@
+"""Reading checkpoints: which file holds which tensor, and what is wrong with it if it won't open.
+
+Safetensors only, unless pickle is allowed explicitly; then tensors alone are unpickled. Knows
+nothing of models.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from specdec_cli.errors import SetupError
+
+Read = Callable[[], torch.Tensor]
+
+
+@contextmanager
+def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read]]:
+    """Tensors of the checkpoint in `folder` by name, each read when called.
+
+    Raises `SetupError` for a folder without weights, one with pickled weights only (unless
+    `allow_pickle`), a missing shard, or a damaged file.
+    """
+    files = _files(folder, "model.safetensors")
+    if files:
+        with ExitStack() as stack:
+            tensors: dict[str, Read] = {}
+            for file in files:
+                tensors |= _open_safetensors(file, stack)
+            yield tensors
+        return
+    pickled = _files(folder, "pytorch_model.bin")
+    if not pickled:
+        raise SetupError(
+            f"no weights in {folder}",
+            "it needs model.safetensors; load_format: dummy runs on random weights",
+        )
+    if not allow_pickle:
+        raise SetupError(
+            f"{folder} has pickled weights only ({pickled[0].name}), which can run code",
+            "convert them to safetensors, or pass --allow-pickle if you trust them",
+        )
+    tensors = {}
+    for file in pickled:
+        tensors |= _open_pickle(file)
+    yield tensors
+
+
+def _files(folder: Path, name: str) -> list[Path]:
+    """The files of a checkpoint: one, or the shards that its index names."""
+    index = folder / f"{name}.index.json"
+    if index.is_file():
+        try:
+            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as problem:
+            raise SetupError(f"{index} is not a weight index: {problem}") from None
+        # An index could name files anywhere; only its own folder counts.
+        files = [folder / Path(shard).name for shard in shards]
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise SetupError(
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}",
+                "download the model again",
+            )
+        return files
+    single = folder / name
+    return [single] if single.is_file() else []
+
+
+def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
+    try:
+        handle: Any = stack.enter_context(safe_open(str(file), framework="pt"))
+    except (SafetensorError, OSError) as problem:
+        raise _damaged(file, problem) from None
+
+    def reader(name: str) -> Read:
+        def read() -> torch.Tensor:
+            try:
+                tensor: torch.Tensor = handle.get_tensor(name)
+            except (SafetensorError, OSError) as problem:
+                raise _damaged(file, problem) from None
+            return tensor
+
+        return read
+
+    return {name: reader(name) for name in handle.keys()}
+
+
+def _open_pickle(file: Path) -> dict[str, Read]:
+    try:
+        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as problem:
+        raise _damaged(file, problem) from None
+    if not isinstance(loaded, dict):
+        raise _damaged(file, ValueError("not a dictionary of tensors"))
+    return {name: partial(_same, tensor) for name, tensor in loaded.items()}
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _damaged(file: Path, problem: Exception) -> SetupError:
+    reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    return SetupError(
+        f"cannot read the weights in {file}: {reason}",
+        "the file is truncated or damaged; download it again",
+    )

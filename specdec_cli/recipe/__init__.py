@@ -1,0 +1,32 @@
+"""Recipes: what to run, as a checked and frozen value.
+
+Knows nothing of models, devices or the command line: names of models are text here.
+"""
+
+from specdec_cli.recipe.bundled import BundledRecipe, bundled_recipes
+from specdec_cli.recipe.resolve import dump_recipe, load_recipe
+from specdec_cli.recipe.schema import (
+    CacheSection,
+    DataSection,
+    DraftSection,
+    ModelSection,
+    Recipe,
+    RunSection,
+    SamplingSection,
+    SpeculationSection,
+)
+
+__all__ = [
+    "BundledRecipe",
+    "CacheSection",
+    "DataSection",
+    "DraftSection",
+    "ModelSection",
+    "Recipe",
+    "RunSection",
+    "SamplingSection",
+    "SpeculationSection",
+    "bundled_recipes",
+    "dump_recipe",
+    "load_recipe",
+]

@@ -1,0 +1,103 @@
+"""Saying what is wrong with a recipe, and which key was probably meant.
+
+Knows the schema and pydantic's error records; not where a value came from.
+"""
+
+import json
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from pydantic_core import ErrorDetails
+
+from specdec_cli.recipe.schema import key_fields, section_models
+from specdec_cli.recipe.source import KeyPath, dotted
+
+_SHOWN_CHARACTERS = 40
+
+
+def place(error: ErrorDetails) -> KeyPath:
+    """The path of the key that an error is about."""
+    path: KeyPath = error["loc"]
+    if error["type"] == "missing" and len(path) == 1:
+        return (*path, "model")  # `target` is the only section that has to be there
+    key = error.get("ctx", {}).get("key")
+    return (*path, key) if isinstance(key, str) else path
+
+
+def describe(error: ErrorDetails) -> str:
+    """What is wrong, in the words of a recipe rather than of pydantic."""
+    path, value = error["loc"], error["input"]
+    match error["type"]:
+        case "missing":
+            return "is required"
+        case "extra_forbidden":
+            return unknown_key(dotted(path))
+        case "model_type" | "model_attributes_type":
+            return f"should be a section of keys, not {shown(value)}"
+        case "int_type" | "int_from_float" | "int_parsing":
+            return f"should be a whole number, not {shown(value)}"
+        case "float_type" | "float_parsing":
+            return f"should be a number, not {shown(value)}"
+        case "finite_number":
+            return f"should be a finite number, not {shown(value)}"
+        case "bool_type":
+            return f"should be true or false, not {shown(value)}"
+        case "string_type":
+            return f"should be text, not {shown(value)}"
+        case "string_unicode":
+            return "should be valid Unicode text"
+        case "string_too_short":
+            return "should not be empty"
+        case "tuple_type":
+            return f"should be a list, not {shown(value)}"
+        case "string_pattern_mismatch":
+            info = key_fields().get(dotted(path))
+            return f"should be {info.description if info else 'otherwise'}, not {shown(value)}"
+        case "literal_error":
+            choices = re.findall(r"'([^']*)'", str(error["ctx"]["expected"]))
+            return f"should be {_either(choices)}, not {shown(value)}{_guess(value, choices)}"
+        case "greater_than" | "greater_than_equal" | "less_than" | "less_than_equal":
+            return f"{error['msg'].removeprefix('Input ')}, not {shown(value)}"
+    return error["msg"].removeprefix("Input ")
+
+
+def unknown_key(key: str) -> str:
+    """Always names the nearest valid key, as a question when it is close."""
+    nearest, is_close = nearest_key(key)
+    return f"unknown key ({f'did you mean {nearest}?' if is_close else f'nearest key: {nearest}'})"
+
+
+def nearest_key(key: str) -> tuple[str, bool]:
+    """The valid key that resembles most, and whether it is close enough to be meant."""
+    section, _, last = key.rpartition(".")
+    models = section_models()
+    keys = list(key_fields())
+    if section in models:
+        siblings = {name: f"{section}.{name}" for name in models[section].model_fields}
+    else:
+        siblings = {name: name for name in models}
+    by_last: dict[str, str] = {}
+    for candidate in keys:
+        by_last.setdefault(candidate.rpartition(".")[2], candidate)
+    if last in by_last:
+        return by_last[last], True
+    for names in (siblings, by_last, {name: name for name in models}):
+        if close := get_close_matches(last, names, n=1):
+            return names[close[0]], True
+    return siblings[get_close_matches(last, siblings, n=1, cutoff=0.0)[0]], False
+
+
+def shown(value: object) -> str:
+    """A value as YAML would have it, cut short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def _either(choices: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]]))
+
+
+def _guess(value: object, choices: Iterable[str]) -> str:
+    close = get_close_matches(str(value).lower(), list(choices), n=1, cutoff=0.4)
+    return f" (did you mean {close[0]}?)" if close else ""

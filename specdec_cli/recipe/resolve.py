@@ -1,0 +1,206 @@
+"""From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
+
+Knows precedence and where each value came from; not what options are called (callers name
+the origins) and not what models or devices exist.
+"""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from specdec_cli.errors import UsageError
+from specdec_cli.recipe import problems
+from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
+from specdec_cli.recipe.schema import Recipe, key_fields, section_models
+from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
+
+DEMO_RECIPE = "demo"
+EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
+
+_MODEL_KEYS = ("target.model", "draft.model")
+_SHAPES = "shapes/"  # config-only model folders beside the bundled recipes
+_MAX_SHOWN = 50
+_HINT = "`specdec recipe schema` lists the keys and what they may hold"
+
+
+def load_recipe(
+    source: str | None = None,
+    overrides: Mapping[str, object] | None = None,
+    origins: Mapping[str, str] | None = None,
+) -> Recipe:
+    """A file or bundled recipe with `overrides` (dotted key to value) on top, checked.
+
+    Without a source: the demo pair, unless the overrides name a target; then only defaults.
+    `origins` names in errors where an override came from (`--temperature`). Every problem is
+    reported at once, a line each, in one `UsageError`.
+    """
+    overrides = dict(overrides or {})
+    if source is None and not _names_target(overrides):
+        source = DEMO_RECIPE
+    document = Document("recipe", {}) if source is None else read_source(source)
+    name = document.name
+    found = [(p.line, f"{name}:{p.line}: {_with_key(p.key, p.what)}") for p in document.problems]
+    if document.data is not None and not isinstance(document.data, dict):
+        what = f"a recipe is a mapping of sections, not {problems.shown(document.data)}"
+        raise UsageError(f"{name}:{document.line_of(())}: {what}", _HINT)
+    data = document.data if isinstance(document.data, dict) else {}
+
+    merge = _Merge(document, data, origins or {})
+    merge.apply(overrides)
+    found += [(0, line) for line in merge.problems]
+    try:
+        recipe = Recipe.model_validate(merge.data)
+    except ValidationError as error:
+        for details in error.errors(include_url=False):
+            path = problems.place(details)
+            line, where = merge.where(path, is_missing=details["type"] == "missing")
+            found.append((line, f"{where}: {_with_key(dotted(path), problems.describe(details))}"))
+    else:
+        if not found:
+            return recipe
+    lines = [text for _, text in sorted(found, key=lambda item: item[0])]
+    if len(lines) > _MAX_SHOWN:
+        lines[_MAX_SHOWN:] = [f"and {len(lines) - _MAX_SHOWN} more problems"]
+    raise UsageError("\n".join(lines), _HINT)
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """YAML that `load_recipe` reads back as an equal recipe."""
+    return yaml.dump(
+        recipe.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
+    )
+
+
+def read_source(source: str) -> Document:
+    """The document of a recipe file, or of a bundled recipe, with its model paths located."""
+    path = find_source(source)
+    document = read(path, source if Path(source).is_file() else str(path))
+    if isinstance(document.data, dict):
+        for key in (*_MODEL_KEYS, "data.path"):
+            section, _, last = key.partition(".")
+            values = document.data.get(section)
+            if isinstance(values, dict) and last in values:
+                values[last] = _located(values[last], [path.parent])
+    return document
+
+
+def find_source(source: str) -> Path:
+    """A file wins over a bundled recipe, a bundled recipe over a folder of its name."""
+    try:
+        path = Path(source)
+        if path.exists() and not path.is_dir():
+            return path
+    except (OSError, ValueError):
+        raise UsageError(f"{source!r} cannot be the path of a recipe") from None
+    if bundled := find_bundled(source):
+        return bundled.path
+    if path.is_dir():
+        inside = path / "recipe.yaml"
+        raise UsageError(
+            f"{source}: is a directory, not a recipe file",
+            f"a run folder's recipe is {inside}" if inside.is_file() else None,
+        )
+    names = [recipe.name for recipe in bundled_recipes()]
+    close = get_close_matches(path.name.removesuffix(".yaml"), names, n=1)
+    guess = f" (did you mean {close[0]}?)" if close else ""
+    raise UsageError(
+        f"{source}: no such recipe, neither a file nor a bundled one{guess}",
+        "`specdec recipe ls` lists the bundled recipes",
+    )
+
+
+class _Merge:
+    """A document's data with overrides put in, remembering who set what."""
+
+    def __init__(
+        self, document: Document, data: Mapping[str, object], origins: Mapping[str, str]
+    ) -> None:
+        self.document = document
+        self.data = {
+            key: dict(value) if isinstance(value, dict) else value for key, value in data.items()
+        }
+        self.problems: list[str] = []
+        self._names = origins
+        self._origins: dict[str, str] = {}
+
+    def apply(self, overrides: Mapping[str, object]) -> None:
+        # Whole sections first, so that `draft=null` and `draft.model=x` do not depend on order.
+        for key in sorted(overrides, key=lambda key: key.count(".")):
+            if key != EVERY_DTYPE:
+                self._set(key, overrides[key], self._names.get(key, "override"))
+        for section in ("target", "draft"):
+            # A revision belongs to the model it was written for.
+            if f"{section}.model" in overrides and f"{section}.revision" not in overrides:
+                values = self.data.get(section)
+                if isinstance(values, dict):
+                    values.pop("revision", None)
+            if EVERY_DTYPE in overrides and isinstance(self.data.get(section), dict):
+                origin = self._names.get(EVERY_DTYPE, "override")
+                self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)
+
+    def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
+        """Who to blame for a key: an option, or a line of the file (0 sorts options first)."""
+        lines = self.document.lines
+        for depth in range(len(path), 0, -1):
+            key = dotted(path[:depth])
+            if key in self._origins:
+                return 0, self._origins[key]
+            if is_missing and (made := self._made(key)):
+                return 0, made
+            if path[:depth] in lines and str(path[0]) not in self._origins:
+                break
+        line = self.document.line_of(path)
+        return line, f"{self.document.name}:{line}"
+
+    def _made(self, section: str) -> str | None:
+        """The origin of a section that only overrides brought into being."""
+        data = self.document.data
+        if isinstance(data, dict) and isinstance(data.get(section), dict):
+            return None
+        inside = (name for key, name in self._origins.items() if key.startswith(f"{section}."))
+        return next(inside, None)
+
+    def _set(self, key: str, value: object, origin: str) -> None:
+        section, _, last = key.partition(".")
+        if key not in key_fields() and key not in section_models():
+            self.problems.append(f"{origin}: {_with_key(key, problems.unknown_key(key))}")
+            return
+        self._origins[key] = origin
+        if not last:
+            self.data[section] = value
+            return
+        if key in _MODEL_KEYS:
+            value = _located(value, [])
+        values = self.data.get(section)
+        if values is None:
+            self.data[section] = {last: value}
+        elif isinstance(values, dict):
+            values[last] = value
+
+
+def _names_target(overrides: Mapping[str, object]) -> bool:
+    section = overrides.get("target")
+    return "target.model" in overrides or (isinstance(section, dict) and "model" in section)
+
+
+def _located(value: object, folders: Sequence[Path]) -> object:
+    """A relative path that exists only beside the recipe (or is a bundled shape), made absolute."""
+    if not isinstance(value, str) or not value:
+        return value
+    if value.startswith(_SHAPES):
+        folders = [*folders, bundled_folder()]
+    try:
+        if not Path(value).exists():
+            for folder in folders:
+                if (folder / value).exists():
+                    return str((folder / value).resolve())
+    except (OSError, ValueError):  # too long, or not a path at all
+        return value
+    return value
+
+
+def _with_key(key: str, what: str) -> str:
+    return f"{key}: {what}" if key else what

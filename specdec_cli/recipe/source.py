@@ -1,0 +1,216 @@
+"""YAML text to plain data, with the line of every key.
+
+Knows nothing of which keys a recipe has. Scalars follow YAML 1.2's core schema: `on`, `no` and
+`12:30` are words, `012` is twelve, `1e-3` is a number.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+
+from specdec_cli.errors import UsageError
+
+MAX_BYTES = 1_000_000
+MAX_NODES = 100_000  # after aliases are expanded
+
+KeyPath = tuple[str | int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something wrong at a line; `key` is the dotted key it is about, if any."""
+
+    line: int
+    key: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """What a YAML text holds, where, and what is wrong with it so far."""
+
+    name: str
+    data: object
+    lines: Mapping[KeyPath, int] = field(default_factory=dict)
+    problems: tuple[Problem, ...] = ()
+
+    def line_of(self, path: KeyPath) -> int:
+        """The line of the key, or of the nearest section around it."""
+        while path and path not in self.lines:
+            path = path[:-1]
+        return self.lines.get(path, 1)
+
+
+_CORE_SCALARS = (
+    ("null", r"~|null|Null|NULL|", "~nN\0"),
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?[0-9]+", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+)
+
+
+def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> None:
+    for tag, pattern, first in _CORE_SCALARS:
+        starts = ["" if char == "\0" else char for char in first]
+        target.add_implicit_resolver(
+            f"tag:yaml.org,2002:{tag}", re.compile(rf"(?:{pattern})\Z"), starts
+        )
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes nodes only; `_Walk` turns them into data. No tag can run code."""
+
+
+class Dumper(yaml.SafeDumper):
+    """Writes a text so that both YAML 1.1 readers and this module read it back as text."""
+
+
+_Loader.yaml_implicit_resolvers = {}  # forget YAML 1.1's
+_add_core_scalars(_Loader)
+_add_core_scalars(Dumper)
+
+
+class _Walk:
+    """One pass over the node tree."""
+
+    def __init__(self) -> None:
+        self.lines: dict[KeyPath, int] = {}
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()
+        self._seen = 0
+
+    def data(self, node: yaml.Node, path: KeyPath) -> object:
+        line = node.start_mark.line + 1
+        self.lines.setdefault(path, line)
+        self._seen += 1
+        if self._seen > MAX_NODES:
+            raise _Refused(line, "too large once its aliases are expanded")
+        if id(node) in self._open:
+            raise _Refused(line, "an alias refers to what contains it")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return self._mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                _refuse_tag(node, "seq")
+                return [self.data(item, (*path, i)) for i, item in enumerate(node.value)]
+            return _scalar(node)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: yaml.MappingNode, path: KeyPath) -> dict[str, object]:
+        _refuse_tag(node, "map")
+        result: dict[str, object] = {}
+        first_lines: dict[str, int] = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, yaml.ScalarNode):
+                self.problems.append(Problem(line, dotted(path), "a key should be plain text"))
+                continue
+            key = key_node.value
+            if key in first_lines:
+                what = f"duplicate key (first given on line {first_lines[key]})"
+                self.problems.append(Problem(line, dotted((*path, key)), what))
+                continue
+            first_lines[key] = line
+            self.lines[(*path, key)] = line
+            result[key] = self.data(value_node, (*path, key))
+        return result
+
+
+class _Refused(Exception):
+    def __init__(self, line: int, what: str) -> None:
+        super().__init__(what)
+        self.line, self.what = line, what
+
+
+def _refuse_tag(node: yaml.Node, kind: str) -> None:
+    if node.tag != f"tag:yaml.org,2002:{kind}":
+        raise _Refused(node.start_mark.line + 1, f"the tag {node.tag} is not allowed")
+
+
+def _scalar(node: yaml.Node) -> object:
+    text, kind = str(node.value), node.tag.removeprefix("tag:yaml.org,2002:")
+    try:
+        match kind:
+            case "str":
+                return text
+            case "null":
+                return None
+            case "bool":
+                return {"true": True, "false": False}[text.lower()]
+            case "int":
+                return int(text)
+            case "float":
+                return float(re.sub(r"\.(inf|nan)\Z", r"\1", text, flags=re.IGNORECASE))
+    except (KeyError, ValueError):  # an explicit tag (!!int x), or thousands of digits
+        raise _Refused(node.start_mark.line + 1, f"not a readable {kind}") from None
+    raise _Refused(node.start_mark.line + 1, f"the tag {node.tag} is not allowed")
+
+
+def dotted(path: KeyPath) -> str:
+    """`("sampling", "stop", 0)` as `sampling.stop[0]`."""
+    text = ""
+    for part in path:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text
+
+
+def parse(text: str, name: str) -> Document:
+    """Read one YAML document. What cannot be read at all is a `UsageError` with file and line."""
+    walk = _Walk()
+    try:
+        node = yaml.compose(text, _Loader)
+        data = None if node is None else walk.data(node, ())
+    except _Refused as refused:
+        raise UsageError(f"{name}:{refused.line}: {refused.what}") from None
+    except RecursionError:
+        raise UsageError(f"{name}:1: nested too deeply to be a recipe") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        what = error.problem or error.context or "not valid"
+        raise UsageError(f"{name}:{line}: not valid YAML: {what}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        what = f"a character that YAML does not allow (U+{ord(text[error.position]):04X})"
+        raise UsageError(f"{name}:{line}: {what}") from None
+    return Document(name, data, walk.lines, tuple(walk.problems))
+
+
+def parse_value(text: str, name: str) -> object:
+    """The value part of `--set KEY=VALUE`: a YAML scalar, list or mapping."""
+    try:
+        document = parse(text, name)
+    except UsageError as error:
+        what = error.message.partition(":1: ")[2] or error.message
+        raise UsageError(f"{name}: {what}", "quote the value as YAML text: KEY='\"...\"'") from None
+    if document.problems:
+        problem = document.problems[0]
+        raise UsageError(f"{name}: {problem.key}: {problem.what}")
+    return document.data
+
+
+def read(path: Path, name: str) -> Document:
+    """Read a YAML file of at most 1 MB; anything but a regular file is refused."""
+    try:
+        if path.is_dir():
+            raise UsageError(f"{name}: is a directory, not a recipe file")
+        if not path.is_file():
+            raise UsageError(f"{name}: not a regular file")
+        with path.open("rb") as file:
+            raw = file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"{name}: cannot be read: {error.strerror}") from None
+    if len(raw) > MAX_BYTES:
+        raise UsageError(f"{name}: larger than {MAX_BYTES:,} bytes, not a recipe")
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{name}:{line}: not UTF-8 text") from None
+    return parse(text, name)

@@ -1,0 +1,151 @@
+"""What people see: text on stdout, tables and progress on stderr.
+
+Text of prompts and models is printed as it is, never as markup, and control characters in it are
+made visible, so nothing a model writes can drive the terminal.
+"""
+
+import sys
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.text import inert
+
+_ACCEPTED_STYLE = "green"
+
+
+def console(stream: TextIO) -> Console:
+    """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
+    return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def progress_bar() -> Progress:
+    """A bar over prompts on stderr; shown on a terminal only."""
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=Console(file=sys.stderr),
+        transient=True,
+        disable=not sys.stderr.isatty(),
+    )
+
+
+class TintedText:
+    """Text on a terminal in pieces, accepted draft tokens tinted.
+
+    The last `hold` characters are held back until `end` says whether they count.
+    """
+
+    def __init__(self, hold: int) -> None:
+        self._console = console(sys.stdout)
+        self._hold = hold
+        self._pending: list[tuple[str, bool]] = []
+
+    def prompt(self, heading: str | None, text: str) -> None:
+        if heading is not None:
+            self._console.print(Text(f"── {heading} ──", style="bold"))
+        self._console.print(Text(inert(text), style="dim"), end="")
+
+    def piece(self, text: str, *, accepted: bool) -> None:
+        self._pending.extend((character, accepted) for character in text)
+        self._flush(len(self._pending) - self._hold)
+
+    def end(self, num_cut: int) -> None:
+        """Finish a completion without its last `num_cut` characters."""
+        self._flush(len(self._pending) - num_cut)
+        self._pending.clear()
+        self._console.print()
+
+    def _flush(self, count: int) -> None:
+        ready = self._pending[: max(0, count)]
+        del self._pending[: len(ready)]
+        text = Text()
+        for character, accepted in ready:
+            text.append(inert(character), style=_ACCEPTED_STYLE if accepted else None)
+        self._console.print(text, end="")
+
+
+def summary_table(metrics: Metrics, baseline: Metrics | None) -> Table:
+    """A small table of acceptance and times, beside k = 0 where it was measured."""
+    a = metrics.acceptance
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row(
+        "tokens", str(metrics.num_output_tokens), f"from {_count(metrics.num_prompts, 'prompt')}"
+    )
+    table.add_row(
+        "speed",
+        f"{metrics.decode_tokens_per_second:.1f}",
+        "tokens/s decoding"
+        + (f" ({baseline.decode_tokens_per_second:.1f} without a draft)" if baseline else ""),
+    )
+    if a.num_drafts:
+        rate = f"{100 * (a.draft_acceptance_rate or 0):.0f}%"
+        table.add_row("accepted", rate, f"{a.num_accepted_tokens} of {a.num_draft_tokens} proposed")
+        table.add_row(
+            "tokens a round", f"{a.mean_acceptance_length:.2f}", f"of at most {metrics.k + 1}"
+        )
+        by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
+        table.add_row("by position", "", f"{by_place} % accepted")
+    table.add_row(
+        "round",
+        f"{metrics.round_ms:.2f}",
+        f"ms: draft {metrics.draft_ms:.2f}, verify {metrics.verify_ms:.2f}, "
+        f"sample {metrics.sample_ms:.2f}",
+    )
+    if metrics.ttft_ms.p50 is not None:
+        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
+    return table
+
+
+def summary_line(metrics: Metrics) -> str:
+    """One line for logs."""
+    a = metrics.acceptance
+    line = (
+        f"{_count(metrics.num_prompts, 'prompt')}, {metrics.num_output_tokens} tokens, "
+        f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
+    )
+    if a.num_drafts:
+        line += (
+            f", {a.mean_acceptance_length:.2f} tokens a round, "
+            f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
+        )
+    return line
+
+
+def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
+    """Whether speculation paid here, said plainly."""
+    speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
+    if speedup < 1.0:
+        return (
+            f"Speculation is slower here: {speedup:.2f}x the speed of k = 0. The draft costs more "
+            "than its accepted tokens save; try a smaller k or a faster draft."
+        )
+    return f"Speculation is {speedup:.2f}x as fast as k = 0 here."
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def print_summary(metrics: Metrics, baseline: Metrics | None) -> None:
+    """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
+
+    baseline: the same pair at k = 0, where it was measured.
+    """
+    out = console(sys.stderr)
+    if not sys.stderr.isatty():
+        out.print(summary_line(metrics))
+        return
+    out.print()
+    out.print(summary_table(metrics, baseline))
+    if baseline is not None:
+        out.print(verdict_line(metrics, baseline))

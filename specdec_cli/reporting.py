@@ -1,0 +1,174 @@
+"""Where outputs go as they come: the terminal, plain text, a progress bar, a run folder.
+
+Each is a sink with the same two methods. Computes nothing.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from specdec_cli.engine.detokenize import TextStream
+from specdec_cli.engine.loop import Emission
+from specdec_cli.engine.types import Sequence
+from specdec_cli.generation import Job, output_of
+from specdec_cli.render import TintedText, progress_bar
+from specdec_cli.results import Output, RunFolder, sample_record
+from specdec_cli.text import inert
+
+
+class Sink(Protocol):
+    """Receives what each round wrote, then each output once it is whole."""
+
+    def emission(self, emission: Emission) -> None: ...
+
+    def output(self, output: Output) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveText:
+    """Prompts dimmed and completions as they arrive, accepted draft tokens tinted.
+
+    For a terminal, one sequence at a time.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._tokenizer = job.plan.tokenizer
+        self._several = len(job.prompts) > 1
+        # So many characters wait until it is known that they do not begin a stop string.
+        hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
+        self._text = TintedText(hold)
+        self._streams: dict[int, TextStream] = {}
+        self._prompts = {p.index: p.text for p in job.prompts}
+
+    def emission(self, emission: Emission) -> None:
+        seq = emission.seq
+        stream = self._streams.get(seq.index)
+        if stream is None:
+            prompt_ids = seq.tokens[: seq.num_prompt_tokens]
+            stream = self._streams[seq.index] = TextStream(self._tokenizer, prompt_ids)
+            shown = self._prompts[seq.index]
+            self._text.prompt(
+                f"prompt {seq.index}" if self._several else None,
+                self._tokenizer.decode(prompt_ids) if shown is None else shown,
+            )
+        for place, token in enumerate(emission.token_ids):
+            self._text.piece(stream.feed(token), accepted=place < emission.num_accepted)
+
+    def output(self, output: Output) -> None:
+        if output.error is not None:
+            sys.stdout.write(f"[prompt {output.index}: {inert(output.error)}]\n")
+            return
+        whole = self._tokenizer.decode(output.token_ids)
+        self._text.end(num_cut=len(whole) - len(output.text))
+
+    def close(self) -> None:
+        pass
+
+
+class PlainText:
+    """Completions in the order of their prompts, with headings where there are several."""
+
+    def __init__(self, job: Job) -> None:
+        self._waiting = [p.index for p in reversed(job.prompts)]
+        self._several = len(job.prompts) > 1
+        self._finished: dict[int, Output] = {}
+
+    def emission(self, emission: Emission) -> None:
+        pass
+
+    def output(self, output: Output) -> None:
+        self._finished[output.index] = output
+        while self._waiting and self._waiting[-1] in self._finished:
+            ready = self._finished.pop(self._waiting.pop())
+            heading = f"==> prompt {ready.index} <==\n" if self._several else ""
+            text = ready.text if ready.error is None else f"[error: {ready.error}]"
+            sys.stdout.write(f"{heading}{inert(text)}\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class PromptProgress:
+    """A bar over prompts on stderr, where that is a terminal."""
+
+    def __init__(self, job: Job) -> None:
+        self._bar = progress_bar()
+        self._task = self._bar.add_task("prompts", total=len(job.prompts))
+        self._bar.start()
+
+    def emission(self, emission: Emission) -> None:
+        pass
+
+    def output(self, output: Output) -> None:
+        self._bar.advance(self._task)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+
+class SampleFile:
+    """samples.jsonl of a run folder: each output is on disk before the next round."""
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        recipe = job.plan.recipe
+        self._key = (
+            recipe.draft.model if recipe.draft is not None else None,
+            job.plan.k,
+            recipe.run.batch_size,
+        )
+        self._folder = folder
+
+    def emission(self, emission: Emission) -> None:
+        pass
+
+    def output(self, output: Output) -> None:
+        self._folder.append("samples.jsonl", sample_record(output, *self._key))
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool) -> list[Sink]:
+    """The sinks of one run. Text streams on a terminal that shows one sequence at a time."""
+    sinks: list[Sink] = []
+    is_live = sys.stdout.isatty() and not as_json and job.plan.recipe.run.batch_size == 1
+    if not as_json:
+        sinks.append(LiveText(job) if is_live else PlainText(job))
+    if folder is not None:
+        sinks.append(SampleFile(job, folder))
+    if len(job.prompts) > 1 and not quiet and not is_live:
+        sinks.append(PromptProgress(job))
+    return sinks
+
+
+def collector(
+    job: Job, sinks: list[Sink]
+) -> tuple[Callable[[list[Emission]], None], Callable[[list[Sequence]], list[Output]]]:
+    """A callback for `Engine.run`, and a function that returns every output at the end.
+
+    A finished sequence becomes an output at once; those that could not run, at the end.
+    """
+    prompts = {p.index: p for p in job.prompts}
+    outputs: dict[int, Output] = {}
+
+    def take(seq: Sequence) -> None:
+        output = outputs[seq.index] = output_of(job, prompts[seq.index], seq)
+        for sink in sinks:
+            sink.output(output)
+
+    def on_emit(emissions: list[Emission]) -> None:
+        for emission in emissions:
+            for sink in sinks:
+                sink.emission(emission)
+            if emission.seq.finish_reason is not None:
+                take(emission.seq)
+
+    def finish(seqs: list[Sequence]) -> list[Output]:
+        for seq in seqs:
+            if seq.index not in outputs:
+                take(seq)
+        return [outputs[p.index] for p in job.prompts]
+
+    return on_emit, finish

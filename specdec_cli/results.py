@@ -1,0 +1,181 @@
+"""The documents that commands give out, and the run folder that they are kept in.
+
+Knows the contract's JSON names; knows nothing of terminals.
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence as Values
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_cli import __version__
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.engine.types import FinishReason
+from specdec_cli.errors import SetupError
+from specdec_cli.recipe import Recipe, dump_recipe
+
+_REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one prompt gave. `error` is set exactly when `finish_reason` is "error"."""
+
+    index: int
+    prompt: str
+    text: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_round: list[int]
+    proposed_per_round: list[int]
+    category: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        for optional in ("category", "error"):
+            if found[optional] is None:
+                del found[optional]
+        return found
+
+
+def environment(
+    device: torch.device, dtype: torch.dtype, execution: dict[str, str]
+) -> dict[str, Any]:
+    """Where the numbers come from. An allow-list: no environment variable is ever copied.
+
+    dtype: the target's. execution: what was compiled or captured, and why.
+    """
+    found: dict[str, Any] = {
+        "specdec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p in _REPORTED_PACKAGES if (v := _version(p)) is not None},
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        **execution,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def generate_document(
+    recipe: Recipe, where: dict[str, Any], outputs: Values[Output], metrics: Metrics
+) -> dict[str, Any]:
+    """`generate --json`."""
+    return {
+        "schema": "specdec.generate/1",
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": where,
+        "outputs": [o.as_dict() for o in outputs],
+        "metrics": metrics.as_dict(),
+    }
+
+
+def to_json(document: Any) -> str:
+    """One line of strict JSON; a number that is not finite becomes null."""
+    return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """A folder of results: what a record has been acknowledged for survives a crash.
+
+    Raises `SetupError` when the folder cannot be written.
+    """
+
+    path: Path
+    _files: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
+        folder = cls(path)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise SetupError(f"cannot create the folder {path}: {problem.strerror}") from None
+        folder.write("recipe.yaml", dump_recipe(recipe))
+        folder.write("environment.json", to_json(where) + "\n")
+        return folder
+
+    def append(self, name: str, record: dict[str, Any]) -> None:
+        """Add one line to a .jsonl file: a single write, synced before this returns."""
+        line = (to_json(record) + "\n").encode()
+        try:
+            if name not in self._files:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._files[name] = os.open(self.path / name, flags, 0o644)
+            written = os.write(self._files[name], line)
+            if written != len(line):
+                raise OSError("the disk took only part of a record")
+            os.fsync(self._files[name])
+        except OSError as problem:
+            raise SetupError(f"cannot write {self.path / name}: {problem}") from None
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file as a whole, or leave the old one."""
+        temporary = self.path / f".{name}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path / name)
+        except OSError as problem:
+            raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:
+    """A line of samples.jsonl."""
+    return {
+        "draft": draft,
+        "k": k,
+        "batch_size": batch_size,
+        "index": output.index,
+        "category": output.category,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "accepted_per_round": output.accepted_per_round,
+        "seconds": [output.seconds],
+    }

@@ -1,0 +1,47 @@
+"""Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+# Read by `triton.jit` when a kernel module is imported, hence set before any test module is.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`-m gpu` on a CUDA machine runs every kernel test, since all of them use the device there."""
+    for item in items:
+        here = Path(__file__).parent in item.path.parents
+        if here and torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def poison(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point():
+        return tensor.fill_(float("nan"))
+    if tensor.dtype == torch.bool:
+        return tensor.fill_(True)
+    return tensor.fill_(torch.iinfo(tensor.dtype).max // 2)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uninitialised memory holds NaN or absurd integers: an unwritten output cannot pass."""
+
+    def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return lambda *args, **kwargs: poison(make(*args, **kwargs))
+
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
+    monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))

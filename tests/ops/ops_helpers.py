@@ -1,0 +1,133 @@
+"""What the tests of several ops share: skips, row starts, named errors, a paged KV pool."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+
+CUDA = torch.cuda.is_available()
+no_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device, and there is none")
+
+
+def needs_cuda(test: Callable[..., None]) -> Callable[..., None]:
+    marked: Callable[..., None] = pytest.mark.gpu(no_cuda(test))
+    return marked
+
+
+DTYPES = [
+    pytest.param(torch.float32, id="fp32"),
+    pytest.param(torch.float16, id="fp16"),
+    # Triton's interpreter computes bf16 dot products wrongly, and says nothing.
+    pytest.param(torch.bfloat16, id="bf16", marks=[pytest.mark.gpu, no_cuda]),
+]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def assert_close(name: str, expected: Tensor, actual: Tensor, tolerance: float) -> None:
+    assert actual.shape == expected.shape, f"{name}: {actual.shape}, expected {expected.shape}"
+    assert actual.isfinite().all(), f"{name}: not finite"
+    difference = (actual.double() - expected.double()).norm()
+    error = float(difference / expected.double().norm().clamp_min(1e-30))
+    assert error <= tolerance, f"{name}: relative error {error:.2e} > {tolerance:.0e}"
+
+
+def starts_of(lens: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *accumulate(lens)], dtype=torch.int32, device=device)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One attention problem; B sequences with `queries` new of `contexts` tokens."""
+
+    queries: tuple[int, ...]
+    contexts: tuple[int, ...]
+    heads: int = 4
+    kv_heads: int = 2
+    dk: int = 16
+    dv: int = 16
+    block_size: int = 8
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    padding: int = 0
+    """Tokens of the query past the last sequence."""
+
+    def __str__(self) -> str:
+        numbers = ",".join(f"{q}of{c}" for q, c in zip(self.queries, self.contexts, strict=True))
+        text = f"{numbers}-H{self.heads}:{self.kv_heads}-D{self.dk}:{self.dv}-BS{self.block_size}"
+        text += f"-W{self.window}" if self.window else ""
+        text += f"-cap{self.softcap:g}" if self.softcap else ""
+        text += "-sinks" if self.sinks else ""
+        return text + (f"-pad{self.padding}" if self.padding else "")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Tensors of one attention problem; arguments are named as those of `ops.paged_attention`."""
+
+    query: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    block_tables: Tensor
+    query_start: Tensor
+    context_lens: Tensor
+    scale: float
+    max_query_len: int
+    sliding_window: int
+    softcap: float
+    sinks: Tensor | None
+
+    def double(self) -> "Problem":
+        """The same values in fp64, for a reference that rounds nothing."""
+        caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
+        sinks = None if self.sinks is None else self.sinks.double()
+        return replace(self, query=self.query.double(), sinks=sinks, **caches)
+
+
+def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
+    """Random keys and values at shuffled blocks; NaN in every slot that no query may read.
+
+    Table entries past a sequence's blocks point at the trash block, which holds NaN too.
+    """
+    generator = torch.Generator().manual_seed(len(str(shape)) + sum(shape.contexts))
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    bs = shape.block_size
+    counts = [-(-context // bs) for context in shape.contexts]
+    columns = max(counts) + 2
+    order = torch.randperm(sum(counts) + 3, generator=generator) + 1
+    caches = [
+        torch.full((len(order) + 1, bs, shape.kv_heads, dim), float("nan"))
+        for dim in (shape.dk, shape.dv)
+    ]
+    tables = torch.zeros(len(counts), columns, dtype=torch.int32)
+    used = 0
+    for b, count in enumerate(counts):
+        tables[b, :count] = order[used : used + count]
+        used += count
+        oldest = 0
+        if shape.window:
+            oldest = max(0, shape.contexts[b] - shape.queries[b] - shape.window + 1)
+        position = torch.arange(oldest, shape.contexts[b])
+        block = tables[b, position // bs].long()
+        for cache in caches:
+            cache[block, position % bs] = normal(len(position), *cache.shape[2:])
+    tokens = sum(shape.queries) + shape.padding
+    return Problem(
+        query=normal(tokens, shape.heads, shape.dk).to(device, dtype),
+        key_cache=caches[0].to(device, dtype),
+        value_cache=caches[1].to(device, dtype),
+        block_tables=tables.to(device),
+        query_start=starts_of(list(shape.queries), device),
+        context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
+        scale=shape.dk**-0.5,
+        max_query_len=max(shape.queries),
+        sliding_window=shape.window,
+        softcap=shape.softcap,
+        sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
+    )

@@ -1,0 +1,42 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import aot_compile
+import pytest
+
+HERE = Path(__file__).parent
+KERNELS = HERE.parents[1] / "kernels"
+SHARED_MEMORY = 227 * 1024  # what one block may use on sm_90
+
+
+@pytest.fixture(scope="module")
+def sizes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    environment["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(KERNELS), os.getenv("PYTHONPATH")])
+    )
+    command = [sys.executable, str(HERE / "aot_compile.py")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    parsed: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return parsed
+
+
+@pytest.mark.parametrize("case", aot_compile.CASES)
+def test_kernel_compiles_for_sm_90(case, sizes):
+    assert sizes[case]["cubin"] > 0
+    assert sizes[case]["shared"] <= SHARED_MEMORY
+
+
+def test_every_kernel_is_compiled():
+    defined = {
+        line.split("def ")[1].split("(")[0]
+        for path in KERNELS.glob("specdec_kernels/*_triton.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("def ") and line.endswith("_kernel(")
+    }
+    assert defined == {kernel for _, kernel, *_ in aot_compile.CASES.values()}

@@ -1,0 +1,46 @@
+import pytest
+import torch
+from ops_helpers import DTYPES
+from specdec_kernels.kv import write_kv_reference
+from specdec_kernels.kv_triton import write_kv_triton
+
+
+@pytest.mark.parametrize("write", [write_kv_reference, write_kv_triton])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("tokens", "heads", "dk", "dv", "block_size"),
+    [(5, 2, 16, 16, 4), (3, 3, 80, 24, 1), (7, 1, 96, 96, 16), (1, 8, 128, 64, 5)],
+    ids=lambda value: str(value),
+)
+def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, write, device):
+    blocks = 6
+    # Transposed, as models hand them over: [Hkv, T, D] in memory.
+    key = torch.randn(heads, tokens, dk, device=device).to(dtype).transpose(0, 1)
+    value = torch.randn(heads, tokens, dv, device=device).to(dtype).transpose(0, 1)
+    # Key and value interleaved in one pool: the caches are not contiguous as a whole.
+    pool = torch.zeros(blocks * block_size, heads * (dk + dv), device=device, dtype=dtype)
+    key_cache = pool[:, : heads * dk].view(blocks, block_size, heads, dk)
+    value_cache = pool[:, heads * dk :].view(blocks, block_size, heads, dv)
+    usable = torch.randperm((blocks - 1) * block_size) + block_size
+    if tokens > len(usable):
+        usable = torch.cat([usable, torch.zeros(tokens - len(usable), dtype=torch.int64)])
+    slots = usable[:tokens].to(device)
+
+    write(key, value, key_cache, value_cache, slots)
+    written = slots[slots >= block_size]
+    count = len(written)
+    assert torch.equal(key_cache.view(-1, heads, dk)[written], key[:count])
+    assert torch.equal(value_cache.view(-1, heads, dv)[written], value[:count])
+    untouched = torch.ones(blocks * block_size, dtype=torch.bool, device=device)
+    untouched[slots] = False
+    assert not pool[untouched].any()
+
+
+@pytest.mark.parametrize("write", [write_kv_reference, write_kv_triton])
+def test_trash_slots_may_repeat(write, device):
+    key = torch.randn(4, 1, 16, device=device)
+    key_cache, value_cache = torch.zeros(2, 3, 4, 1, 16, device=device)
+    slots = torch.tensor([1, 6, 1, 1], device=device)
+    write(key, key, key_cache, value_cache, slots)
+    assert torch.equal(value_cache[1, 2], key[1])
+    assert any(torch.equal(key_cache[0, 1], key[t]) for t in (0, 2, 3))

@@ -1,0 +1,110 @@
+"""Who may import whom: DESIGN.md's table of layers, held against the tree with `ast`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = "specdec_cli"
+
+# A module imports from its own row or below. `x` covers the whole package `x`. A new module finds
+# its row; when none fits, change this table and the one in DESIGN.md, and say why.
+ROWS = {
+    6: "app __main__ commands",
+    5: "launch render report results generation reporting",
+    4: "engine.build engine.profile engine.loop engine.scheduler",
+    3: "engine.draft engine.target engine.verify",
+    2: "models engine.sampling engine.metrics engine.detokenize",
+    1: "engine engine.types engine.batch engine.kv_cache engine.parallel recipe prompts",
+    0: "specdec_cli specdec_kernels errors text demo",
+}
+ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}
+# `engine` alone is its empty __init__: everything below it is placed by itself.
+PLACED_ONE_BY_ONE = {"engine", PACKAGE}
+
+
+def module_name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+FILES = {module_name(path, ROOT): path for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def short(module: str) -> str:
+    return module.removeprefix(f"{PACKAGE}.")
+
+
+def row(module: str) -> int:
+    name = short(module)
+    while name not in ROW_OF or (name in PLACED_ONE_BY_ONE and name != short(module)):
+        name, dot, _ = name.rpartition(".")
+        assert dot, f"{module} has no row yet: add it to ROWS in {__file__} and to DESIGN.md"
+    return ROW_OF[name]
+
+
+def imports(path: Path) -> set[str]:
+    """Every module that a file imports, wherever in the file it does so."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: write imports in full"
+            base = node.module or ""
+            submodules = {f"{base}.{alias.name}" for alias in node.names} & FILES.keys()
+            # Both, when a name is not a module: `from pkg import module, function`.
+            found |= submodules
+            if len(submodules) < len(node.names):
+                found.add(base)
+    return found
+
+
+def ours(path: Path) -> set[str]:
+    return {name for name in imports(path) if name.partition(".")[0] == PACKAGE}
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_never_point_upwards(module: str) -> None:
+    for imported in ours(FILES[module]):
+        assert row(imported) <= row(module), f"{module} may not import {imported}"
+
+
+def test_imports_never_run_in_a_circle() -> None:
+    graph = {module: ours(path) & FILES.keys() - {module} for module, path in FILES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, " -> ".join((*trail[trail.index(module) :], module))
+        if module not in done:
+            for imported in sorted(graph[module]):
+                visit(imported, (*trail, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", [*FILES.values(), *KERNELS], ids=lambda p: p.stem)
+def test_no_type_checking_blocks(path: Path) -> None:
+    assert "TYPE_CHECKING" not in path.read_text(encoding="utf-8"), "needing one is a cycle's sign"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda p: p.stem)
+def test_kernels_know_nothing_of_us(path: Path) -> None:
+    assert not ours(path)
+
+
+def test_errors_import_nothing_of_ours() -> None:
+    assert not ours(FILES["specdec_cli.errors"])
+
+
+def test_engine_init_stays_empty() -> None:
+    assert not FILES["specdec_cli.engine"].read_text(encoding="utf-8").strip()
+
+
+def test_an_unplaced_module_is_told_where_to_go() -> None:
+    with pytest.raises(AssertionError, match="add it to ROWS"):
+        row("specdec_cli.engine.brand_new")
