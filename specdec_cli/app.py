@@ -72,8 +72,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", option) for option in options)
     outcome = _Outcome()
     held = io.StringIO()
-    with _signals(), _streams():
-        with contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
+    with _signals():
+        with _streams(), contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
             _run(arguments, outcome)
         document = held.getvalue()
         if as_json and (outcome.failed or (outcome.code and not document.strip())):
@@ -199,13 +199,18 @@ def _deliver(document: str, outcome: _Outcome) -> None:
     try:
         sys.stdout.write(document)
         sys.stdout.flush()
-    except BrokenPipeError:
-        outcome.fail(outcome.code or ExitCode.RUN_FAILED, None)
+    except (OSError, KeyboardInterrupt, SystemExit) as error:
         _discard_stdout()
-    except OSError as error:
-        outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
+        if outcome.failed:  # the command met the same trouble, and it has been told
+            return
+        if isinstance(error, BrokenPipeError):
+            outcome.fail(ExitCode.RUN_FAILED, None)
+        elif isinstance(error, OSError):
+            outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
+        else:  # interrupted while a pager read
+            is_interrupt = isinstance(error, KeyboardInterrupt)
+            outcome.fail(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM, None)
         _report(outcome, verbose=False)
-        _discard_stdout()
 
 
 def _discard_stdout() -> None:

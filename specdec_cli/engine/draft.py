@@ -52,9 +52,9 @@ class DraftWorker:
             else:
                 ends = [len(seqs[b].tokens) + step - 1 for b in active]
                 spans = [Span(seqs[b], end, end, 1) for b, end in zip(active, ends, strict=True)]
-                logits = self.model.forward(
-                    spans, [1] * len(active), token_ids[rows, step - 1 : step]
-                )
+                # A -1, from logits that are not finite, is reported by verification.
+                last = token_ids[rows, step - 1 : step].clamp(min=0)
+                logits = self.model.forward(spans, [1] * len(active), last)
             q = to_probs(self._fit(logits), params)
             token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])
             probs[rows, step] = q

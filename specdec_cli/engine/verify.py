@@ -21,10 +21,13 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
     tokens, accepted = ops.rejection_sample(
         proposal.token_ids, lens, proposal.probs, scores.probs, noise.accept, noise.sample
     )
+    # A draft token of -1 was drawn from a row that is not finite.
+    accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)
     counts: list[int] = accepted.tolist()
-    if min(counts) < 0:
+    if (worst := min(counts)) < 0:
         raise RunError(
-            "a model produced logits that are not finite (NaN or infinity)",
+            f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
+            "(NaN or infinity)",
             "try another dtype (float32 or bfloat16), or check the checkpoint",
         )
     rows: list[list[int]] = tokens.tolist()

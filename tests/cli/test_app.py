@@ -1,0 +1,251 @@
+"""The shell around the commands: exit codes, streams, signals, one JSON document."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from specdec_cli import __version__
+from specdec_cli.app import app, main
+from specdec_cli.commands.options import Json, Verbose
+from specdec_cli.errors import ExitCode, RunError, SetupError, SpecdecError, UsageError
+
+ROOT = Path(__file__).parents[2]
+Body = Callable[[], None]
+
+
+@pytest.fixture
+def command() -> Iterator[Callable[[Body], None]]:
+    """Registers a body as `specdec boom` for the length of a test."""
+
+    def register(body: Body) -> None:
+        def boom(as_json: Json = False, verbose: Verbose = False) -> None:
+            body()
+
+        app.command("boom")(boom)
+
+    before = list(app.registered_commands)
+    yield register
+    app.registered_commands[:] = before
+
+
+def raiser(error: BaseException) -> Body:
+    def body() -> None:
+        typer.echo('{"half": "a document"}')
+        raise error
+
+    return body
+
+
+class OutOfMemoryError(RuntimeError):
+    """Named like torch's, which this test does not import."""
+
+
+class LosslessnessError(SpecdecError):
+    code = ExitCode.LOSSLESSNESS
+
+
+OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
+    "run": (RunError("rank 1 died", "look at its log"), 1, "rank 1 died"),
+    "usage": (UsageError("bad prompt"), 2, "bad prompt"),
+    "lossless": (LosslessnessError("token 5 differs"), 4, "token 5 differs"),
+    "setup": (SetupError("no such model: x"), 5, "no such model: x"),
+    "parser": (typer.BadParameter("not a list"), 2, "Invalid value: not a list"),
+    "unexpected": (KeyError("x"), 1, "KeyError: 'x'"),
+    "assertion": (AssertionError(), 1, "AssertionError"),
+    "multi-line": (ValueError("first\nsecond"), 1, "ValueError: first"),
+    "memory": (MemoryError(), 5, "out of memory: no more to be had"),
+    "gpu-memory": (OutOfMemoryError("CUDA out of memory. Tried"), 5, "out of memory: CUDA out"),
+    "cpu-memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, "out of memory"),
+    "disk-full": (OSError(errno.ENOSPC, "No space left on device", "/x"), 5, "No space left on"),
+    "forbidden": (PermissionError(errno.EACCES, "Permission denied", "/x"), 5, "Permission denied"),
+    "interrupt": (KeyboardInterrupt(), 130, "interrupted"),
+    "abort": (typer.Abort(), 130, "interrupted"),
+    "terminate": (SystemExit(143), 143, "terminated"),
+    "broken-pipe": (BrokenPipeError(errno.EPIPE, "Broken pipe"), 1, None),
+}
+
+
+@pytest.mark.parametrize("case", OUTCOMES)
+def test_outcomes(
+    case: str, command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error, code, message = OUTCOMES[case]
+    command(raiser(error))
+    assert main(["boom"]) == code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    if message is None:
+        assert captured.err == ""
+    else:
+        assert captured.err.startswith(f"error: {message}")
+
+    assert main(["boom", "--json"]) == code
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["error"]
+    assert document["error"]["code"] == code
+    if message is not None:
+        assert document["error"]["message"].startswith(message)
+
+
+def test_hint_and_traceback(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(RunError("rank 1 died", "look at its log")))
+    main(["boom"])
+    assert capsys.readouterr().err == "error: rank 1 died\nhint: look at its log\n"
+    main(["boom", "-v"])
+    assert "Traceback (most recent call last)" in capsys.readouterr().err
+    command(raiser(ZeroDivisionError("oh")))
+    main(["boom"])
+    assert "-v for the traceback" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("code", [0, 3, 4])
+def test_a_command_may_choose_its_code_and_keep_its_result(
+    code: int, command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        typer.echo('{"result": 1}')
+        raise typer.Exit(code)
+
+    command(body)
+    for arguments in (["boom"], ["boom", "--json"]):
+        assert main(arguments) == code
+        captured = capsys.readouterr()
+        assert json.loads(captured.out) == {"result": 1} and captured.err == ""
+
+
+def test_failing_in_silence_still_gives_a_document(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        raise typer.Exit(1)
+
+    command(body)
+    assert main(["boom", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == 1
+
+
+def test_messages_are_inert_on_a_terminal(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    command(raiser(UsageError("[red]\x1b[31m\x07\r\udcff[/red]")))
+    assert main(["boom"]) == 2
+    assert capsys.readouterr().err == "error: [red]\\x1b[31m\\x07\nerror: \\udcff[/red]\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["nope"], ["--nope"], ["recipe"], ["recipe", "show"], ["recipe", "ls", "--jsn"]],
+    ids=" ".join,
+)
+def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("error: ")
+    assert "\nhint: " in captured.err
+    assert main([*arguments, "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == 2
+
+
+def test_json_after_a_double_dash_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipe", "show", "--", "--json"]) == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"specdec {__version__}\n"
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for code in (
+        "0 done",
+        "1 run failed",
+        "2 bad usage",
+        "3 partial",
+        "4 lossless",
+        "5 env",
+        "143",
+    ):
+        assert code in text
+
+
+def test_help_honours_columns_and_no_color() -> None:
+    done = specdec("--help", COLUMNS="50", NO_COLOR="1", FORCE_COLOR="1", TERM="xterm-256color")
+    assert done.returncode == 0
+    assert "\x1b[3" not in done.stdout  # no colours; bold and dim may stay
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
+    assert max(len(line) for line in plain.splitlines()) <= 50
+
+
+def test_signals_in_process(
+    command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    cleaned: list[str] = []
+
+    def body() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(5)
+        finally:
+            cleaned.append("up")
+
+    command(body)
+    before = signal.getsignal(signal.SIGTERM)
+    assert main(["boom", "--json"]) == 143
+    assert cleaned == ["up"]
+    assert json.loads(capsys.readouterr().out)["error"]["message"] == "terminated"
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def specdec(
+    *arguments: str, stdout: int = subprocess.PIPE, **extra: str
+) -> subprocess.CompletedProcess[str]:
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", **extra}
+    return subprocess.run(
+        [sys.executable, "-m", "specdec_cli", *arguments],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_disk_full(flags: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        done = specdec("recipe", "schema", *flags, stdout=full.fileno())
+    assert done.returncode == 5
+    assert "Traceback" not in done.stderr
+    assert re.fullmatch("error: (cannot write the result: )?No space left on device\n", done.stderr)
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_closed_pipe(flags: tuple[str, ...]) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = specdec("recipe", "schema", *flags, stdout=writing)
+    finally:
+        os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr == ""
+
+
+def test_ascii_terminal() -> None:
+    done = specdec("recipe", "show", "caf\u00e9\u2028", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
