@@ -189,13 +189,15 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
     if outcome.hint:
         lines.append(f"hint: {outcome.hint}")
     # With stderr gone there is nobody left to tell.
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
         sys.stderr.flush()
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
     """Write what was held back and flush; a full disk or a closed pipe shows only here."""
+    if sys.stdout is None:  # started with stdout closed (>&-)
+        return
     try:
         sys.stdout.write(document)
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Settings of every test."""
+"""Settings and fixtures of every test."""
 
 import os
 
@@ -6,3 +6,14 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_CUDA])])
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Each device in turn; CUDA only where there is one."""
+    return torch.device(request.param)

@@ -93,10 +93,10 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
     """transformers' own model with its plain attention: the oracle."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
-    return model.eval()
+    return model.to(device).eval()
 
 
 def description(folder: Path, device: torch.device = CPU, dtype: str = "auto") -> Description:

@@ -85,6 +85,8 @@ def nearest_key(key: str) -> tuple[str, bool]:
     for names in (siblings, by_last, {name: name for name in models}):
         if close := get_close_matches(last, names, n=1):
             return names[close[0]], True
+    if section not in models and (close := get_close_matches(section, models, n=1)):
+        return close[0], True
     return siblings[get_close_matches(last, siblings, n=1, cutoff=0.0)[0]], False
 
 

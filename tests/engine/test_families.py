@@ -36,7 +36,8 @@ class Driver:
 
     def expected(self, tokens: list[int]) -> torch.Tensor:
         with torch.inference_mode():
-            logits: torch.Tensor = self.oracle(torch.tensor([tokens])).logits[0]  # type: ignore[operator]
+            ids = torch.tensor([tokens], device=self.model.device)
+            logits: torch.Tensor = self.oracle(ids).logits[0]  # type: ignore[operator]
         return logits
 
     def feed(self, chunks: list[tuple[int, int]], extra: list[list[int]] | None = None) -> float:
@@ -44,6 +45,7 @@ class Driver:
         extra = extra or [[] for _ in chunks]
         width = max(map(len, extra))
         given = torch.tensor([row + [0] * (width - len(row)) for row in extra])
+        given = given.to(self.model.device)
         spans = [
             Span(seq, start, stop, len(row))
             for seq, (start, stop), row in zip(self.seqs, chunks, extra, strict=True)
@@ -61,10 +63,11 @@ class Driver:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_match_transformers(family: str, tmp_path: Path) -> None:
+def test_logits_match_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
     """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback."""
     folder = save_tiny(tmp_path, family)
-    driver = Driver(paged_model(folder, 120, BLOCK), reference(folder), [19, 6, 33])
+    model = paged_model(folder, 120, BLOCK, device)
+    driver = Driver(model, reference(folder, device=device), [19, 6, 33])
     lengths = [len(s.tokens) for s in driver.seqs]
     # Prefill, the last of the three in two chunks.
     assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE

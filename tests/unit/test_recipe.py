@@ -239,6 +239,7 @@ def test_a_folder_does_not_hide_a_bundled_recipe(
             "sampling.temprature: unknown key (did you mean sampling.temp",
         ),
         ({"temperature": 1}, "temperature: unknown key (did you mean sampling.temperature?)"),
+        ({"samplng.qqqq": 1}, "samplng.qqqq: unknown key (did you mean sampling?)"),
         ({"sampling.stop.x": 1}, "sampling.stop.x: unknown key"),
         ({"": 1}, "unknown key"),
         ({"sampling.temperature": -1.0}, "sampling.temperature: should be greater than or equal"),
