@@ -43,8 +43,8 @@ it for anything else.
 - Context: trained at {context} tokens; positions up to 2048.
 - Training text: {unique:.1f} M tokens of Python and its manual, under PSF, BSD, MIT and ISC
   licences (`../NOTICE`, `../manifest.json`).
-- Training: {steps} steps of {batch:,} tokens = {seen:.0f} M tokens, {seconds:.0f} s on one
-  {device}, seed {seed}.
+- Training: {best_step} of {steps} steps (the best by held-out loss) of {batch:,} tokens =
+  {seen:.0f} M tokens, {seconds:.0f} s on one {device}, seed {seed}.
 - Held-out loss: {loss:.3f} nats a token, {bpb:.3f} bits a byte.
 {pair}
 The held-out text is {modules} standard library modules, left out of the training text before
@@ -94,6 +94,7 @@ def card(name: str, training: dict[str, Any], config: dict[str, Any], modules: i
         context=training["context"],
         unique=training["train_tokens"] / 1e6,
         steps=plan["steps"],
+        best_step=plan["best_step"],
         batch=plan["batch"],
         seen=plan["tokens_seen"] / 1e6,
         seconds=plan["seconds"],

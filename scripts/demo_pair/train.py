@@ -174,7 +174,7 @@ class Trainer:
         steps: float = plan.steps or math.inf
         first, last = (2, 4) if self.args.smoke else TIMED
         began = clock = time.perf_counter()
-        best_loss, best = math.inf, {}
+        best_loss, best, best_step = math.inf, {}, 0
         step = 0
 
         def fit(share: float) -> int:
@@ -219,7 +219,7 @@ class Trainer:
                 with self.autocast():
                     held = heldout_loss(model, self.windows, self.args.eval_batch)
                 if held < best_loss:
-                    best_loss, best = held, copy.deepcopy(model.state_dict())
+                    best_loss, best, best_step = held, copy.deepcopy(model.state_dict()), step
                 self.log(
                     model=plan.name,
                     step=step,
@@ -236,10 +236,11 @@ class Trainer:
                     break
         model.load_state_dict(best)
         seconds = time.perf_counter() - began
-        tokens = step * rows * self.corpus.context
+        tokens = best_step * rows * self.corpus.context
         record = {
             **asdict(plan),
             "steps": step,
+            "best_step": best_step,
             "tokens_seen": tokens,
             "seconds": round(seconds, 1),
             "best_heldout_bf16": best_loss,

@@ -16,10 +16,7 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "kernels")]
 
 DRAFTS: dict[str, dict[str, object]] = {
     "demo": {"draft.model": "demo:draft"},

@@ -178,7 +178,9 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
 
 def _tokenizer(model: Description) -> Tokenizer:
     is_dummy = model.spec.load_format == "dummy"
-    return load_tokenizer(model.folder, model.spec.name, model.vocab_size, is_dummy)
+    return load_tokenizer(
+        model.folder, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
+    )
 
 
 def _refuse_unbuilt(recipe: Recipe) -> None:

@@ -18,12 +18,19 @@ class Decoder(Protocol):
 class TextStream:
     """Text of a growing list of tokens, in pieces that never split a character.
 
-    Decodes a short window at each step, so the cost of a token does not grow with the text.
+    Decodes a short window at each step, so the cost of a token does not grow with the text. The
+    window begins where a character does: some decoders turn every byte of a run that starts
+    inside one into a replacement character.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(context[-_CONTEXT:])
+        start = max(0, len(context) - _CONTEXT)
+        earliest = max(0, start - _CONTEXT)
+        while start > earliest and tokenizer.decode(context[start:]).startswith(_REPLACEMENT):
+            start -= 1
+        self._window = list(context[start:])
+        self._boundary = len(self._window)  # the window may be cut here: text up to it is whole
         self._shown = tokenizer.decode(self._window)
 
     def feed(self, token_id: int) -> str:
@@ -33,8 +40,11 @@ class TextStream:
         if text.endswith(_REPLACEMENT) and len(self._window) < 4 * _CONTEXT:
             return ""
         piece = text[len(self._shown) :]
-        self._window = self._window[-_CONTEXT:]
-        self._shown = self._tokenizer.decode(self._window)
+        self._shown = text
+        if len(self._window) - self._boundary >= _CONTEXT:
+            del self._window[: self._boundary]
+            self._boundary = len(self._window)
+            self._shown = self._tokenizer.decode(self._window)
         return piece
 
 

@@ -24,9 +24,9 @@ class TargetScorer:
         spans = [
             Span(s, s.target_kv, len(s.tokens), n) for s, n in zip(seqs, proposal.lens, strict=True)
         ]
-        logits = self.model.forward(
-            spans, [n + 1 for n in proposal.lens], proposal.token_ids if k else None
-        )
+        # A -1, from a draft whose logits are not finite, is reported by verification.
+        proposed = proposal.token_ids.clamp(min=0) if k else None
+        logits = self.model.forward(spans, [n + 1 for n in proposal.lens], proposed)
         probs = to_probs(logits, params)
         if all(n == k for n in proposal.lens):
             return Scores(probs.view(len(seqs), k + 1, -1))

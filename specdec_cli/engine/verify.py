@@ -18,8 +18,9 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
     """
     device = scores.probs.device
     lens = torch.tensor(proposal.lens, dtype=torch.int32).to(device, non_blocking=True)
+    proposed = proposal.token_ids.clamp(min=0)
     tokens, accepted = ops.rejection_sample(
-        proposal.token_ids, lens, proposal.probs, scores.probs, noise.accept, noise.sample
+        proposed, lens, proposal.probs, scores.probs, noise.accept, noise.sample
     )
     # A draft token of -1 was drawn from a row that is not finite.
     accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)

@@ -88,6 +88,8 @@ def probe(model: Any, name: str) -> list[LayerShape]:
     """
     if not getattr(model, "_supports_attention_backend", False):
         raise Unsupported(name, f"{type(model).__name__} has attention code of its own")
+    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
+        raise Unsupported(name, f"{type(model).__name__} attends to later tokens too")
     recorder = _Recorder()
     attach(model, recorder)
     device = next(model.parameters()).device

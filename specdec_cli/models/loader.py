@@ -82,9 +82,12 @@ def describe(spec: ModelSpec, device: torch.device) -> Description:
     except SetupError:
         raise
     except Exception as problem:
-        raise Unsupported(
-            spec.name, f"transformers cannot build it ({_line(problem)})"
-        ) from problem
+        # Families with attention classes of their own look them up by name.
+        is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
+        reason = f"transformers cannot build it ({_line(problem)})"
+        if is_own:
+            reason = f"{config.model_type} has attention code of its own"
+        raise Unsupported(spec.name, reason) from problem
     return Description(
         spec=spec,
         folder=folder,
@@ -249,8 +252,14 @@ def _max_len(config: Any) -> int:
 def _eos_ids(config: Any, folder: Path) -> frozenset[int]:
     """Ids that end a text: the generation config's, else the model config's."""
     eos = getattr(config, "eos_token_id", None)
-    if (folder / "generation_config.json").is_file():
-        stored = GenerationConfig.from_pretrained(folder).eos_token_id
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            stored = GenerationConfig.from_pretrained(folder).eos_token_id
+        except Exception as problem:
+            raise SetupError(
+                f"cannot read {file}: {_line(problem)}", "it is damaged; download it again"
+            ) from None
         eos = eos if stored is None else stored
     if eos is None:
         return frozenset()

@@ -57,7 +57,9 @@ class ByteTokenizer:
         return {}
 
 
-def load_tokenizer(folder: Path, name: str, vocab_size: int, is_dummy: bool) -> Tokenizer:
+def load_tokenizer(
+    folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
+) -> Tokenizer:
     """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
     has_files = any(
         (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")
@@ -67,8 +69,16 @@ def load_tokenizer(folder: Path, name: str, vocab_size: int, is_dummy: bool) -> 
     from transformers import AutoTokenizer
 
     try:
-        return PretrainedTokenizer(AutoTokenizer.from_pretrained(folder))
+        # Left unsaid, transformers asks on the terminal whether to run a repository's code.
+        return PretrainedTokenizer(
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        )
     except Exception as problem:
+        if "trust_remote_code" in str(problem):
+            raise SetupError(
+                f"the tokenizer of {name} needs code from its own repository",
+                "pass --trust-remote-code if you trust it",
+            ) from None
         reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise SetupError(
             f"cannot load the tokenizer of {name}: {reason}",
@@ -82,11 +92,10 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str,
     Sizes of the logits may differ by padding; the ids that stand for text may not. Raises
     `SetupError` naming the first id that differs.
     """
-    ours, theirs = target.vocabulary(), draft.vocabulary()
-    if ours == theirs:
+    by_id = {i: t for t, i in target.vocabulary().items()}
+    other = {i: t for t, i in draft.vocabulary().items()}
+    if by_id == other:
         return
-    by_id = {i: t for t, i in ours.items()}
-    other = {i: t for t, i in theirs.items()}
     first = min(i for i in by_id.keys() | other.keys() if by_id.get(i) != other.get(i))
 
     def shown(tokens: dict[int, str]) -> str:

@@ -5,6 +5,7 @@ nothing of models.
 """
 
 import json
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -56,11 +57,13 @@ def _files(folder: Path, name: str) -> list[Path]:
     index = folder / f"{name}.index.json"
     if index.is_file():
         try:
-            shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as problem:
-            raise SetupError(f"{index} is not a weight index: {problem}") from None
+            shards = {Path(s).name for s in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as problem:
+            raise SetupError(
+                f"{index} is not a weight index: {problem}", "download the model again"
+            ) from None
         # An index could name files anywhere; only its own folder counts.
-        files = [folder / Path(shard).name for shard in shards]
+        files = [folder / shard for shard in sorted(shards)]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise SetupError(
@@ -93,7 +96,10 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
 
 def _open_pickle(file: Path) -> dict[str, Read]:
     try:
-        loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        # Files of before torch 1.6 are no zip archives and cannot be mapped.
+        loaded = torch.load(
+            file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
+        )
     except Exception as problem:
         raise _damaged(file, problem) from None
     if not isinstance(loaded, dict):

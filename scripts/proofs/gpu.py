@@ -1,0 +1,163 @@
+"""What holds on a GPU, in eager mode, on the demo pair.
+
+    python scripts/proofs/gpu.py
+
+1. fp32: greedy token ids equal transformers' `generate` on the same device.
+2. bf16: every first divergence from the target alone is a near-tie: in fp32 the two best logits
+   there are closer than twice the noise that bf16 shows between passes of different width.
+3. fp32 sampling: the same tokens whatever the batch size, and again when repeated.
+
+Prints a table each and exits 1 when one does not hold.
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdec_cli.demo import demo_path
+from specdec_cli.engine.build import build, plan
+from specdec_cli.engine.loop import Request
+from specdec_cli.engine.types import Sequence
+from specdec_cli.recipe import load_recipe
+
+DEVICE = "cuda"
+PROMPTS, NEW_TOKENS = 40, 64
+
+
+def prompts() -> list[list[int]]:
+    lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()
+    tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
+    # Every fifth, so that all categories take part.
+    return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[::5][:PROMPTS]]
+
+
+def run(asked: list[list[int]], k: int, batch: int, dtype: str, **more: object) -> list[Sequence]:
+    """The engine's finished sequences."""
+    overrides: dict[str, object] = {
+        "target.model": "demo:target",
+        "draft.model": "demo:draft",
+        "target.dtype": dtype,
+        "draft.dtype": dtype,
+        "run.device": DEVICE,
+        "run.batch_size": batch,
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+        **more,
+    }
+    planned = plan(load_recipe(None, overrides))
+    engine = build(planned, max(map(len, asked)))
+    requests = [Request(i, tuple(p)) for i, p in enumerate(asked)]
+    return engine.run(requests, planned.k, planned.params).seqs
+
+
+def target(dtype: torch.dtype) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(demo_path("demo:target"), dtype=dtype)
+    return model.to(DEVICE).eval()
+
+
+def alone(asked: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
+    """The target by itself, by transformers."""
+    model, found = target(dtype), []
+    for prompt in asked:
+        ids = torch.tensor([prompt], device=DEVICE)
+        with torch.inference_mode():
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def equal_in_fp32(asked: list[list[int]]) -> int:
+    want, bad = alone(asked, torch.float32), 0
+    for draft in ("demo:draft", "demo:target"):
+        for k in (0, 1, 3, 6):
+            for batch in (1, 8):
+                started = time.perf_counter()
+                seqs = run(asked, k, batch, "float32", **{"draft.model": draft})
+                differ = [s.index for s, w in zip(seqs, want, strict=True) if s.output_ids != w]
+                bad += len(differ)
+                rounds = [a for s in seqs for a in s.accepted_per_round]
+                length = 1 + sum(rounds) / len(rounds) if rounds else 1.0
+                seconds = time.perf_counter() - started
+                print(
+                    f"fp32 {draft:<11} k={k} b={batch}: {length:.3f} tokens a round, "
+                    f"{seconds:.1f} s, differ: {differ or 'none'}",
+                    flush=True,
+                )
+    return bad
+
+
+@torch.inference_mode()
+def width_noise(asked: list[list[int]], width: int) -> float:
+    """Largest change of a bf16 logit between a one-token pass and one of `width` tokens."""
+    model, worst = target(torch.bfloat16), 0.0
+    for prompt in asked[:16]:
+        ids = torch.tensor([prompt], device=DEVICE)
+        for cut in range(len(prompt) - width, 0, -width)[:2]:
+            wide_cache = model(ids[:, :cut], use_cache=True).past_key_values
+            wide = model(ids[:, cut : cut + width], past_key_values=wide_cache).logits[0]
+            cache = model(ids[:, :cut], use_cache=True).past_key_values
+            for i in range(width):
+                step = model(ids[:, cut + i : cut + i + 1], past_key_values=cache)
+                cache = step.past_key_values
+                worst = max(worst, float((step.logits[0, 0] - wide[i]).abs().max()))
+    return worst
+
+
+@torch.inference_mode()
+def near_ties_in_bf16(asked: list[list[int]]) -> int:
+    want, exact, bad = alone(asked, torch.bfloat16), target(torch.float32), 0
+    for k in (0, 1, 3, 5):
+        for batch in (1, 8):
+            noise, gaps = width_noise(asked, max(2, k + 1, batch)), []
+            for seq, other in zip(run(asked, k, batch, "bfloat16"), want, strict=True):
+                at = next((i for i in range(NEW_TOKENS) if seq.output_ids[i] != other[i]), None)
+                if at is None:
+                    continue
+                prefix = asked[seq.index] + other[:at]
+                logits = exact(torch.tensor([prefix], device=DEVICE)).logits[0, -1]
+                ours, theirs = logits[seq.output_ids[at]], logits[other[at]]
+                # From the best logit to the worse of the two choices.
+                gaps.append(float(logits.max() - torch.minimum(ours, theirs)))
+            unexplained = sum(gap > 2 * noise for gap in gaps)
+            bad += unexplained
+            print(
+                f"bf16 k={k} b={batch}: {len(gaps)} of {len(asked)} prompts diverge, largest gap "
+                f"{max(gaps, default=0):.4f}, width noise {noise:.4f}, unexplained {unexplained}",
+                flush=True,
+            )
+    return bad
+
+
+def sampling_repeats(asked: list[list[int]]) -> int:
+    hot: dict[str, object] = {"sampling.temperature": 0.8, "sampling.top_p": 0.95}
+    first = [s.output_ids for s in run(asked, 4, 1, "float32", **hot)]
+    again = [s.output_ids for s in run(asked, 4, 1, "float32", **hot)]
+    wide = [s.output_ids for s in run(asked, 4, 8, "float32", **hot)]
+    repeats = sum(a != b for a, b in zip(first, again, strict=True))
+    batches = sum(a != b for a, b in zip(first, wide, strict=True))
+    print(f"sampled fp32: {repeats} differ when repeated, {batches} between batch 1 and 8")
+    return repeats + batches
+
+
+def main() -> int:
+    asked = prompts()
+    print(torch.cuda.get_device_name(), torch.__version__, f"{len(asked)} prompts x {NEW_TOKENS}")
+    bad = equal_in_fp32(asked) + near_ties_in_bf16(asked) + sampling_repeats(asked)
+    print("all hold" if not bad else f"{bad} do not hold")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,670 @@
+"""Loading checkpoints: what loads equal, what is refused in which words, and what must not run."""
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerFast
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
+from specdec_cli.engine.loop import Request
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.errors import ExitCode, RunError, SetupError
+from specdec_cli.models.gate import Unsupported
+from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
+from tests.support import (
+    CPU,
+    FAMILIES,
+    VOCAB,
+    decode,
+    make_engine,
+    save_tiny,
+    tiny_config,
+)
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tiny(tmp_path / "model", "llama")
+
+
+def load_folder(
+    folder: Path | str,
+    *,
+    allow_pickle: bool = False,
+    load_format: str = "auto",
+    dtype: str = "auto",
+) -> Any:
+    spec = ModelSpec("target", str(folder), None, dtype, load_format, False, allow_pickle)
+    return load(describe(spec, CPU), CPU)
+
+
+def parameters(module: Any) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters())
+
+
+def assert_equal(module: Any, want: dict[str, torch.Tensor]) -> None:
+    got = parameters(module)
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        assert torch.equal(got[name], tensor), name
+
+
+def refusal(folder: Path | str, **options: Any) -> SetupError:
+    """The error of loading; always exit code 5, one line, and advice."""
+    with pytest.raises(SetupError) as caught:
+        load_folder(folder, **options)
+    problem = caught.value
+    assert problem.code == ExitCode.ENVIRONMENT == 5
+    assert problem.hint
+    assert "\n" not in problem.message
+    return problem
+
+
+def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
+    """Replace tensors of a checkpoint; None drops one."""
+    tensors = load_file(folder / WEIGHTS) | change
+    kept = {name: t.contiguous() for name, t in tensors.items() if t is not None}
+    save_file(kept, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+# Folders and configs.
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    assert "no such model folder" in refusal(tmp_path / "absent").message
+
+
+def test_folder_without_config(tmp_path: Path) -> None:
+    problem = refusal(tmp_path)
+    assert "config.json" in problem.message and str(tmp_path) in problem.message
+
+
+def test_file_instead_of_a_folder(folder: Path) -> None:
+    problem = refusal(folder / WEIGHTS)
+    assert "is a file" in problem.message and "folder" in (problem.hint or "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "3", '{"model_type": "llama", }', "\x00\x01", '{"model_type": 3}'],
+    ids=["empty", "cut-off", "list", "number", "trailing-comma", "binary", "wrong-type"],
+)
+def test_corrupt_config(text: str, folder: Path) -> None:
+    (folder / "config.json").write_text(text)
+    assert str(folder) in refusal(folder).message
+
+
+def test_config_of_wrong_values(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "wide"}))
+    refusal(folder)
+
+
+@pytest.mark.parametrize("values", [{"model_type": "nonesuch"}, {"hidden_size": 64}])
+def test_unknown_model_type(values: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    problem = refusal(tmp_path)
+    assert isinstance(problem, Unsupported) and "model_type" in problem.message
+
+
+def test_corrupt_generation_config(folder: Path) -> None:
+    (folder / "generation_config.json").write_text("{")
+    assert "generation_config.json" in refusal(folder).message
+
+
+@pytest.mark.parametrize("name", ["nobody/nothing", "nothing-at-all"])
+def test_hub_id_that_is_not_cached(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    problem = refusal(name)
+    assert name in problem.message
+    assert f"hf download {name}" in (problem.hint or "")
+    assert "local folder" in (problem.hint or "")
+
+
+@pytest.mark.parametrize("name", ["a b/c", "owner/na:me", "-x/y", "a/b?"])
+def test_hub_id_that_cannot_be_one(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert name in refusal(name).message
+
+
+def test_bundled_name_that_is_not() -> None:
+    problem = refusal("demo:nonesuch")
+    assert "demo:nonesuch" in problem.message
+
+
+# Code that must not run.
+
+
+def trap(folder: Path) -> Path:
+    """A module in the folder that leaves a file behind when it is imported."""
+    mark = folder / "executed"
+    (folder / "trap.py").write_text(
+        f"open({str(mark)!r}, 'w').close()\n"
+        "from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast\n"
+        "class TrapConfig(LlamaConfig):\n    model_type = 'trap'\n"
+        "class TrapModel(LlamaForCausalLM):\n    config_class = TrapConfig\n"
+        "class TrapTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+    )
+    return mark
+
+
+@pytest.mark.parametrize("model_type", ["trap", "llama"])
+def test_remote_code_is_not_executed(
+    model_type: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A family that transformers lacks is refused; one that it has runs without the code."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
+    mark = trap(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {
+        "model_type": model_type,
+        "auto_map": {
+            "AutoConfig": "trap.TrapConfig",
+            "AutoModelForCausalLM": "trap.TrapModel",
+        },
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    if model_type == "trap":
+        problem = refusal(folder)
+        assert "code from its own repository" in problem.message
+        assert "--trust-remote-code" in (problem.hint or "")
+    else:
+        assert type(load_folder(folder)).__name__ == "LlamaForCausalLM"
+    assert not mark.exists()
+
+
+def test_remote_code_runs_with_the_flag(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the trap above might be none."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
+    mark = trap(folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "trap", "auto_map": {"AutoConfig": "trap.TrapConfig"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    spec = ModelSpec("target", str(folder), None, "auto", "auto", trust_remote_code=True)
+    with pytest.raises(SetupError):
+        describe(spec, CPU)  # the model class is not mapped, only its config
+    assert mark.exists()
+
+
+def test_remote_code_of_a_tokenizer_is_not_executed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anybody asked at the terminal, which would stop a batch job."""
+    asked: list[object] = []
+    monkeypatch.setattr("builtins.input", lambda *a: asked.append(a) or "y")
+    mark = trap(folder)
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "TrapTokenizer",
+                "auto_map": {"AutoTokenizer": ["trap.TrapTokenizer", None]},
+            }
+        )
+    )
+    with pytest.raises(SetupError) as caught:
+        load_tokenizer(folder, "m", VOCAB, is_dummy=False)
+    assert "tokenizer of m" in caught.value.message
+    assert "--trust-remote-code" in (caught.value.hint or "")
+    assert not asked and not mark.exists()
+
+
+class Bomb:
+    """Leaves a file behind when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (str(self.mark), "w")
+
+
+def to_pickle(folder: Path, **options: Any) -> dict[str, torch.Tensor]:
+    """Turn the checkpoint into a pickled one."""
+    tensors = load_file(folder / WEIGHTS)
+    torch.save(tensors, folder / "pytorch_model.bin", **options)
+    (folder / WEIGHTS).unlink()
+    return tensors
+
+
+def test_pickle_is_refused_without_the_flag(folder: Path) -> None:
+    to_pickle(folder)
+    problem = refusal(folder)
+    assert "pickled" in problem.message and "pytorch_model.bin" in problem.message
+    assert "--allow-pickle" in (problem.hint or "")
+
+
+@pytest.mark.parametrize("is_zip", [True, False], ids=["zip", "legacy"])
+def test_pickle_with_the_flag_equals_safetensors(is_zip: bool, folder: Path) -> None:
+    want = parameters(load_folder(folder))
+    to_pickle(folder, _use_new_zipfile_serialization=is_zip)
+    assert_equal(load_folder(folder, allow_pickle=True), want)
+
+
+def test_safetensors_win_over_pickle(folder: Path) -> None:
+    want = parameters(load_folder(folder))
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
+    assert_equal(load_folder(folder, allow_pickle=True), want)
+
+
+@pytest.mark.parametrize("form", ["bare", "torch"])
+def test_a_pickle_executes_nothing_even_with_the_flag(form: str, folder: Path) -> None:
+    mark = folder / "executed"
+    tensors: dict[str, Any] = dict(to_pickle(folder))
+    tensors["bomb"] = Bomb(mark)
+    if form == "torch":
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"bomb": Bomb(mark)}))
+    refusal(folder)
+    assert "pytorch_model.bin" in refusal(folder, allow_pickle=True).message
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Bomb(mark))).close()
+    assert mark.exists(), "the bomb is none"
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"a": 3}, {}], ids=["list", "no-tensor", "empty"])
+def test_a_pickle_of_something_else(content: Any, folder: Path) -> None:
+    to_pickle(folder)
+    torch.save(content, folder / "pytorch_model.bin")
+    refusal(folder, allow_pickle=True)
+
+
+# Damaged and incomplete weights.
+
+
+@pytest.mark.parametrize("part", [0.0, 0.0001, 0.01, 0.3, 0.9, 0.99999])
+def test_truncated_safetensors(part: float, folder: Path) -> None:
+    data = (folder / WEIGHTS).read_bytes()
+    (folder / WEIGHTS).write_bytes(data[: int(len(data) * part)])
+    problem = refusal(folder)
+    assert str(folder / WEIGHTS) in problem.message
+    assert "download" in (problem.hint or "")
+
+
+def test_safetensors_of_noise(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(bytes(range(256)) * 50)
+    assert WEIGHTS in refusal(folder).message
+
+
+def test_no_weights(folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    problem = refusal(folder)
+    assert "no weights" in problem.message and "dummy" in (problem.hint or "")
+
+
+def test_wrong_shape(folder: Path) -> None:
+    rewrite(folder, {"model.norm.weight": torch.ones(65)})
+    message = refusal(folder).message
+    assert "model.norm.weight" in message and "[65]" in message and "[64]" in message
+
+
+def test_missing_tensor(folder: Path) -> None:
+    rewrite(folder, {"model.layers.1.mlp.up_proj.weight": None})
+    message = refusal(folder).message
+    assert "1 tensors" in message and "model.layers.1.mlp.up_proj.weight" in message
+
+
+def test_untied_model_without_a_head(folder: Path) -> None:
+    """The embedding must not silently take its place."""
+    rewrite(folder, {"lm_head.weight": None})
+    assert "lm_head.weight" in refusal(folder).message
+
+
+def test_extra_tensors_do_no_harm(folder: Path) -> None:
+    want = parameters(load_folder(folder))
+    rewrite(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
+    assert_equal(load_folder(folder), want)
+
+
+# Layouts of a checkpoint.
+
+
+def shard(folder: Path) -> list[str]:
+    """Split the checkpoint into three files and an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    weight_map, files = {}, []
+    for i in range(3):
+        file = f"model-{i + 1:05d}-of-00003.safetensors"
+        part = {name: tensors[name] for name in names[i::3]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+        files.append(file)
+    write_index(folder, weight_map)
+    (folder / WEIGHTS).unlink()
+    return files
+
+
+def write_index(folder: Path, weight_map: Any) -> None:
+    index = folder / f"{WEIGHTS}.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2"])
+def test_sharded_loads_equal(family: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, family)
+    want = parameters(load_folder(folder))
+    shard(folder)
+    assert_equal(load_folder(folder), want)
+
+
+def test_sharded_pickle_loads_equal(folder: Path) -> None:
+    want = parameters(load_folder(folder))
+    tensors = load_file(folder / WEIGHTS)
+    names = sorted(tensors)
+    weight_map = {}
+    for i in range(2):
+        file = f"pytorch_model-{i + 1:05d}-of-00002.bin"
+        torch.save({name: tensors[name] for name in names[i::2]}, folder / file)
+        weight_map |= dict.fromkeys(names[i::2], file)
+    index = {"weight_map": weight_map}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (folder / WEIGHTS).unlink()
+    assert_equal(load_folder(folder, allow_pickle=True), want)
+
+
+def test_missing_shard(folder: Path) -> None:
+    files = shard(folder)
+    (folder / files[1]).unlink()
+    message = refusal(folder).message
+    assert "1 of 3" in message and files[1] in message
+
+
+@pytest.mark.parametrize("style", ["absolute", "relative"])
+def test_an_index_cannot_name_files_outside_the_folder(
+    style: str, folder: Path, tmp_path: Path
+) -> None:
+    """A complete checkpoint elsewhere, pointed at by the index: it must not be read."""
+    outside = tmp_path / "elsewhere.safetensors"
+    (folder / WEIGHTS).rename(outside)
+    target = str(outside) if style == "absolute" else f"../{outside.name}"
+    write_index(folder, dict.fromkeys(load_file(outside), target))
+    assert outside.name in refusal(folder).message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": []}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 3}}',
+        '{"weight_map": {"a": "x", "b": null}}',
+        '{"weight_map": {"a": ".."}}',
+    ],
+)
+def test_corrupt_index(text: str, folder: Path) -> None:
+    (folder / WEIGHTS).unlink()
+    (folder / f"{WEIGHTS}.index.json").write_text(text)
+    assert str(folder) in refusal(folder).message
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama-tied"])
+def test_checkpoint_without_the_base_models_prefix(family: str, tmp_path: Path) -> None:
+    """As gpt2 on the hub: `wte.weight`, not `transformer.wte.weight`."""
+    folder = save_tiny(tmp_path, family)
+    module = load_folder(folder)
+    want = parameters(module)
+    prefix = f"{module.base_model_prefix}."
+    tensors = load_file(folder / WEIGHTS)
+    assert all(name.startswith(prefix) for name in tensors)
+    bare = {name.removeprefix(prefix): t for name, t in tensors.items()}
+    save_file(bare, folder / WEIGHTS, metadata={"format": "pt"})
+    assert_equal(load_folder(folder), want)
+
+
+@pytest.mark.parametrize("holder", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_tied_weight_under_either_name(holder: str, tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama-tied")
+    want = parameters(load_folder(folder))
+    names = {"lm_head.weight", "model.embed_tokens.weight"}
+    tensors = load_file(folder / WEIGHTS)
+    (held,) = names & tensors.keys()
+    tensors[holder] = tensors.pop(held)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    module = load_folder(folder)
+    assert_equal(module, want)
+    assert module.lm_head.weight is module.model.embed_tokens.weight
+
+
+# Dummy weights and dtypes.
+
+
+def config_only(folder: Path, family: str, **changes: Any) -> Path:
+    tiny_config(family, **changes).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dummy_weights(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a config alone: repeatable, norms neutral, and nothing left unwritten."""
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    def poisoned_like(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty_like(*args, **kwargs)
+        return made.fill_(float("nan")) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", poisoned_like)
+    folder = config_only(tmp_path, family)
+    module = load_folder(folder, load_format="dummy")
+    monkeypatch.undo()
+    again = parameters(load_folder(folder, load_format="dummy"))
+    # gemma's norms multiply by 1 + weight.
+    neutral = 0.0 if family == "gemma2" else 1.0
+    norms = matrices = 0
+    for name, tensor in parameters(module).items():
+        assert torch.isfinite(tensor).all(), name
+        assert torch.equal(tensor, again[name]), f"{name} is not repeatable"
+        if tensor.dim() >= 2:
+            matrices += 1
+            assert 0.1 < float(tensor.std()) < 0.3, name
+        elif name.endswith("bias"):
+            assert not tensor.any(), name
+        else:
+            norms += 1
+            assert torch.equal(tensor, torch.full_like(tensor, neutral)), name
+    assert norms >= 5 and matrices >= 9
+    for name, buffer in module.named_buffers():
+        assert torch.isfinite(buffer.float()).all(), name
+    assert torch.isfinite(logits_of(module, folder)).all()
+
+
+def logits_of(module: Any, folder: Path) -> torch.Tensor:
+    """Logits of a few tokens, through the paged path."""
+    found = describe(ModelSpec("target", str(folder), None, "auto", "dummy"), CPU)
+    dtype = next(module.parameters()).dtype
+    model = PagedModel(module, KVCache(found.layers, 9, 4, dtype, CPU))
+    seq = Sequence(0, [5, 17, 31, 60, 8], 5, 40)
+    BlockAllocator(9, 4).extend(seq.block_table, 5)
+    return model.forward([Span(seq, 0, 5)], [5])
+
+
+def test_dummy_tensors_differ_from_each_other(tmp_path: Path) -> None:
+    """Equal layers would make a wrong order of layers invisible."""
+    module = load_folder(config_only(tmp_path, "llama"), load_format="dummy")
+    first, second = module.model.layers
+    assert not torch.equal(first.mlp.up_proj.weight, second.mlp.up_proj.weight)
+    assert not torch.equal(first.mlp.up_proj.weight, first.mlp.gate_proj.weight)
+
+
+def test_dummy_ignores_weights_that_are_there(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(b"not weights at all")
+    load_folder(folder, load_format="dummy")
+
+
+def test_dummy_repeats_a_tile_on_cpu(tmp_path: Path) -> None:
+    """More numbers than are drawn; no row of zeros or NaN at the tile's seams."""
+    folder = config_only(tmp_path, "llama", hidden_size=1024, vocab_size=1500, num_hidden_layers=1)
+    weight = load_folder(folder, load_format="dummy").lm_head.weight
+    assert weight.numel() > 1 << 20
+    assert torch.equal(weight.flatten()[1 << 20 :], weight.flatten()[: weight.numel() - (1 << 20)])
+    assert float(weight.std(dim=1).min()) > 0.1
+
+
+@pytest.mark.parametrize("stored", ["bfloat16", "float16", "float32"])
+def test_dtype_auto_on_cpu_is_float32(stored: str, folder: Path) -> None:
+    module = load_folder(folder)
+    module.to(getattr(torch, stored)).save_pretrained(folder)
+    assert json.loads((folder / "config.json").read_text())["dtype"] == stored
+    again = load_folder(folder)
+    assert {p.dtype for p in again.parameters()} == {torch.float32}
+    for name, tensor in parameters(again).items():
+        assert torch.equal(tensor, parameters(module)[name].float()), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_a_named_dtype_is_taken(dtype: str, folder: Path) -> None:
+    spec = ModelSpec("target", str(folder), None, dtype, "auto")
+    found = describe(spec, CPU)
+    assert found.dtype == getattr(torch, dtype)
+    module = load(found, CPU)
+    assert {p.dtype for p in module.parameters()} == {found.dtype}
+    assert logits_of(module, folder).dtype == found.dtype
+    assert module.model.rotary_emb.inv_freq.dtype == torch.float32, "angles stay exact"
+
+
+@pytest.mark.parametrize(
+    ("config", "generation", "want"),
+    [
+        (2, None, {2}),
+        ([2, 7], None, {2, 7}),
+        (2, 9, {9}),
+        (2, [9, 11], {9, 11}),
+        (None, None, set()),
+        (None, [4], {4}),
+    ],
+)
+def test_eos_ids(config: Any, generation: Any, want: set[int], tmp_path: Path) -> None:
+    """The generation config's, else the model's."""
+    config_only(tmp_path, "llama", eos_token_id=config)
+    if generation is not None:
+        text = json.dumps({"eos_token_id": generation})
+        (tmp_path / "generation_config.json").write_text(text)
+    spec = ModelSpec("target", str(tmp_path), None, "auto", "dummy")
+    assert describe(spec, CPU).eos_ids == want
+
+
+# Vocabularies.
+
+
+class Words:
+    """A tokenizer of which only the vocabulary matters."""
+
+    def __init__(self, words: dict[str, int]) -> None:
+        self.words = words
+
+    def encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, token_ids: Any) -> str:
+        raise NotImplementedError
+
+    def vocabulary(self) -> dict[str, int]:
+        return self.words
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "said"),
+    [
+        ({"a": 0, "b": 1, "c": 2}, {"a": 0, "c": 1, "b": 2}, ["id 1", "'b'", "'c'"]),
+        ({"a": 0, "b": 1}, {"a": 0}, ["id 1", "'b'", "nothing for the draft"]),
+        ({"a": 0}, {"a": 0, "b": 7}, ["id 7", "nothing for the target", "'b'"]),
+        ({}, {"a": 3}, ["id 3"]),
+    ],
+    ids=["swapped", "draft-lacks", "target-lacks", "no-vocabulary"],
+)
+def test_different_vocabularies_name_the_first_id(
+    ours: dict[str, int], theirs: dict[str, int], said: list[str]
+) -> None:
+    with pytest.raises(SetupError) as caught:
+        check_same_vocabulary(Words(ours), Words(theirs), ("big", "small"))
+    for part in [*said, "big", "small"]:
+        assert part in caught.value.message
+    assert caught.value.code == 5
+
+
+def test_equal_vocabularies_pass() -> None:
+    check_same_vocabulary(Words({"a": 0, "b": 1}), Words({"b": 1, "a": 0}), ("big", "small"))
+    check_same_vocabulary(ByteTokenizer(97), ByteTokenizer(128), ("big", "small"))
+
+
+def test_two_names_of_one_id_are_not_a_difference() -> None:
+    check_same_vocabulary(Words({"a": 0, "b": 0}), Words({"b": 0}), ("big", "small"))
+
+
+def test_tokenizer_of_a_folder(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "one": 1, "two": 2}, unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, "m", VOCAB, is_dummy=True)
+    assert tokenizer.encode("two one") == [2, 1]
+    assert tokenizer.decode([1, 2]) == "one two"
+    assert tokenizer.vocabulary() == {"<unk>": 0, "one": 1, "two": 2}
+
+
+def test_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    config_only(tmp_path, "llama")
+    with pytest.raises(SetupError, match="tokenizer of m"):
+        load_tokenizer(tmp_path, "m", VOCAB, is_dummy=False)
+    assert isinstance(load_tokenizer(tmp_path, "m", VOCAB, is_dummy=True), ByteTokenizer)
+
+
+def test_corrupt_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{")
+    with pytest.raises(SetupError, match="tokenizer of m"):
+        load_tokenizer(folder, "m", VOCAB, is_dummy=True)
+
+
+# Weights that are no numbers.
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_weights_that_are_not_finite_name_the_model(
+    role: str, value: float, k: int, temperature: float, tmp_path: Path
+) -> None:
+    sound = save_tiny(tmp_path / "sound", "llama")
+    broken = save_tiny(tmp_path / "broken", "llama")
+    rewrite(broken, {"lm_head.weight": torch.full((VOCAB, 64), value)})
+    pair = (broken, sound) if role == "target" else (sound, broken)
+    engine = make_engine(*pair, batch_size=2)
+    requests = [Request(0, (5, 6, 7)), Request(1, (8,))]
+    with pytest.raises(RunError) as caught:
+        engine.run(requests, k, SamplingParams(max_new_tokens=8, temperature=temperature))
+    assert caught.value.code == ExitCode.RUN_FAILED == 1
+    assert f"the {role} produced" in caught.value.message
+    assert "NaN" in caught.value.message and caught.value.hint
+    assert engine.allocator.num_used == 0
+
+
+def test_a_broken_target_without_a_draft(folder: Path) -> None:
+    rewrite(folder, {"model.norm.weight": torch.full((64,), float("nan"))})
+    with pytest.raises(RunError, match="the target produced"):
+        decode(make_engine(folder, None), [[5, 6]], 0, max_new_tokens=3)

@@ -1,0 +1,547 @@
+"""The arithmetic of a round, on fakes that know exactly what should be in each cache.
+
+The fakes keep token ids where a model keeps keys and values, at the same slots. Reading them back
+through the block table shows what a real model would have attended to: a stale, foreign or
+missing token fails at once. `tests.engine` modules share them.
+"""
+
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.kv_cache import TRASH_BLOCK, BlockAllocator
+from specdec_cli.engine.loop import Engine, Request, Run
+from specdec_cli.engine.target import TargetScorer
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Sequence
+from tests.support import (
+    CPU,
+    VOCAB,
+    decode,
+    greedy_reference,
+    make_engine,
+    reference,
+    save_tiny,
+)
+
+Rule = Callable[[list[int]], int]  # the token that follows a prefix
+BLOCK = 4
+
+
+def target_rule(prefix: list[int]) -> int:
+    """A next token that depends on every token before it."""
+    return 3 + zlib.crc32(bytes(prefix)) % (VOCAB - 3)
+
+
+def wrong(prefix: list[int]) -> int:
+    """Never the target's token."""
+    return 3 + (target_rule(prefix) - 3 + 1) % (VOCAB - 3)
+
+
+def sometimes(prefix: list[int]) -> int:
+    """The target's token about two times in three."""
+    return (wrong if zlib.crc32(bytes([7, *prefix])) % 3 == 0 else target_rule)(prefix)
+
+
+def first(j: int, start: int, k: int) -> Rule:
+    """Right for the first j proposals of each round of k, when every round accepts j.
+
+    start: length of the prompt; rounds then begin at start, start + j + 1, ...
+    """
+
+    def rule(prefix: list[int]) -> int:
+        place = (len(prefix) - start) % (j + 1)
+        return target_rule(prefix) if j == k or place < j else wrong(prefix)
+
+    return rule
+
+
+def continuation(rule: Rule, prompt: list[int], count: int) -> list[int]:
+    """What plain greedy decoding writes."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(rule(tokens))
+    return tokens[len(prompt) :]
+
+
+class Cells:
+    """A paged cache that holds token ids."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.cells: dict[tuple[int, int], int] = {}
+
+    def place(self, seq: Sequence, position: int) -> tuple[int, int]:
+        block = seq.block_table[position // self.block_size]
+        assert block != TRASH_BLOCK
+        return block, position % self.block_size
+
+    def write(self, seq: Sequence, start: int, tokens: list[int]) -> None:
+        for position, token in enumerate(tokens, start=start):
+            self.cells[self.place(seq, position)] = token
+
+    def read(self, seq: Sequence, stop: int) -> list[int]:
+        return [self.cells[self.place(seq, position)] for position in range(stop)]
+
+    def feed(self, span: Span, extra: list[int]) -> None:
+        """Write a span; what lies before it must be the sequence's own tokens."""
+        assert self.read(span.seq, span.start) == span.seq.tokens[: span.start]
+        self.write(span.seq, span.start, span.seq.tokens[span.start : span.stop] + extra)
+
+
+class FakeTarget(TargetScorer):
+    """Greedy target whose next token is `rule` of what its cache holds."""
+
+    def __init__(self, rule: Rule = target_rule, block_size: int = BLOCK) -> None:
+        self.model = SimpleNamespace(device=CPU, vocab_size=VOCAB)  # type: ignore[assignment]
+        self.rule = rule
+        self.cache = Cells(block_size)
+        self.batch_sizes: list[int] = []
+        self.prefill_sizes: list[int] = []
+
+    def prefill(self, spans: list[Span]) -> None:
+        self.prefill_sizes.append(sum(s.length for s in spans))
+        for span in spans:
+            self.cache.feed(span, [])
+
+    def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
+        self.batch_sizes.append(len(seqs))
+        width = proposal.token_ids.shape[1] + 1
+        probs = torch.zeros(len(seqs), width, VOCAB)
+        for b, (seq, k) in enumerate(zip(seqs, proposal.lens, strict=True)):
+            n = len(seq.tokens)
+            assert seq.target_kv == n - 1
+            row = proposal.token_ids[b, :k].tolist()
+            self.cache.feed(Span(seq, n - 1, n, k), row)
+            for i in range(k + 1):
+                probs[b, i, self.rule(self.cache.read(seq, n + i))] = 1.0
+        return Scores(probs)
+
+
+class FakeDraft:
+    """Proposes `rule` of what its own cache holds; `lens_seen` are the k_i it was asked for."""
+
+    def __init__(
+        self, rule: Rule = sometimes, max_len: int = 10_000, block_size: int = BLOCK
+    ) -> None:
+        self.rule = rule
+        self.max_len = max_len
+        self.cache = Cells(block_size)
+        self.lens_seen: list[list[int]] = []
+        self.caught_up: list[int] = []  # tokens fed in the first pass of each sequence-round
+
+    def prefill(self, spans: list[Span]) -> None:
+        for span in spans:
+            self.cache.feed(span, [])
+
+    def propose(
+        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
+    ) -> Proposal:
+        self.lens_seen.append(lens)
+        token_ids = torch.zeros(len(seqs), max(lens), dtype=torch.int64)
+        probs = torch.zeros(len(seqs), max(lens), VOCAB)
+        for b, (seq, k) in enumerate(zip(seqs, lens, strict=True)):
+            if k == 0:
+                continue
+            n = len(seq.tokens)
+            self.caught_up.append(n - seq.draft_kv)
+            self.cache.feed(Span(seq, seq.draft_kv, n), [])
+            for i in range(k):
+                token = self.rule(self.cache.read(seq, n + i))
+                token_ids[b, i] = token
+                probs[b, i, token] = 1.0
+                if i < k - 1:
+                    self.cache.write(seq, n + i, [token])
+        return Proposal(token_ids, lens, probs)
+
+
+def fake_engine(
+    draft: Rule | None = sometimes,
+    target: Rule = target_rule,
+    *,
+    num_blocks: int = 400,
+    batch_size: int = 1,
+    max_model_len: int = 300,
+    prefill_chunk: int = 2048,
+    draft_max_len: int = 10_000,
+    eos_ids: frozenset[int] = frozenset(),
+) -> Engine:
+    return Engine(
+        FakeTarget(target),
+        None if draft is None else FakeDraft(draft, draft_max_len),
+        BlockAllocator(num_blocks, BLOCK),
+        batch_size=batch_size,
+        max_model_len=max_model_len,
+        prefill_chunk=prefill_chunk,
+        eos_ids=eos_ids,
+    )
+
+
+def random_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids: list[int] = torch.randint(3, VOCAB, (length,), generator=generator).tolist()
+    return ids
+
+
+def run_checked(engine: Engine, run: Run) -> None:
+    """Drive a run by hand; after each step, every number that DESIGN.md derives for a round."""
+    while not run.scheduler.is_done:
+        before = {s.index: (len(s.tokens), s.draft_kv, s.num_preemptions) for s in run.seqs}
+        emissions = engine.step(run)
+        for emission in emissions:
+            seq = emission.seq
+            n, draft_kv, preemptions = before[seq.index]
+            if preemptions != seq.num_preemptions:
+                draft_kv = 0
+            limit = min(seq.num_prompt_tokens + run.params.max_new_tokens, engine.max_model_len)
+            draft_limit = engine.draft.max_len if engine.draft is not None else 0
+            k = max(0, min(run.scheduler.k, limit - n - 1, draft_limit - n))
+            accepted = emission.num_accepted
+            assert seq.tokens[n:] == emission.token_ids
+            assert 0 <= accepted <= k
+            if seq.finish_reason != "eos":
+                assert len(seq.tokens) == n + accepted + 1
+                assert seq.target_kv == n + accepted
+                assert seq.draft_kv == (n + min(accepted, k - 1) if k else draft_kv)
+            if k:
+                assert seq.proposed_per_round[-1] == k
+                assert seq.accepted_per_round[-1] == accepted
+            if seq.finish_reason is not None:
+                assert not seq.block_table
+            else:
+                least, most = map(engine.allocator.blocks_for, (seq.target_kv, len(seq.tokens)))
+                assert least <= len(seq.block_table) <= most, "rejected tokens keep no blocks"
+
+
+PROMPT_LENGTHS = [1, 9, 2, 17, 5, 4]
+
+
+@pytest.mark.parametrize("draft", [target_rule, wrong, sometimes], ids=["right", "wrong", "mixed"])
+@pytest.mark.parametrize("k", [0, 1, 2, 5])
+@pytest.mark.parametrize("batch_size", [1, 3], ids=["b1", "b3"])
+def test_every_round_obeys_the_arithmetic(draft: Rule, k: int, batch_size: int) -> None:
+    engine = fake_engine(draft, batch_size=batch_size)
+    prompts = [random_prompt(n) for n in PROMPT_LENGTHS]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    run = engine.start(requests, k, SamplingParams(max_new_tokens=13))
+    run_checked(engine, run)
+    for seq, prompt in zip(run.seqs, prompts, strict=True):
+        assert seq.output_ids == continuation(target_rule, prompt, 13)
+        assert seq.finish_reason == "length"
+        assert sum(seq.accepted_per_round) + len(seq.accepted_per_round) + (
+            seq.rounds_without_proposal
+        ) == len(seq.output_ids)
+        if draft is target_rule:
+            assert seq.accepted_per_round == seq.proposed_per_round
+        if draft is wrong:
+            assert set(seq.accepted_per_round) <= {0}
+    assert engine.allocator.num_used == 0
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_right_for_the_first_j(k: int) -> None:
+    """A draft that is right j times and then wrong has j accepted in every full round."""
+    prompt = random_prompt(6)
+    for j in range(k + 1):
+        engine = fake_engine(first(j, len(prompt), k))
+        (seq,) = decode(engine, [prompt], k, max_new_tokens=30)
+        full = [a for p, a in zip(seq.proposed_per_round, seq.accepted_per_round) if p == k]
+        assert full and set(full) == {j}
+        assert seq.output_ids == continuation(target_rule, prompt, 30)
+
+
+def test_draft_lags_two_tokens_exactly_after_full_acceptance() -> None:
+    engine = fake_engine(sometimes)
+    prompt = random_prompt(5)
+    (seq,) = decode(engine, [prompt], 3, max_new_tokens=60)
+    assert isinstance(engine.draft, FakeDraft)
+    want = [
+        2 if accepted == proposed else 1
+        for proposed, accepted in zip(seq.proposed_per_round, seq.accepted_per_round)
+    ]
+    assert engine.draft.caught_up == [1, *want[:-1]]
+    assert set(want) == {1, 2}, "the case is not what this test is about"
+
+
+@pytest.mark.parametrize(
+    ("k", "new_tokens", "want"),
+    [
+        (4, 1, []),
+        (4, 2, [1]),
+        (4, 3, [2]),
+        (4, 5, [4]),
+        (4, 6, [4]),
+        (4, 7, [4, 1]),
+        (1, 5, [1, 1]),
+        (1, 4, [1, 1]),
+    ],
+)
+def test_proposals_stop_one_short_of_the_limit(k: int, new_tokens: int, want: list[int]) -> None:
+    """With a draft that is always right, k_i = min(k, remaining - 1)."""
+    (seq,) = decode(fake_engine(target_rule), [random_prompt(3)], k, max_new_tokens=new_tokens)
+    assert seq.proposed_per_round == want
+    assert seq.rounds_without_proposal == new_tokens - sum(want) - len(want)
+    assert len(seq.output_ids) == new_tokens
+
+
+def test_max_model_len_hit_inside_a_draft() -> None:
+    engine = fake_engine(target_rule, max_model_len=12)
+    prompt = random_prompt(5)
+    (seq,) = decode(engine, [prompt], 4, max_new_tokens=100)
+    assert seq.proposed_per_round == [4, 1], "7 new tokens fit: 4 + 1, then 1 + 1"
+    assert len(seq.tokens) == 12 and seq.finish_reason == "length"
+
+
+def test_draft_with_a_shorter_context_stops_proposing() -> None:
+    engine = fake_engine(target_rule, draft_max_len=13)
+    prompt = random_prompt(5)
+    (seq,) = decode(engine, [prompt], 4, max_new_tokens=20)
+    assert seq.proposed_per_round == [4, 3], "at 5 and at 10 tokens; at 14 nothing"
+    assert seq.rounds_without_proposal == 20 - 9
+    assert seq.output_ids == continuation(target_rule, prompt, 20)
+
+
+def test_prompt_longer_than_the_drafts_context() -> None:
+    engine = fake_engine(target_rule, draft_max_len=13)
+    prompt = random_prompt(30)
+    (seq,) = decode(engine, [prompt], 4, max_new_tokens=5)
+    assert seq.proposed_per_round == [] and seq.rounds_without_proposal == 5
+    assert isinstance(engine.draft, FakeDraft) and engine.draft.cache.cells == {}
+
+
+def test_one_batch_holds_every_proposal_length() -> None:
+    """Sequences near their end, near the draft's context, and far from both: k_i 0..4 at once."""
+    engine = fake_engine(wrong, batch_size=6, draft_max_len=40)
+    prompts = [random_prompt(n) for n in (40, 39, 38, 37, 35, 5)]
+    seqs = decode(engine, prompts, 4, max_new_tokens=8)
+    assert isinstance(engine.draft, FakeDraft)
+    assert engine.draft.lens_seen[0] == [0, 1, 2, 3, 4, 4]
+    assert engine.draft.lens_seen[3] == [0, 0, 0, 0, 2, 4]
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.output_ids == continuation(target_rule, prompt, 8)
+
+
+@pytest.mark.parametrize("idle", [1, 2, 3, 7])
+def test_draft_catches_up_after_rounds_without_proposals(idle: int) -> None:
+    engine = fake_engine(sometimes, batch_size=2)
+    prompts = [random_prompt(4), random_prompt(11)]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    run = engine.start(requests, 3, SamplingParams(max_new_tokens=40))
+    while not run.scheduler.is_done:
+        run.scheduler.k = 3
+        engine.step(run)
+        run.scheduler.k = 0
+        for _ in range(idle):
+            if not run.scheduler.is_done:
+                engine.step(run)
+    assert isinstance(engine.draft, FakeDraft)
+    later = engine.draft.caught_up[4:]
+    assert later and set(later) <= {idle + 1, idle + 2}
+    for seq, prompt in zip(run.seqs, prompts, strict=True):
+        assert seq.output_ids == continuation(target_rule, prompt, 40)
+
+
+def test_no_rounds_for_an_empty_prompt() -> None:
+    engine = fake_engine()
+    seqs = decode(engine, [[], [5]], 2, max_new_tokens=4)
+    assert seqs[0].finish_reason == "error" and "no tokens" in (seqs[0].error or "")
+    assert seqs[1].finish_reason == "length" and len(seqs[1].output_ids) == 4
+
+
+@pytest.mark.parametrize("length", [12, 13], ids=["exactly", "over"])
+def test_prompt_without_room_for_a_token_is_an_error(length: int) -> None:
+    engine = fake_engine(max_model_len=12)
+    seqs = decode(engine, [random_prompt(length), random_prompt(11)], 2, max_new_tokens=4)
+    assert seqs[0].finish_reason == "error"
+    assert str(length) in (seqs[0].error or "") and "12" in (seqs[0].error or "")
+    assert len(seqs[1].output_ids) == 1 and seqs[1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7, 2048])
+def test_chunked_prefill_feeds_the_same_tokens(chunk: int) -> None:
+    engine = fake_engine(sometimes, batch_size=3, prefill_chunk=chunk)
+    prompts = [random_prompt(n) for n in (23, 1, 9, 2, 30)]
+    seqs = decode(engine, prompts, 3, max_new_tokens=9)
+    for seq, prompt in zip(seqs, prompts, strict=True):
+        assert seq.output_ids == continuation(target_rule, prompt, 9)
+    assert isinstance(engine.target, FakeTarget)
+    assert max(engine.target.prefill_sizes) <= chunk
+    assert sum(engine.target.prefill_sizes) == sum(len(p) - 1 for p in prompts)
+
+
+def test_plain_decoding_needs_no_draft() -> None:
+    engine = fake_engine(None, batch_size=2)
+    prompts = [random_prompt(n) for n in (3, 8, 1)]
+    seqs = decode(engine, prompts, 0, max_new_tokens=6)
+    assert [s.output_ids for s in seqs] == [continuation(target_rule, p, 6) for p in prompts]
+    assert all(s.rounds_without_proposal == 6 and not s.proposed_per_round for s in seqs)
+    with pytest.raises(AssertionError, match="proposer"):
+        engine.start([Request(0, (1,))], 1, SamplingParams())
+
+
+# Real models from here on.
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("target"), "llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def noised_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target with noise on its weights: a draft that is right now and then."""
+    model = reference(target_folder)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(0.12 * parameter.std() * noise)
+    folder = tmp_path_factory.mktemp("noised")
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def unrelated_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("unrelated"), "llama", seed=1)
+
+
+def assisted_rounds(
+    target: Any, assistant: Any, prompt: list[int], k: int, new_tokens: int
+) -> tuple[list[int], list[int], list[int]]:
+    """transformers' assisted generation at fixed k: new tokens, proposed and accepted by round."""
+    from transformers.generation.candidate_generator import AssistedCandidateGenerator as Generator
+
+    settings = assistant.generation_config
+    settings.num_assistant_tokens = k
+    settings.num_assistant_tokens_schedule = "constant"
+    settings.assistant_confidence_threshold = 0.0
+    settings.eos_token_id = None
+    proposed: list[int] = []
+    accepted: list[int] = []
+    get, update = Generator.get_candidates, Generator.update_candidate_strategy
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        candidates, logits = get(self, input_ids, *rest, **more)
+        proposed.append(candidates.shape[1] - input_ids.shape[1])
+        return candidates, logits
+
+    def update_strategy(self: Any, input_ids: Any, scores: Any, num_matches: int) -> Any:
+        accepted.append(int(num_matches))
+        return update(self, input_ids, scores, num_matches)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generator, "get_candidates", get_candidates)
+        patch.setattr(Generator, "update_candidate_strategy", update_strategy)
+        ids = torch.tensor([prompt])
+        out = target.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            assistant_model=assistant,
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+        )
+    return out[0, len(prompt) :].tolist(), proposed, accepted
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
+def test_rounds_equal_transformers_assisted_generation(
+    k: int, target_folder: Path, noised_folder: Path, unrelated_folder: Path
+) -> None:
+    oracle = reference(target_folder)
+    total = proposals = 0
+    for draft in (noised_folder, unrelated_folder):
+        assistant = reference(draft)
+        engine = make_engine(target_folder, draft)
+        for prompt in (random_prompt(1), random_prompt(7), random_prompt(20)):
+            want = assisted_rounds(oracle, assistant, prompt, k, 32)
+            (seq,) = decode(engine, [prompt], k, max_new_tokens=32)
+            pairs = zip(want[1], want[2], strict=True)
+            rounds = [(p, a) for p, a in pairs if p]  # ours keep the others apart
+            assert seq.output_ids == want[0]
+            assert list(zip(seq.proposed_per_round, seq.accepted_per_round)) == rounds
+            if draft is noised_folder:
+                total += sum(seq.accepted_per_round)
+                proposals += sum(seq.proposed_per_round)
+    assert 0 < total < proposals, "the noised draft should be right sometimes"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("width", [VOCAB + 31, VOCAB - 14], ids=["wider", "narrower"])
+def test_draft_with_another_padded_vocabulary(
+    family: str, width: int, noised_folder: Path, target_folder: Path, tmp_path: Path
+) -> None:
+    target = target_folder if family == "llama" else save_tiny(tmp_path / "t", family)
+    draft = save_tiny(tmp_path / "d", family, vocab_size=width)
+    oracle = reference(target)
+    engine = make_engine(target, draft, batch_size=2)
+    asked = [[VOCAB - 1, 5, VOCAB - 2], [VOCAB - 1], random_prompt(12)]
+    want = [greedy_reference(oracle, p, 20) for p in asked]
+    assert any(t >= VOCAB - 14 for row in want for t in row), "no id the narrow draft lacks"
+    for k in (1, 4):
+        assert [s.output_ids for s in decode(engine, asked, k, max_new_tokens=20)] == want
+
+
+def test_same_weights_in_a_wider_vocabulary_accept_everything(
+    target_folder: Path, tmp_path: Path
+) -> None:
+    """Padding rows must change neither what is proposed nor what is accepted."""
+    model = reference(target_folder)
+    model.resize_token_embeddings(VOCAB + 31, mean_resizing=False)
+    with torch.no_grad():
+        model.lm_head.weight[VOCAB:] = 100.0  # would win every argmax, were it not cut off
+    model.save_pretrained(tmp_path)
+    engine = make_engine(target_folder, tmp_path)
+    (seq,) = decode(engine, [random_prompt(9)], 4, max_new_tokens=30)
+    assert seq.accepted_per_round == seq.proposed_per_round
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_chunked_prefill_writes_the_same_text(
+    chunk: int, target_folder: Path, noised_folder: Path
+) -> None:
+    asked = [random_prompt(n) for n in (1, 8, 19, 2)]
+    whole = decode(
+        make_engine(target_folder, noised_folder, batch_size=3), asked, 3, max_new_tokens=24
+    )
+    engine = make_engine(target_folder, noised_folder, batch_size=3, prefill_chunk=chunk)
+    parts = decode(engine, asked, 3, max_new_tokens=24)
+    assert [s.output_ids for s in parts] == [s.output_ids for s in whole]
+    assert [s.accepted_per_round for s in parts] == [s.accepted_per_round for s in whole]
+
+
+def test_real_draft_catches_up_by_any_amount(target_folder: Path) -> None:
+    """The same weights accept everything, if the draft's cache is right after idle rounds."""
+    engine = make_engine(target_folder, target_folder, batch_size=3)
+    asked = [random_prompt(n) for n in (2, 9, 14)]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(asked)]
+    run = engine.start(requests, 3, SamplingParams(max_new_tokens=40))
+    for step in range(200):
+        if run.scheduler.is_done:
+            break
+        run.scheduler.k = (3, 0, 1, 0, 0, 2, 0, 0, 0)[step % 9]
+        engine.step(run)
+    assert run.scheduler.is_done
+    oracle = reference(target_folder)
+    for seq, prompt in zip(run.seqs, asked, strict=True):
+        assert seq.output_ids == greedy_reference(oracle, prompt, 40)
+        assert seq.accepted_per_round == seq.proposed_per_round
+
+
+def test_real_draft_with_a_shorter_context(target_folder: Path, tmp_path: Path) -> None:
+    """Positions past the draft's table would crash gpt2-like drafts: it must not be asked."""
+    target = save_tiny(tmp_path / "target", "gpt2", n_positions=64)
+    draft = save_tiny(tmp_path / "draft", "gpt2", n_positions=16)
+    engine = make_engine(target, draft, batch_size=2, max_model_len=64, draft_max_len=16)
+    asked = [random_prompt(5), random_prompt(20)]
+    want = [greedy_reference(reference(target), p, 30) for p in asked]
+    seqs = decode(engine, asked, 4, max_new_tokens=30)
+    assert [s.output_ids for s in seqs] == want
+    assert seqs[0].proposed_per_round and not seqs[1].proposed_per_round
