@@ -1,12 +1,12 @@
 """From a recipe to an engine: the one place where models, caches and the loop are wired."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
-from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams
@@ -15,6 +15,8 @@ from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from specdec_cli.recipe import ModelSection, Recipe
+
+_WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         narrower = plan.draft.vocab_size < plan.target.vocab_size
         model = PagedModel(modules[1], caches[1], foreign_ids=narrower)
         draft = DraftWorker(model, plan.target.vocab_size, plan.draft.max_len)
-    return Engine(
+    engine = Engine(
         target,
         draft,
         BlockAllocator(num_blocks, block_size),
@@ -128,6 +130,11 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
     )
+    if device.type == "cuda" and recipe.run.warmup:
+        # Kernels are compiled at their first launch, which would count as the first prompt's time.
+        params = replace(plan.params, ignore_eos=True, max_new_tokens=2 * (plan.k + 1))
+        engine.run([Request(0, (0,) * _WARM_UP_PROMPT)], plan.k, params)
+    return engine
 
 
 def resolve_device(wanted: str) -> torch.device:

@@ -186,13 +186,16 @@ def test_with_the_gates_consent_the_same_driver_is_right() -> None:
     assert ungated_error(module, oracle, [LayerShape(2, 16, 16)] * 2) < 1e-5
 
 
-@pytest.mark.parametrize("change", ["skipped", "twice"])
+@pytest.mark.parametrize("change", ["skipped", "replaced", "repeated"])
 def test_every_layer_must_call_exactly_once(change: str) -> None:
     module = build(LLAMA, ATTENTION_NAME)
     layers = module.model.layers
     if change == "skipped":
         del layers[1]
-    else:
+    elif change == "replaced":
         layers[1] = layers[0]
+    else:
+        once = layers[1].forward
+        layers[1].forward = lambda x, **more: once(once(x, **more), **more)
     with pytest.raises(Unsupported, match="attention calls come through"):
         probe(module, "m")

@@ -270,7 +270,7 @@ def test_a_pickle_executes_nothing_even_with_the_flag(form: str, folder: Path) -
     if form == "torch":
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
-        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"bomb": Bomb(mark)}))
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"bomb": Bomb(mark)}, protocol=2))
     refusal(folder)
     assert "pytorch_model.bin" in refusal(folder, allow_pickle=True).message
     assert not mark.exists()

@@ -218,6 +218,11 @@ def run_checked(engine: Engine, run: Run) -> None:
                 assert least <= len(seq.block_table) <= most, "rejected tokens keep no blocks"
 
 
+def rounds_of(seq: Sequence) -> list[tuple[int, int]]:
+    """Proposed and accepted of each round that proposed."""
+    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
+
+
 PROMPT_LENGTHS = [1, 9, 2, 17, 5, 4]
 
 
@@ -250,7 +255,7 @@ def test_right_for_the_first_j(k: int) -> None:
     for j in range(k + 1):
         engine = fake_engine(first(j, len(prompt), k))
         (seq,) = decode(engine, [prompt], k, max_new_tokens=30)
-        full = [a for p, a in zip(seq.proposed_per_round, seq.accepted_per_round) if p == k]
+        full = [a for p, a in rounds_of(seq) if p == k]
         assert full and set(full) == {j}
         assert seq.output_ids == continuation(target_rule, prompt, 30)
 
@@ -260,10 +265,7 @@ def test_draft_lags_two_tokens_exactly_after_full_acceptance() -> None:
     prompt = random_prompt(5)
     (seq,) = decode(engine, [prompt], 3, max_new_tokens=60)
     assert isinstance(engine.draft, FakeDraft)
-    want = [
-        2 if accepted == proposed else 1
-        for proposed, accepted in zip(seq.proposed_per_round, seq.accepted_per_round)
-    ]
+    want = [2 if accepted == proposed else 1 for proposed, accepted in rounds_of(seq)]
     assert engine.draft.caught_up == [1, *want[:-1]]
     assert set(want) == {1, 2}, "the case is not what this test is about"
 
@@ -466,7 +468,7 @@ def test_rounds_equal_transformers_assisted_generation(
             pairs = zip(want[1], want[2], strict=True)
             rounds = [(p, a) for p, a in pairs if p]  # ours keep the others apart
             assert seq.output_ids == want[0]
-            assert list(zip(seq.proposed_per_round, seq.accepted_per_round)) == rounds
+            assert rounds_of(seq) == rounds
             if draft is noised_folder:
                 total += sum(seq.accepted_per_round)
                 proposals += sum(seq.proposed_per_round)

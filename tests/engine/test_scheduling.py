@@ -246,7 +246,7 @@ def test_a_proposal_never_shrinks_for_lack_of_blocks() -> None:
     assert scheduler.admit() == seqs[:2]
     for seq in seqs[:2]:
         seq.tokens += [9] * 5
-        seq.target_kv = 8
+        seq.target_kv, seq.draft_kv = 8, 7
     # Now 13 tokens are 4 blocks each, and 6 are there: the younger gives way.
     taking_part, lens = scheduler.reserve()
     assert taking_part == [seqs[0]] and lens == [4]

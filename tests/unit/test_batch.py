@@ -1,5 +1,7 @@
 """The tensors of a ragged pass against plain Python over the same spans."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -60,7 +62,7 @@ def test_against_plain_python(case: Case) -> None:
     assert batch.query_start.tolist() == starts
     assert batch.logit_rows.tolist() == rows
     assert batch.context_lens.tolist() == [s.stop + s.extra for s in spans]
-    assert batch.max_query_len == max(b - a for a, b in zip(starts, starts[1:]))
+    assert batch.max_query_len == max(b - a for a, b in pairwise(starts))
     for span, row in zip(spans, batch.block_tables.tolist(), strict=True):
         table = span.seq.block_table
         assert row == table + [0] * (batch.block_tables.shape[1] - len(table))
