@@ -1,0 +1,115 @@
+"""The bundled pair: a named part of `scripts/proofs/greedy.py`, and what the models are.
+
+The whole is 200 prompts x 64 tokens x k 0..6 x three drafts x two batch sizes; see
+docs/correctness.md.
+"""
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from specdec_cli.demo import demo_path
+from specdec_cli.engine.build import build, plan
+from specdec_cli.engine.loop import Request, RunResult
+from specdec_cli.recipe import load_recipe
+
+NEW_TOKENS = 24
+DRAFTS: dict[str, dict[str, object]] = {
+    "demo": {"draft.model": "demo:draft"},
+    "distilled": {"draft.model": "demo:draft-distilled"},
+    "unrelated": {"draft.model": "demo:draft", "draft.load_format": "dummy"},
+    "same": {"draft.model": "demo:target"},
+}
+
+
+@cache
+def prompts() -> list[str]:
+    """Every 20th bundled prompt: ten, from all categories."""
+    lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line)["prompt"] for line in lines[::20]]
+
+
+@cache
+def reference() -> tuple[Any, Any]:
+    folder = demo_path("demo:target")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+@cache
+def written_alone() -> list[list[int]]:
+    model, tokenizer = reference()
+    found = []
+    for text in prompts():
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            pad_token_id=0,
+        )
+        found.append(out[0, ids.shape[1] :].tolist())
+    return found
+
+
+def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
+    overrides: dict[str, object] = {
+        "target.model": "demo:target",
+        "run.device": "cpu",
+        "run.batch_size": batch_size,
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        **DRAFTS[draft],
+        **more,
+    }
+    planned = plan(load_recipe(None, overrides))
+    ids = [tuple(planned.tokenizer.encode(text)) for text in prompts()]
+    engine = build(planned, max(map(len, ids)))
+    requests = [Request(i, prompt) for i, prompt in enumerate(ids)]
+    return engine.run(requests, planned.k, planned.params)
+
+
+@pytest.mark.parametrize("batch_size", [1, 4], ids=["b1", "b4"])
+@pytest.mark.parametrize("k", [0, 1, 3, 6], ids=lambda k: f"k{k}")
+@pytest.mark.parametrize("draft", ["demo", "unrelated", "same"])
+def test_greedy_equals_the_target_alone(draft: str, k: int, batch_size: int) -> None:
+    seqs = run(draft, k, batch_size).seqs
+    assert [s.output_ids for s in seqs] == written_alone()
+
+
+@pytest.mark.parametrize("draft", ["demo", "distilled"])
+def test_acceptance_is_what_the_pair_is_bundled_for(draft: str) -> None:
+    """Far from nothing and from everything, and falling along the draft."""
+    acceptance = run(draft, 4, 4).metrics.acceptance
+    assert 0.4 < acceptance.acceptance_rate_per_pos[0] < 0.98
+    assert acceptance.acceptance_rate_per_pos == sorted(
+        acceptance.acceptance_rate_per_pos, reverse=True
+    )
+
+
+def test_acceptance_at_temperature_one_is_the_overlap_of_p_and_q() -> None:
+    """The rate at the first position is E sum min(p, q) over the very contexts of the drafts."""
+    result = run("demo", 1, 4, **{"sampling.temperature": 1.0, "sampling.ignore_eos": True})
+    target, _ = reference()
+    draft = AutoModelForCausalLM.from_pretrained(demo_path("demo:draft"), dtype=torch.float32)
+    overlaps, accepted = [], []
+    with torch.inference_mode():
+        for seq in result.seqs:
+            ids = torch.tensor([seq.tokens])
+            p = target(ids).logits[0].softmax(-1)
+            q = draft(ids).logits[0].softmax(-1)
+            n = seq.num_prompt_tokens
+            for a in seq.accepted_per_round:
+                overlaps.append(float(torch.minimum(p[n - 1], q[n - 1]).sum()))
+                accepted.append(a)
+                n += a + 1
+    overlap = torch.tensor(overlaps)
+    # Each acceptance is a coin of its own context's overlap.
+    deviation = float((overlap * (1 - overlap)).sum().sqrt())
+    assert abs(sum(accepted) - float(overlap.sum())) < 3 * deviation
+    assert len(accepted) > 100
