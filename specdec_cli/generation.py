@@ -16,6 +16,7 @@ from specdec_cli.recipe import Recipe
 from specdec_cli.results import Output
 
 _BASELINE_TOKENS = 32
+_BASELINE_LEAST = 16  # tokens of a run below which a speed means nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,11 @@ class Job:
 
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
     """Check the pair and tokenise. Raises `UsageError` for ids outside the vocabulary."""
+    if recipe.cache.num_blocks == 1:
+        raise UsageError(
+            "cache.num_blocks should be at least 2: one block takes what nobody reads",
+            "leave it out to take what fits",
+        )
     planned = plan(recipe, permissions)
     vocab = planned.target.vocab_size
     token_ids = []
@@ -55,14 +61,14 @@ def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> 
     return Job(planned, prompts, token_ids)
 
 
-def requests(job: Job, limit: int | None = None) -> list[Request]:
-    """What the engine is to decode; `limit` takes only the first prompts."""
+def requests(job: Job) -> list[Request]:
+    """What the engine is to decode."""
     stop = job.plan.params.stop
     return [
         Request(
             prompt.index, ids, StopFinder(job.plan.tokenizer, ids, stop) if stop and ids else None
         )
-        for prompt, ids in zip(job.prompts[:limit], job.token_ids[:limit], strict=True)
+        for prompt, ids in zip(job.prompts, job.token_ids, strict=True)
     ]
 
 
@@ -90,8 +96,18 @@ def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
     )
 
 
-def baseline(engine: Engine, job: Job) -> Metrics:
-    """A few tokens of the first prompts again at k = 0, to say whether speculation pays here."""
-    params = replace(job.plan.params, ignore_eos=True, stop=(), max_new_tokens=_BASELINE_TOKENS)
-    first = requests(job, job.plan.recipe.run.batch_size)
+def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
+    """A few tokens of the first prompts again at k = 0, to say whether speculation pays here.
+
+    None when the run wrote too little to compare with.
+    """
+    ran = [o.index for o in outputs if o.error is None]
+    params = job.plan.params
+    if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:
+        return None
+    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache was made for no more
+    params = replace(params, ignore_eos=True, stop=(), max_new_tokens=few)
+    first = [
+        Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
+    ]
     return engine.run(first, 0, params).metrics

@@ -5,22 +5,34 @@ made visible, so nothing a model writes can drive the terminal.
 """
 
 import sys
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Values
+from contextlib import AbstractContextManager, nullcontext
+from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.segment import Segment, Segments
+from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
-_ACCEPTED_STYLE = "green"
+_ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
 def console(stream: TextIO) -> Console:
     """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether colours show on `stream`; not under NO_COLOR."""
+    out = console(stream)
+    return out.color_system is not None and not out.no_color
 
 
 def progress_bar() -> Progress:
@@ -30,8 +42,9 @@ def progress_bar() -> Progress:
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
+        console=console(sys.stderr),
         transient=True,
+        redirect_stdout=False,  # it would send what is printed to stderr, results included
         disable=not sys.stderr.isatty(),
     )
 
@@ -39,21 +52,28 @@ def progress_bar() -> Progress:
 class TintedText:
     """Text on a terminal in pieces, accepted draft tokens tinted.
 
-    The last `hold` characters are held back until `end` says whether they count.
+    Written as it is: nothing is wrapped and tabs stay. Of what is added, the last `hold`
+    characters wait until `end` says whether they count.
     """
 
     def __init__(self, hold: int) -> None:
         self._console = console(sys.stdout)
         self._hold = hold
         self._pending: list[tuple[str, bool]] = []
+        self._is_first = True
 
     def prompt(self, heading: str | None, text: str) -> None:
         if heading is not None:
-            self._console.print(Text(f"── {heading} ──", style="bold"))
-        self._console.print(Text(inert(text), style="dim"), end="")
+            gap = "" if self._is_first else "\n"
+            self._write([Segment(f"{gap}── {heading} ──\n", _HEADING)])
+        self._is_first = False
+        self._write([Segment(inert(text), _PROMPT)])
 
-    def piece(self, text: str, *, accepted: bool) -> None:
+    def add(self, text: str, *, accepted: bool) -> None:
         self._pending.extend((character, accepted) for character in text)
+
+    def show(self) -> None:
+        """Write what has been added, but for what is held back."""
         self._flush(len(self._pending) - self._hold)
 
     def end(self, num_cut: int) -> None:
@@ -65,14 +85,29 @@ class TintedText:
     def _flush(self, count: int) -> None:
         ready = self._pending[: max(0, count)]
         del self._pending[: len(ready)]
-        text = Text()
-        for character, accepted in ready:
-            text.append(inert(character), style=_ACCEPTED_STYLE if accepted else None)
-        self._console.print(text, end="")
+        self._write(
+            Segment(inert("".join(c for c, _ in run)), _ACCEPTED if accepted else None)
+            for accepted, run in groupby(ready, key=lambda item: item[1])
+        )
+
+    def _write(self, segments: Iterable[Segment]) -> None:
+        # Segments, because rich would turn the tabs of a `Text` into spaces.
+        self._console.print(Segments(segments), end="")
 
 
-def summary_table(metrics: Metrics, baseline: Metrics | None) -> Table:
-    """A small table of acceptance and times, beside k = 0 where it was measured."""
+def loading(names: Values[str]) -> AbstractContextManager[object]:
+    """Says on a terminal's stderr what is being loaded, for as long as that takes."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    text = Text(inert(f"loading {' and '.join(names)}"), style="dim")
+    return console(sys.stderr).status(text, spinner_style="dim")
+
+
+def summary_table(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -> Table:
+    """A small table of acceptance and times, beside k = 0 where it was measured.
+
+    tinted: whether accepted tokens were tinted in the text above.
+    """
     a = metrics.acceptance
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -89,7 +124,10 @@ def summary_table(metrics: Metrics, baseline: Metrics | None) -> Table:
     )
     if a.num_drafts:
         rate = f"{100 * (a.draft_acceptance_rate or 0):.0f}%"
-        table.add_row("accepted", rate, f"{a.num_accepted_tokens} of {a.num_draft_tokens} proposed")
+        what = Text(f"{a.num_accepted_tokens} of {a.num_draft_tokens} proposed")
+        if tinted:
+            what.append(", in this colour", _ACCEPTED)
+        table.add_row("accepted", rate, what)
         table.add_row(
             "tokens a round", f"{a.mean_acceptance_length:.2f}", f"of at most {metrics.k + 1}"
         )
@@ -136,16 +174,22 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def print_summary(metrics: Metrics, baseline: Metrics | None) -> None:
+def print_failures(failures: Mapping[int, str]) -> None:
+    """Why prompts gave no text, a line each on stderr, by the prompt's index."""
+    for index, why in failures.items():
+        console(sys.stderr).print(Text(inert(f"prompt {index} failed: {why}")))
+
+
+def print_summary(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -> None:
     """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
 
-    baseline: the same pair at k = 0, where it was measured.
+    baseline: the same pair at k = 0, where it was measured. tinted: as for `summary_table`.
     """
     out = console(sys.stderr)
     if not sys.stderr.isatty():
         out.print(summary_line(metrics))
         return
     out.print()
-    out.print(summary_table(metrics, baseline))
+    out.print(summary_table(metrics, baseline, tinted=tinted))
     if baseline is not None:
         out.print(verdict_line(metrics, baseline))

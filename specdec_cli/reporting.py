@@ -4,7 +4,8 @@ Each is a sink with the same two methods. Computes nothing.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from specdec_cli.engine.detokenize import TextStream
@@ -39,6 +40,7 @@ class LiveText:
         hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._text = TintedText(hold)
         self._streams: dict[int, TextStream] = {}
+        self._written: dict[int, str] = {}
         self._prompts = {p.index: p.text for p in job.prompts}
 
     def emission(self, emission: Emission) -> None:
@@ -47,19 +49,27 @@ class LiveText:
         if stream is None:
             prompt_ids = seq.tokens[: seq.num_prompt_tokens]
             stream = self._streams[seq.index] = TextStream(self._tokenizer, prompt_ids)
+            self._written[seq.index] = ""
             shown = self._prompts[seq.index]
             self._text.prompt(
                 f"prompt {seq.index}" if self._several else None,
                 self._tokenizer.decode(prompt_ids) if shown is None else shown,
             )
         for place, token in enumerate(emission.token_ids):
-            self._text.piece(stream.feed(token), accepted=place < emission.num_accepted)
+            piece = stream.feed(token)
+            self._written[seq.index] += piece
+            self._text.add(piece, accepted=place < emission.num_accepted)
+        if seq.finish_reason is None:
+            # The last token may reach past a stop string: `output` says how far it counts.
+            self._text.show()
 
     def output(self, output: Output) -> None:
         if output.error is not None:
-            sys.stdout.write(f"[prompt {output.index}: {inert(output.error)}]\n")
             return
         whole = self._tokenizer.decode(output.token_ids)
+        if whole.startswith(written := self._written[output.index]):
+            # Bytes of a character that never became whole.
+            self._text.add(whole[len(written) :], accepted=False)
         self._text.end(num_cut=len(whole) - len(output.text))
 
     def close(self) -> None:
@@ -67,9 +77,13 @@ class LiveText:
 
 
 class PlainText:
-    """Completions in the order of their prompts, with headings where there are several."""
+    """Completions in the order of their prompts, with headings where there are several.
 
-    def __init__(self, job: Job) -> None:
+    `bar` makes way while text is written to the terminal that it stands on.
+    """
+
+    def __init__(self, job: Job, bar: "PromptProgress | None") -> None:
+        self._bar = bar if sys.stdout.isatty() else None
         self._waiting = [p.index for p in reversed(job.prompts)]
         self._several = len(job.prompts) > 1
         self._finished: dict[int, Output] = {}
@@ -82,9 +96,11 @@ class PlainText:
         while self._waiting and self._waiting[-1] in self._finished:
             ready = self._finished.pop(self._waiting.pop())
             heading = f"==> prompt {ready.index} <==\n" if self._several else ""
-            text = ready.text if ready.error is None else f"[error: {ready.error}]"
-            sys.stdout.write(f"{heading}{inert(text)}\n")
-            sys.stdout.flush()
+            if ready.error is not None and not self._several:
+                continue
+            with self._bar.hidden() if self._bar is not None else nullcontext():
+                sys.stdout.write(f"{heading}{inert(ready.text)}\n")
+                sys.stdout.flush()
 
     def close(self) -> None:
         pass
@@ -106,6 +122,15 @@ class PromptProgress:
 
     def close(self) -> None:
         self._bar.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the bar away for as long as something else is written."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
 
 
 class SampleFile:
@@ -130,16 +155,22 @@ class SampleFile:
         self._folder.close()
 
 
+def shows_live_text(job: Job) -> bool:
+    """Whether text can appear as it is written."""
+    return sys.stdout.isatty() and job.plan.recipe.run.batch_size == 1
+
+
 def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool) -> list[Sink]:
-    """The sinks of one run. Text streams on a terminal that shows one sequence at a time."""
+    """The sinks of one run."""
     sinks: list[Sink] = []
-    is_live = sys.stdout.isatty() and not as_json and job.plan.recipe.run.batch_size == 1
-    if not as_json:
-        sinks.append(LiveText(job) if is_live else PlainText(job))
-    if folder is not None:
+    is_live = not as_json and shows_live_text(job)
+    bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
+    if folder is not None:  # first: what is on disk survives a closed pipe
         sinks.append(SampleFile(job, folder))
-    if len(job.prompts) > 1 and not quiet and not is_live:
-        sinks.append(PromptProgress(job))
+    if not as_json:
+        sinks.append(LiveText(job) if is_live else PlainText(job, bar))
+    if bar is not None:
+        sinks.append(bar)
     return sinks
 
 

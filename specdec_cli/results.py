@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence as Values
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -18,9 +19,10 @@ import torch
 from specdec_cli import __version__
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.types import FinishReason
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe import Recipe, dump_recipe
 
+_RECORDS = ("samples.jsonl", "points.jsonl")
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
@@ -116,7 +118,8 @@ def _version(package: str) -> str | None:
 class RunFolder:
     """A folder of results: what a record has been acknowledged for survives a crash.
 
-    Raises `SetupError` when the folder cannot be written.
+    Raises `SetupError` when the folder cannot be written, and `UsageError` when it holds the
+    results of another run.
     """
 
     path: Path
@@ -127,8 +130,14 @@ class RunFolder:
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
         except OSError as problem:
             raise SetupError(f"cannot create the folder {path}: {problem.strerror}") from None
+        if earlier:
+            raise UsageError(
+                f"{path} holds the results of an earlier run ({earlier[0]})",
+                "name another folder with -o, or move that one away",
+            )
         folder.write("recipe.yaml", dump_recipe(recipe))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
@@ -145,7 +154,8 @@ class RunFolder:
                 raise OSError("the disk took only part of a record")
             os.fsync(self._files[name])
         except OSError as problem:
-            raise SetupError(f"cannot write {self.path / name}: {problem}") from None
+            why = problem.strerror or problem
+            raise SetupError(f"cannot write {self.path / name}: {why}") from None
 
     def write(self, name: str, text: str) -> None:
         """Replace a file as a whole, or leave the old one."""
@@ -157,6 +167,8 @@ class RunFolder:
                 os.fsync(file.fileno())
             os.replace(temporary, self.path / name)
         except OSError as problem:
+            with suppress(OSError):
+                temporary.unlink()
             raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from transformers.generation import (
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.sampling import round_noise, to_probs
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
-from tests.support import CPU, reference
+from tests.support import CPU, reference, save_tiny
 
 VOCAB = 32
 MIN_EXPECTED = 5.0
@@ -47,9 +47,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
     home = expected.masked_fill(small, float("inf")).argmin(1, keepdim=True)
     own_bin = (pool >= MIN_EXPECTED) | small.all(1, keepdim=True)
     expected = expected.masked_fill(small, 0.0).scatter_add(1, home, pool.masked_fill(own_bin, 0))
-    counts = counts.masked_fill(small, 0.0).scatter_add(
-        1, home, pool_count.masked_fill(own_bin, 0)
-    )
+    counts = counts.masked_fill(small, 0.0).scatter_add(1, home, pool_count.masked_fill(own_bin, 0))
     expected = torch.cat((expected, pool.masked_fill(~own_bin, 0)), 1)
     counts = torch.cat((counts, pool_count.masked_fill(~own_bin, 0)), 1)
     used = expected > 0
@@ -279,7 +277,8 @@ class BonusFromDraft(Rule):
     def bonus(self, r: Round) -> Tensor:
         last = (r.lens - 1).clamp(min=0)
         row = torch.arange(len(last))
-        return torch.where((r.lens > 0)[:, None], r.q[row, last], r.p[row, r.lens])
+        q = r.q if r.q.shape[1] else r.p
+        return torch.where((r.lens > 0)[:, None], q[row, last], r.p[row, r.lens])
 
 
 class BonusFromWrongRow(Rule):
@@ -457,8 +456,34 @@ def engine_verify(rule: Rule) -> Callable[[Proposal, Scores, RoundNoise], Verdic
 
     def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
         lens = torch.tensor(proposal.lens)
-        tokens, accepted = rule(Round(proposal.token_ids, lens, proposal.probs, scores.probs, noise))
+        tokens, accepted = rule(
+            Round(proposal.token_ids, lens, proposal.probs, scores.probs, noise)
+        )
         kept: list[int] = accepted.tolist()
         return Verdict([row[: a + 1] for row, a in zip(tokens.tolist(), kept, strict=True)], kept)
 
     return verify
+
+
+def save_eight(folder: Path) -> tuple[Path, Path]:
+    """A target and a draft of 8 tokens, small enough for many thousand runs."""
+    sizes = {"vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
+    return (
+        save_tiny(folder / "target", "llama", seed=0, **sizes),
+        save_tiny(folder / "draft", "llama", seed=1, **sizes),
+    )
+
+
+def engine_trial(
+    engine: Engine, target: Path, prompt: list[int], k: int, params: SamplingParams, count: int
+) -> dict[str, float]:
+    """p-values of the first 1, 2 and 3 tokens, jointly, of `count` runs of one prompt."""
+    vocab, depth = engine.target.model.vocab_size, 3
+    counts = engine_counts(engine, prompt, k, params, depth, count)
+    joint = exact_joint(target, prompt, params, depth)
+    return {
+        f"{n} tokens": chi_square(
+            counts.view(vocab**n, -1).sum(1)[None], joint.view(vocab**n, -1).sum(1)[None]
+        )
+        for n in range(1, depth + 1)
+    }

@@ -6,10 +6,12 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 import os
 import stat
 import sys
+from contextlib import nullcontext
 from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli import demo
 from specdec_cli.commands import options
 from specdec_cli.errors import ExitCode, UsageError
@@ -77,25 +79,30 @@ def generate(
         "block_size": block_size,
     }
     resolved = options.resolve(recipe, sets, chosen)
-    data = resolved.data
-    prompts = _prompts(
-        prompt or [], prompt_file, data.path if data else None, data.limit if data else None
-    )
+    prompts, data = _prompts(prompt or [], prompt_file, resolved.data)
+    resolved = resolved.model_copy(update={"data": data})
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     from specdec_cli.engine.build import Permissions, build
     from specdec_cli.generation import baseline, prepare, requests
-    from specdec_cli.render import print_summary
-    from specdec_cli.reporting import collector, sinks_for
+    from specdec_cli.render import (
+        has_colour,
+        loading,
+        print_failures,
+        print_summary,
+    )
+    from specdec_cli.reporting import collector, shows_live_text, sinks_for
     from specdec_cli.results import RunFolder, environment, generate_document, to_json
 
     job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
-    is_single = prompt is not None and len(prompts) == 1
+    is_single = bool(prompt) and len(prompts) == 1
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
     folder = RunFolder.create(output, resolved, where) if output is not None else None
-    engine = build(job.plan, job.longest_prompt)
+    models = [d.spec.name for d in (job.plan.target, job.plan.draft) if d is not None]
+    with nullcontext() if quiet else loading(models):
+        engine = build(job.plan, job.longest_prompt)
     sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
     on_emit, finish = collector(job, sinks)
     try:
@@ -111,25 +118,38 @@ def generate(
         folder.write("summary.json", to_json(document) + "\n")
     if as_json:
         typer.echo(to_json(document))
+    failures = {o.index: o.error for o in outputs if o.error is not None}
+    print_failures(failures)
     if not quiet:
         compared = job.plan.k > 0 and sys.stderr.isatty()
-        print_summary(result.metrics, baseline(engine, job) if compared else None)
-    raise typer.Exit(ExitCode.PARTIAL if any(o.error for o in outputs) else ExitCode.OK)
+        is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
+        print_summary(
+            result.metrics, baseline(engine, job, outputs) if compared else None, tinted=is_tinted
+        )
+    raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
 
 
 def _prompts(
-    given: list[str], file: str | None, data_path: str | None, limit: int | None
-) -> list[Prompt]:
-    """Prompts from the options, else from a pipe, else from the recipe's data."""
+    given: list[str], file: str | None, data: "specdec_cli.recipe.DataSection | None"
+) -> "tuple[list[Prompt], specdec_cli.recipe.DataSection | None]":
+    """Prompts from the options, else from a pipe, else from the recipe's data.
+
+    Also returns the data section that says where they came from, so that the resolved recipe
+    never names prompts that were not run; None for those that no recipe can name.
+    """
+    from specdec_cli.recipe import DataSection
+
     if given or file is not None:
-        return read_prompts(given, file, None)
+        is_file = not given and file is not None and file != "-"
+        source = DataSection(path=os.path.abspath(file)) if is_file else None
+        stdin = sys.stdin if file == "-" else None
+        return read_prompts(given, file, stdin), source
     if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
-        return piped
-    if data_path is None:
+        return piped, None
+    if data is None:
         raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
-    if data_path.startswith(demo.PREFIX):
-        data_path = str(demo.demo_path(data_path))
-    return read_prompts([], data_path, None)[:limit]
+    path = str(demo.demo_path(data.path)) if data.path.startswith(demo.PREFIX) else data.path
+    return read_prompts([], path, None)[: data.limit], data
 
 
 def _is_piped() -> bool:

@@ -8,13 +8,14 @@ from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
+from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from specdec_cli.recipe import ModelSection, Recipe
+from specdec_cli.recipe import ModelSection, Recipe, SpeculationSection
 
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
 
@@ -48,7 +49,10 @@ class Plan:
     @property
     def execution(self) -> dict[str, str]:
         """How passes are run, and why, for the record of a run's environment."""
-        return {"compile": "off: not in this version", "cuda_graphs": "off: not in this version"}
+        how = {"compile": "off: not in this version", "cuda_graphs": "off: not in this version"}
+        if self.k and self.recipe.speculation.acceptance == "synthetic":
+            how["acceptance"] = "synthetic: the text is not the target's"
+        return how
 
     @property
     def params(self) -> SamplingParams:
@@ -129,6 +133,7 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
+        synthetic=_synthetic(recipe.speculation) if plan.k else None,
     )
     if device.type == "cuda" and recipe.run.warmup:
         # Kernels are compiled at their first launch, which would count as the first prompt's time.
@@ -190,13 +195,21 @@ def _tokenizer(model: Description) -> Tokenizer:
     )
 
 
+def _synthetic(speculation: SpeculationSection) -> SyntheticAcceptance | None:
+    if speculation.acceptance != "synthetic":
+        return None
+    if speculation.synthetic_acceptance_rates is not None:
+        return SyntheticAcceptance.from_rates(speculation.synthetic_acceptance_rates)
+    assert speculation.synthetic_acceptance_length is not None, "the recipe's schema saw to it"
+    return SyntheticAcceptance.from_length(
+        speculation.synthetic_acceptance_length, speculation.num_speculative_tokens
+    )
+
+
 def _refuse_unbuilt(recipe: Recipe) -> None:
     """Say clearly what the recipe format has and this version does not run yet."""
     asked = {
         f"speculation.method: {recipe.speculation.method}": recipe.speculation.method == "ngram",
-        f"speculation.acceptance: {recipe.speculation.acceptance}": (
-            recipe.speculation.acceptance != "rejection"
-        ),
         "target.tensor_parallel_size > 1": recipe.target.tensor_parallel_size > 1,
         "draft.share": recipe.draft is not None and bool(recipe.draft.share),
         "run.compile: on": recipe.run.compile == "on",

@@ -18,6 +18,7 @@ from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.metrics import Metrics, RunClock, summarise
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.scheduler import Scheduler
+from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence, Verdict
 from specdec_cli.engine.verify import verify
@@ -83,7 +84,8 @@ class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
-    prefill_chunk: most tokens of one prefill pass.
+    prefill_chunk: most tokens of one prefill pass. synthetic: accept by given rates instead of by
+    rejection sampling; the output is then not the target's.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Engine:
         max_model_len: int,
         prefill_chunk: int,
         eos_ids: frozenset[int],
+        synthetic: SyntheticAcceptance | None = None,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -104,6 +107,7 @@ class Engine:
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
         self.eos_ids = eos_ids
+        self.synthetic = synthetic
 
     def run(
         self,
@@ -146,6 +150,7 @@ class Engine:
         if prefilling := [s for s in run.scheduler.running if s.needs_prefill]:
             self._prefill(run, prefilling, started)
             return []
+        decide = verify if self.synthetic is None else self.synthetic.verify
         seqs, lens = run.scheduler.reserve()
         noise = self._noise(run, seqs, max(lens))
         with run.clock.stage("draft"):
@@ -153,7 +158,7 @@ class Engine:
         with run.clock.stage("verify"):
             scores = self.target.score(seqs, proposal, run.params)
         with run.clock.stage("sample"):
-            verdict = verify(proposal, scores, noise)
+            verdict = decide(proposal, scores, noise)
         return self._apply(run, seqs, lens, verdict, started)
 
     def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
@@ -192,6 +197,7 @@ class Engine:
             k,
             run.params,
             self.target.model.device,
+            even_greedy=self.synthetic is not None,
         )
 
     def _propose(

@@ -88,14 +88,20 @@ def uniform(
 
 
 def round_noise(
-    indices: list[int], lengths: list[int], k: int, params: SamplingParams, device: torch.device
+    indices: list[int],
+    lengths: list[int],
+    k: int,
+    params: SamplingParams,
+    device: torch.device,
+    *,
+    even_greedy: bool = False,
 ) -> RoundNoise:
     """The noise of a round over sequences with these prompt indices and token counts.
 
-    Greedy decoding reads no noise, so zeros serve.
+    Rejection sampling reads no noise when decoding is greedy, so zeros serve, unless `even_greedy`.
     """
     batch = len(indices)
-    if params.temperature == 0.0:
+    if params.temperature == 0.0 and not even_greedy:
         zeros = torch.zeros(3, batch, k + 1, device=device)
         return RoundNoise(zeros[0, :, :k], zeros[1, :, :k], zeros[2])
     index = torch.tensor(indices, dtype=torch.int64)[:, None]

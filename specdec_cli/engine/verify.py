@@ -12,7 +12,7 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
 
     Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0));
     with every proposal accepted draw from the target's next distribution. Greedy decoding is the
-    one-hot case. The only point of a round where the host waits for the device.
+    one-hot case.
 
     Raises `RunError` when a distribution is not finite.
     """
@@ -24,6 +24,15 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
     )
     # A draft token of -1 was drawn from a row that is not finite.
     accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)
+    return read_verdict(tokens, accepted)
+
+
+def read_verdict(tokens: torch.Tensor, accepted: torch.Tensor) -> Verdict:
+    """Read a decision: the one place of a round where the host waits for the device.
+
+    tokens: int64 [B, K + 1]. accepted: int64 [B], -1 where the target's logits were not finite,
+    -2 where the draft's were not. Raises `RunError` for these.
+    """
     counts: list[int] = accepted.tolist()
     if (worst := min(counts)) < 0:
         raise RunError(

@@ -22,11 +22,15 @@ def random_logits(seed: int, scale: float = 3.0) -> torch.Tensor:
 
 
 def assert_same(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Equal to transformers' within 1e-6, with the same support; returns the distribution."""
-    probs, want = to_probs(logits, params), warped(logits, params)
+    """Equal to transformers' in fp64 within 1e-6, on the same tokens; returns the distribution.
+
+    In fp32 transformers' own rounding exceeds that at temperature 0.05: it does not shift first.
+    """
+    probs, want = to_probs(logits, params), warped(logits.double(), params)
     assert probs.dtype == torch.float32
-    torch.testing.assert_close(probs, want, atol=1e-6, rtol=0)
-    assert torch.equal(probs > 0, want > 0)
+    torch.testing.assert_close(probs.double(), want, atol=1e-6, rtol=0)
+    assert ((want > 0) | (probs == 0)).all()
+    assert ((probs > 0) | (want < 1e-37)).all()  # fp32 ends there
     torch.testing.assert_close(probs.sum(-1), torch.ones(len(logits)), atol=1e-5, rtol=0)
     return probs
 
@@ -37,7 +41,6 @@ def test_follows_transformers(temperature: float) -> None:
     for top_k, top_p in itertools.product(
         (0, 1, 2, 10, VOCAB - 1, VOCAB, 500), (1e-6, 0.1, 0.5, 0.95, 0.999, 1.0)
     ):
-        # transformers forbids a top_k beyond the vocabulary nowhere; both keep everything then.
         probs = assert_same(logits, SamplingParams(temperature, top_k, top_p))
         if 0 < top_k < VOCAB:
             assert int((probs > 0).sum(1).max()) <= top_k

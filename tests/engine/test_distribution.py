@@ -1,0 +1,266 @@
+"""What is emitted follows the target's distribution, and the same seed repeats it.
+
+A named part of `scripts/proofs/sampling.py`, with fewer draws where noted. All seeds are fixed,
+so a test that passes passes always.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from scipy import stats
+
+from specdec_cli.engine import loop
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
+from tests import lossless
+from tests.lossless import CORRECT, FAULTS, Pair, Rule, chi_square, label, random_pair, tied_pair
+from tests.support import make_engine, save_tiny
+
+DRAWS = 20_000
+SIGNIFICANT = 1e-4
+POWER_PAIRS = [9, 10, 11, 17, 23]  # each of the filters, and each temperature
+PROMPT = [3, 1, 4, 5]
+
+
+@cache
+def noisy_pair(number: int, k: int) -> tuple[Pair, RoundNoise]:
+    pair = random_pair(number)
+    return pair, lossless.pair_noise(pair, k, DRAWS)
+
+
+def trial(number: int, k: int, rule: Rule) -> dict[str, float]:
+    pair, noise = noisy_pair(number, k)
+    return lossless.trial(pair, rule, k, noise)
+
+
+def test_chi_square_is_scipys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for bins in (2, 5, 300):
+        probs = torch.rand(1, bins, generator=generator).double() + 0.5
+        probs /= probs.sum()
+        drawn = torch.multinomial(probs[0], 100 * bins, replacement=True, generator=generator)
+        counts = drawn.bincount(minlength=bins)
+        want = stats.chisquare(counts.numpy(), (100 * bins * probs[0]).numpy()).pvalue
+        assert chi_square(counts[None], probs) == pytest.approx(want, rel=1e-9)
+
+
+def test_chi_square_merges_small_bins() -> None:
+    """3 + 4 make a bin of 7; 2 alone joins the smallest other; rows add up."""
+    merged = stats.chi2.sf((41 - 43) ** 2 / 43 + (50 - 50) ** 2 / 50 + (9 - 7) ** 2 / 7, 2)
+    row, probs = torch.tensor([[41, 50, 4, 5]]), torch.tensor([[0.43, 0.5, 0.03, 0.04]])
+    assert chi_square(row, probs) == pytest.approx(merged, rel=1e-6)
+
+    joined = stats.chi2.sf((70 - 60) ** 2 / 60 + (30 - 40) ** 2 / 40, 1)
+    other, more = torch.tensor([[70, 25, 5, 0]]), torch.tensor([[0.6, 0.38, 0.02, 0.0]])
+    assert chi_square(other, more) == pytest.approx(joined, rel=1e-6)
+
+    both = chi_square(torch.cat((row, other)), torch.cat((probs, more)))
+    total = stats.chi2.isf(merged, 2) + stats.chi2.isf(joined, 1)
+    assert both == pytest.approx(stats.chi2.sf(total, 3), rel=1e-6)
+
+
+def test_chi_square_of_too_little_says_nothing_and_of_the_impossible_says_no() -> None:
+    assert chi_square(torch.tensor([[2, 1, 0]]), torch.tensor([[0.4, 0.3, 0.3]])) == 1.0
+    assert chi_square(torch.tensor([[0, 0, 0]]), torch.tensor([[0.4, 0.3, 0.3]])) == 1.0
+    assert chi_square(torch.tensor([[900, 0, 1]]), torch.tensor([[0.5, 0.5, 0.0]])) == 0.0
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_faults_differ_from_the_project_by_nothing_else(k: int) -> None:
+    """The rule that faults are planted in gives the project's very tokens, ragged lengths too."""
+    pair = random_pair(3)
+    noise = lossless.pair_noise(pair, k, 2000)
+    row = torch.arange(2000)
+    noise = RoundNoise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
+    played = lossless.play(pair, CORRECT, row % lossless.VOCAB, row % (k + 1), noise)
+    ours, project = Rule()(played), CORRECT(played)
+    assert torch.equal(ours[0], project[0])
+    assert torch.equal(ours[1], project[1])
+    assert len(set(project[1].tolist())) == k + 1
+
+
+def test_forty_pairs() -> None:
+    """First token, every further one and the bonus, and the joint of two; k = 1..4 in turn."""
+    found = {n: trial(n, 1 + n % 4, CORRECT) for n in range(40)}
+    rejected = {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
+    assert not rejected
+    for name in ("token 0", "joint"):
+        assert stats.kstest([p[name] for p in found.values()], "uniform").pvalue > 0.01, name
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_acceptance_rate_is_the_overlap(k: int) -> None:
+    """Against the sum of min(p, q), within what 20 000 rounds resolve."""
+    for number in (0, 6, 12, 18, 24):
+        pair, noise = noisy_pair(number, k)
+        assert lossless.acceptance(pair, k, noise) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=label)
+def test_fault_is_caught(fault: Rule) -> None:
+    """The power of the tests above: at least 3 of 5 pairs tell."""
+    caught = [n for n in POWER_PAIRS if lossless.adjusted(trial(n, 3, fault)) < SIGNIFICANT]
+    assert len(caught) >= 3
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_ties_of_the_accept_noise(k: int) -> None:
+    """Noise that hits p / q exactly: `<` is lossless and `<=` is not."""
+    for number in range(3):
+        pair = tied_pair(number)
+        noise = lossless.pair_noise(pair, k, DRAWS)
+        assert lossless.adjusted(lossless.trial(pair, CORRECT, k, noise)) > SIGNIFICANT
+        tied = lossless.trial(pair, lossless.AcceptTies(), k, noise)
+        assert lossless.adjusted(tied) < SIGNIFICANT
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft of 8 tokens."""
+    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
+
+
+def engine_p(
+    tiny: tuple[Path, Path], params: SamplingParams, k: int, count: int = 4000
+) -> dict[str, float]:
+    """p-values of the engine's first 1, 2 and 3 tokens against transformers' probabilities."""
+    engine = make_engine(*tiny, batch_size=400, num_blocks=1000)
+    return lossless.engine_trial(engine, tiny[0], PROMPT, k, params, count)
+
+
+ENGINE_PARAMS = {
+    "T": SamplingParams(temperature=0.9, max_new_tokens=4, seed=1),
+    "top-k": SamplingParams(temperature=0.9, top_k=5, max_new_tokens=4, seed=2),
+    "top-p": SamplingParams(temperature=1.3, top_p=0.9, max_new_tokens=4, seed=3),
+    "all": SamplingParams(temperature=0.9, top_k=5, top_p=0.9, max_new_tokens=4, seed=4),
+}
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3])
+@pytest.mark.parametrize("params", ENGINE_PARAMS.values(), ids=ENGINE_PARAMS)
+def test_engine_follows_transformers(
+    tiny: tuple[Path, Path], params: SamplingParams, k: int
+) -> None:
+    """Joint distribution of what the running engine writes, 4000 runs of one prompt."""
+    assert lossless.adjusted(engine_p(tiny, params, k)) > SIGNIFICANT
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [lossless.ResampleFromTarget(), lossless.AcceptAll(), lossless.BonusFromDraft()],
+    ids=label,
+)
+def test_fault_in_the_engine_is_caught(
+    tiny: tuple[Path, Path], fault: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "verify", lossless.engine_verify(fault))
+    assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 2)) < SIGNIFICANT
+
+
+def test_noise_of_another_round_in_the_engine_is_caught(
+    tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Numbers that forget the position: every round of a sequence draws with the same ones."""
+    real = loop.round_noise
+
+    def forgetful(
+        indices: list[int], lengths: list[int], k: int, params: SamplingParams, device: torch.device
+    ) -> RoundNoise:
+        return real(indices, [len(PROMPT)] * len(lengths), k, params, device)
+
+    monkeypatch.setattr(loop, "round_noise", forgetful)
+    assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 1)) < SIGNIFICANT
+
+
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_new_tokens=24, seed=11)
+Make = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Builds engines over one pair; the draft differs enough to be rejected at times."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = save_tiny(folder / "target", "llama", seed=0, initializer_range=0.1)
+    draft = save_tiny(folder / "draft", "llama", seed=1, initializer_range=0.1)
+    return lambda **sizes: make_engine(target, draft, **sizes)
+
+
+def requests(count: int = 8) -> list[Request]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
+    prompts = [torch.randint(3, 97, (n,), generator=generator).tolist() for n in lengths]
+    return [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+
+
+def outputs(
+    engine: Engine, asked: list[Request], k: int, params: SamplingParams = SAMPLED
+) -> dict[int, list[int]]:
+    """New tokens by prompt index."""
+    seqs = engine.run(asked, k, params).seqs
+    assert engine.allocator.num_used == 0
+    return {s.index: s.output_ids for s in seqs}
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_sampled_output_depends_on_the_key_alone(make: Make, k: int) -> None:
+    """Not on batch size, order, chunks of prefill, nor on being preempted."""
+    asked = requests()
+    want = outputs(make(batch_size=1), asked, k)
+    assert {len(tokens) for tokens in want.values()} == {24}
+    for batch_size in (3, 8):
+        assert outputs(make(batch_size=batch_size), asked, k) == want
+    assert outputs(make(batch_size=3), asked[::-1], k) == want
+    assert outputs(make(batch_size=3), asked[5:], k) == {i: want[i] for i in (5, 6, 7)}
+    assert outputs(make(batch_size=8, prefill_chunk=5), asked, k) == want
+
+    small = make(batch_size=8, num_blocks=24)
+    seqs = small.run(asked, k, SAMPLED).seqs
+    assert sum(s.num_preemptions for s in seqs) > 0
+    assert {s.index: s.output_ids for s in seqs} == want
+
+
+def test_proposals_are_accepted_and_rejected_in_these_runs(make: Make) -> None:
+    """Else the comparisons above would show little."""
+    seqs = make(batch_size=8).run(requests(), 4, SAMPLED).seqs
+    accepted = {a for s in seqs for a in s.accepted_per_round}
+    assert accepted >= {0, 1, 2}
+
+
+def test_seed_and_index_change_the_output(make: Make) -> None:
+    asked = requests()
+    want = outputs(make(batch_size=8), asked, 3)
+    for seed in (12, 11 + 2**32):
+        other = outputs(make(batch_size=8), asked, 3, replace(SAMPLED, seed=seed))
+        assert all(other[i] != want[i] for i in want)
+    moved = [replace(r, index=r.index + 100) for r in asked]
+    renumbered = outputs(make(batch_size=8), moved, 3)
+    assert all(renumbered[i + 100] != want[i] for i in want)
+
+
+def test_twenty_repeats_are_identical(make: Make) -> None:
+    engine, asked = make(batch_size=4), requests(4)
+    params = replace(SAMPLED, max_new_tokens=10)
+    found = [outputs(engine, asked, 3, params) for _ in range(20)]
+    assert found == [found[0]] * 20
+
+
+def test_verdict_of_planted_rule_is_the_engines(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Token for token, so that a fault planted in it is the only change to the engine."""
+    want = outputs(make(batch_size=3), requests(), 4)
+    real, calls = loop.verify, []
+
+    def both(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+        calls.append(proposal.lens)
+        verdict = lossless.engine_verify(Rule())(proposal, scores, noise)
+        assert verdict == real(proposal, scores, noise)
+        return verdict
+
+    monkeypatch.setattr(loop, "verify", both)
+    assert outputs(make(batch_size=3), requests(), 4) == want
+    assert any(len(set(lens)) > 1 for lens in calls), "no round with mixed lengths"
