@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: setup
-	$(BIN)/specdec generate
+	$(BIN)/specdec generate demo-sampled
 
 test: setup
 	$(BIN)/ruff check .
