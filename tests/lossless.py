@@ -477,8 +477,11 @@ def save_eight(folder: Path) -> tuple[Path, Path]:
 def engine_trial(
     engine: Engine, target: Path, prompt: list[int], k: int, params: SamplingParams, count: int
 ) -> dict[str, float]:
-    """p-values of the first 1, 2 and 3 tokens, jointly, of `count` runs of one prompt."""
-    vocab, depth = engine.target.model.vocab_size, 3
+    """p-values of the first tokens, jointly, of `count` runs of one prompt.
+
+    All new tokens but the last, which a sequence never proposes.
+    """
+    vocab, depth = engine.target.model.vocab_size, params.max_new_tokens - 1
     counts = engine_counts(engine, prompt, k, params, depth, count)
     joint = exact_joint(target, prompt, params, depth)
     return {

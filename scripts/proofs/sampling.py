@@ -5,7 +5,7 @@
 Part 1: 40 pairs of distributions x k = 1..4 x 20 000 rounds, the emitted tokens against the
 target's distributions by chi-square; then the same rounds under samplers with planted faults,
 each of which must be caught. Part 2: the running engine on models of 8 tokens, the joint of its
-first three tokens against transformers' probabilities. Prints tables; exits 1 when the project is
+first four tokens against transformers' probabilities. Prints tables; exits 1 when the project is
 rejected or a fault survives. A few minutes of two cores.
 """
 
@@ -14,30 +14,33 @@ import multiprocessing
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 from scipy import stats
 
 from specdec_cli.engine import loop
 from specdec_cli.engine.types import SamplingParams
+from specdec_cli.engine.verify import verify
 from tests import lossless
 from tests.lossless import CORRECT, FAULTS, Rule, label
 from tests.support import make_engine
 
 SIGNIFICANT = 1e-4  # of one pair, after Bonferroni over its own tests
 KS = (1, 2, 3, 4)
+ENGINE_KS = (0, 1, 2, 3)
+ENGINE_FAULT_K = 3  # whose bonus token is the fourth
 PAIRS, TIED_PAIRS = 40, 8
 PROMPT = [3, 1, 4, 5]
 ENGINE_PARAMS = {
-    "T 0.9": SamplingParams(temperature=0.9, max_new_tokens=4),
-    "T 0.9, top-k 5": SamplingParams(temperature=0.9, top_k=5, max_new_tokens=4),
-    "T 1.3, top-p 0.9": SamplingParams(temperature=1.3, top_p=0.9, max_new_tokens=4),
+    "T 0.9": SamplingParams(temperature=0.9, max_new_tokens=5),
+    "T 0.9, top-k 5": SamplingParams(temperature=0.9, top_k=5, max_new_tokens=5),
+    "T 1.3, top-p 0.9": SamplingParams(temperature=1.3, top_p=0.9, max_new_tokens=5),
     "T 0.9, top-k 5, top-p 0.9": SamplingParams(
-        temperature=0.9, top_k=5, top_p=0.9, max_new_tokens=4
+        temperature=0.9, top_k=5, top_p=0.9, max_new_tokens=5
     ),
 }
 ENGINE_FAULTS: list[Rule] = [
@@ -52,9 +55,8 @@ ENGINE_FAULTS: list[Rule] = [
 
 @dataclass(frozen=True)
 class Cell:
-    """One pair and one k: p-values of every test, by sampler."""
+    """p-values of one pair and one k: of every test, by sampler."""
 
-    number: int
     k: int
     acceptance: float
     by_rule: dict[str, dict[str, float]]
@@ -67,7 +69,7 @@ def run_cell(number: int, k: int, draws: int, tied: bool, faults: bool) -> Cell:
     planted = [lossless.AcceptTies()] if tied else FAULTS
     rules = [CORRECT, *(planted if faults else [])]
     found = {label(rule): lossless.trial(pair, rule, k, noise) for rule in rules}
-    return Cell(number, k, lossless.acceptance(pair, k, noise), found)
+    return Cell(k, lossless.acceptance(pair, k, noise), found)
 
 
 def run_engine(
@@ -75,71 +77,62 @@ def run_engine(
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     engine = make_engine(*folders, batch_size=512, num_blocks=1300)
-    real = loop.verify
-    if fault is not None:
-        loop.verify = lossless.engine_verify(fault)
-    try:
+    used = verify if fault is None else lossless.engine_verify(fault)
+    with patch.object(loop, "verify", used):
         return lossless.engine_trial(engine, folders[0], PROMPT, k, params, count)
-    finally:
-        loop.verify = real
 
 
-def caught(cells: Sequence[Cell], name: str) -> list[float]:
-    """Adjusted p-value of every cell that is significant."""
-    values = [lossless.adjusted(c.by_rule[name]) for c in cells]
-    return [p for p in values if p < SIGNIFICANT]
+def report_values(title: str, k: int, values: list[float], rejected: int) -> int:
+    """One line; returns rejections, a KS test of the values' uniformity included."""
+    uniform = float(stats.kstest(values, "uniform").pvalue)
+    print(f"  {title:<16} {k}  {rejected:8} of {len(values)}  {min(values):8.5f}  {uniform:8.3f}")
+    return rejected + (uniform < SIGNIFICANT)
 
 
-def report_project(cells: Sequence[Cell], pairs: int) -> int:
-    """The project's own sampler; how many rejections, KS tests included."""
+def report_project(cells: list[Cell]) -> int:
+    """The project's own sampler; how many rejections."""
     name, bad = label(CORRECT), 0
-    print(f"the project's sampler     k  pairs rejected of {pairs}  least p  KS of the pairs' p")
-    for test in ("token 0", "token 1", "token 2", "token 3", "token 4", "joint"):
-        for k in KS:
-            mine = [c.by_rule[name] for c in cells if c.k == k and test in c.by_rule[name]]
-            values = [p[test] for p in mine]
-            if not values:
-                continue
-            title = "bonus token" if test == f"token {k}" else test
+    print("the project       k  pairs rejected   least p  KS of the p")
+    for k in sorted({c.k for c in cells}):
+        mine = [c.by_rule[name] for c in cells if c.k == k]
+        for test in mine[0]:
             rejected = sum(p[test] * len(p) < SIGNIFICANT for p in mine)
-            uniform = float(stats.kstest(values, "uniform").pvalue)
-            bad += rejected + (uniform < SIGNIFICANT)
-            print(f"  {title:<22} {k:3} {rejected:20} {min(values):10.4f} {uniform:12.3f}")
-    for k in KS:
-        values = [c.acceptance for c in cells if c.k == k]
-        rejected = sum(p < SIGNIFICANT for p in values)
-        uniform = float(stats.kstest(values, "uniform").pvalue)
-        bad += rejected + (uniform < SIGNIFICANT)
-        print(f"  {'acceptance rate':<22} {k:3} {rejected:20} {min(values):10.4f} {uniform:12.3f}")
+            title = "bonus token" if test == f"token {k}" else test
+            bad += report_values(title, k, [p[test] for p in mine], rejected)
+        rates = [c.acceptance for c in cells if c.k == k]
+        bad += report_values("acceptance rate", k, rates, sum(p < SIGNIFICANT for p in rates))
     return bad
 
 
-def report_fault(cells: Sequence[Cell], name: str, pairs: int) -> bool:
-    """Print a line of the table of faults; whether the fault is caught in spite of the number of
-    cells it was looked for in."""
-    found = [caught([c for c in cells if c.k == k], name) for k in KS]
-    values = [p for each in found for p in each]
-    least = min(values, default=1.0)
-    dead = least * len(cells) < SIGNIFICANT
-    counts = "".join(f"{len(each):6}" for each in found)
-    print(f"  {name:<50}{counts}  of {pairs}  {least:9.1e}  {'' if dead else 'SURVIVES'}")
-    return dead
+def report_fault(cells: list[Cell], name: str) -> bool:
+    """One line of the table of faults; whether the fault survives.
+
+    It is caught when some cell is significant after Bonferroni over all of them.
+    """
+    values = [(c.k, lossless.adjusted(c.by_rule[name])) for c in cells]
+    caught = [sum(p < SIGNIFICANT for k, p in values if k == mine) for mine in KS]
+    least = min(p for _, p in values)
+    survives = least * len(values) >= SIGNIFICANT
+    print(
+        f"  {name:<48}{''.join(f'{count:5}' for count in caught)}"
+        f"  of {len(cells) // len(KS):2}  {least:8.1e}{'  SURVIVES' * survives}"
+    )
+    return survives
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--draws", type=int, default=20_000)
     parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--draws", type=int, default=20_000)
     parser.add_argument("--engine-draws", type=int, default=20_000)
     parser.add_argument("--no-faults", action="store_true")
     args = parser.parse_args()
-    faults = not args.no_faults
-    started = time.perf_counter()
-    bad = 0
+    faults, started, bad = not args.no_faults, time.perf_counter(), 0
     pool = ProcessPoolExecutor(args.jobs, mp_context=multiprocessing.get_context("spawn"))
     with tempfile.TemporaryDirectory() as folder, pool:
-        pair_cells, tied_cells = (
+        folders = lossless.save_eight(Path(folder))
+        random_cells, tied_cells = (
             [
                 pool.submit(run_cell, number, k, args.draws, tied, faults)
                 for number in range(count)
@@ -147,17 +140,49 @@ def main() -> int:
             ]
             for tied, count in ((False, args.pairs), (True, TIED_PAIRS))
         )
-        folders = lossless.save_eight(Path(folder))
-        submit: Callable[..., object] = pool.submit
-        engine_runs = [
-            (name, k, None, pool.submit(run_engine, folders, replace(params, seed=seed),
-                                        k, args.engine_draws, None))
-            for name, params in ENGINE_PARAMS.items()
-            for seed, k in enumerate((0, *KS[:3]), start=20)
-        ]
-        cells = [future.result() for future in pair_cells]
+        engine_runs: list[tuple[str, int, Rule | None, Future[dict[str, float]]]] = []
+        for name, params in ENGINE_PARAMS.items():
+            for k in ENGINE_KS:
+                cases: list[Rule | None] = [None]
+                if faults and k == ENGINE_FAULT_K and name == "T 0.9":
+                    cases += ENGINE_FAULTS
+                for fault in cases:
+                    seeded = replace(params, seed=100 + k)
+                    future = pool.submit(run_engine, folders, seeded, k, args.engine_draws, fault)
+                    engine_runs.append((name, k, fault, future))
+
+        cells = [future.result() for future in random_cells]
         tied = [future.result() for future in tied_cells]
-    return 0
+        bad += report_project(cells)
+        values = [lossless.adjusted(c.by_rule[label(CORRECT)]) for c in tied]
+        rejected = sum(p < SIGNIFICANT for p in values)
+        bad += rejected
+        print(f"  pairs with ties: {rejected} of {len(values)} cells, least p {min(values):.5f}")
+        if faults:
+            print(
+                f"faults: pairs that catch them, at k =           {''.join(f'{k:5}' for k in KS)}"
+            )
+            bad += sum(report_fault(cells, label(rule)) for rule in FAULTS)
+            bad += report_fault(tied, label(lossless.AcceptTies()))
+        seconds = time.perf_counter() - started
+        print(
+            f"{len(cells) + len(tied)} cells x {args.draws} rounds in {seconds:.0f} s", flush=True
+        )
+
+        print("the engine                   k  p of 1, 2, 3, 4 tokens                fault")
+        for name, k, fault, future in engine_runs:
+            found = future.result()
+            wrong = (lossless.adjusted(found) < SIGNIFICANT) == (fault is None)
+            bad += wrong
+            shown = "  ".join(
+                f"{p:7.1e}" if p < SIGNIFICANT else f"{p:7.5f}" for p in found.values()
+            )
+            print(f"  {name:<26} {k}  {shown}  {label(fault) if fault else ''}{'  WRONG' * wrong}")
+    print(
+        f"{len(engine_runs)} x {args.engine_draws} engine runs, "
+        f"{time.perf_counter() - started:.0f} s in all: {bad} failures"
+    )
+    return 1 if bad else 0
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     Temperature, then top-k, then top-p, in the order and with the tie rules of transformers'
     generation: top-k keeps ties with the k-th value, top-p keeps the smallest set whose mass
     reaches `top_p` and at least one token. Temperature 0 is the one-hot at the first maximum.
-    A row with a NaN is NaN throughout, so that verification can report it.
+    A row with a NaN or +inf has a NaN for its sum, which verification reports.
     """
     logits = logits.float()
     if params.temperature == 0.0:
@@ -36,8 +36,10 @@ def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
         # NaN compares as the maximum; its value, copied in, marks the row.
         value = logits.gather(-1, best)
         return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
-    # Shifting first keeps tiny temperatures finite: the maximum stays 0.
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / params.temperature
+    # Shifting first keeps tiny temperatures finite: the maximum stays 0. fp32 has no number below
+    # `tiny` to divide by.
+    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
+    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
     vocab = logits.shape[-1]
     if 0 < params.top_k < vocab:
         kth = logits.topk(params.top_k, dim=-1).values[..., -1:]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from scipy import stats
 
 from specdec_cli.engine import loop
 from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
+from specdec_cli.engine.verify import verify
 from tests import lossless
 from tests.lossless import CORRECT, FAULTS, Pair, Rule, chi_square, label, random_pair, tied_pair
 from tests.support import make_engine, save_tiny
@@ -165,12 +168,9 @@ def test_noise_of_another_round_in_the_engine_is_caught(
     tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Numbers that forget the position: every round of a sequence draws with the same ones."""
-    real = loop.round_noise
 
-    def forgetful(
-        indices: list[int], lengths: list[int], k: int, params: SamplingParams, device: torch.device
-    ) -> RoundNoise:
-        return real(indices, [len(PROMPT)] * len(lengths), k, params, device)
+    def forgetful(indices: list[int], lengths: list[int], *rest: Any, **more: Any) -> RoundNoise:
+        return round_noise(indices, [len(PROMPT)] * len(lengths), *rest, **more)
 
     monkeypatch.setattr(loop, "round_noise", forgetful)
     assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 1)) < SIGNIFICANT
@@ -253,12 +253,12 @@ def test_verdict_of_planted_rule_is_the_engines(
 ) -> None:
     """Token for token, so that a fault planted in it is the only change to the engine."""
     want = outputs(make(batch_size=3), requests(), 4)
-    real, calls = loop.verify, []
+    calls: list[list[int]] = []
 
     def both(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
         calls.append(proposal.lens)
         verdict = lossless.engine_verify(Rule())(proposal, scores, noise)
-        assert verdict == real(proposal, scores, noise)
+        assert verdict == verify(proposal, scores, noise)
         return verdict
 
     monkeypatch.setattr(loop, "verify", both)

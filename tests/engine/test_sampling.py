@@ -240,3 +240,9 @@ def test_greedy_reads_no_noise() -> None:
     noise = round_noise([1, 2], [5, 6], 3, SamplingParams(), CPU)
     assert noise.draft.shape == noise.accept.shape == (2, 3) and noise.sample.shape == (2, 4)
     assert not torch.cat((noise.draft, noise.accept, noise.sample), 1).any()
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-46, 1e-300])
+def test_a_temperature_below_any_fp32_number_is_greedy(temperature: float) -> None:
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert to_probs(logits, SamplingParams(temperature)).tolist() == [[0.0, 1.0, 0.0]]
