@@ -11,7 +11,7 @@ from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.engine.types import SamplingParams, Sequence
-from tests.engine.test_rounds import (
+from tests.engine.fakes import (
     BLOCK,
     FakeTarget,
     continuation,

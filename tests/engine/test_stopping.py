@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from specdec_cli.engine.detokenize import Decoder, StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Emission, Request
 from specdec_cli.engine.types import SamplingParams, Sequence
-from tests.engine.test_rounds import Rule, fake_engine
+from tests.engine.fakes import Rule, fake_engine
 
 EOS = 2
 FILLER = 90  # what the target writes past its script

@@ -1,0 +1,154 @@
+"""Running `specdec generate` in tests: in this process, in another, and on a pseudo-terminal."""
+
+import fcntl
+import functools
+import json
+import os
+import pty
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from specdec_cli.app import main
+from tests.support import save_tiny
+
+ROOT = Path(__file__).parents[2]
+DEMO = ROOT / "specdec_cli" / "demo"
+PROMPTS = [
+    "def add(a, b):\n",
+    "class Stack:\n    def push(self, item):\n",
+    "import os\n\ndef listing(path):\n",
+]
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+@dataclass(frozen=True)
+class Result:
+    """How one command line ended, and what it wrote."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """stdout, which holds exactly one JSON document."""
+        found: dict[str, Any] = json.loads(self.out)
+        return found
+
+    @property
+    def outputs(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.document["outputs"]
+        return found
+
+
+Run = Callable[..., Result]
+
+
+def generate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
+    """`specdec generate ARGUMENTS` in this process."""
+    capsys.readouterr()
+    code = main(["generate", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return Result(code, captured.out, captured.err)
+
+
+def prompt_options(*prompts: str) -> list[str]:
+    return [part for prompt in prompts for part in ("--prompt", prompt)]
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """A bare environment in which the command runs from this checkout."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TERM": "xterm-256color",
+        **extra,
+    }
+
+
+def command(*arguments: str | Path) -> list[str]:
+    return [sys.executable, "-m", "specdec_cli", *map(str, arguments)]
+
+
+def specdec(*arguments: str | Path, stdin: bytes | None = None, **extra: str) -> Result:
+    """`specdec ARGUMENTS` in a process of its own; `stdin` None is /dev/null."""
+    done = subprocess.run(
+        command(*arguments),
+        env=environment(**extra),
+        input=stdin if stdin is not None else b"",
+        capture_output=True,
+        timeout=120,
+        check=False,
+    )
+    return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+
+
+def on_terminal(
+    *arguments: str | Path, columns: int = 100, stdout: int | None = None, **extra: str
+) -> Result:
+    """`specdec ARGUMENTS` on a pseudo-terminal: what appears there is `err`, `out` too unless
+    `stdout` is a file descriptor that takes it."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    process = subprocess.Popen(
+        command(*arguments),
+        env=environment(**extra),
+        stdin=theirs,
+        stdout=theirs if stdout is None else stdout,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    seen = b""
+    while True:
+        try:
+            piece = os.read(ours, 65536)
+        except OSError:  # the last writer is gone
+            break
+        if not piece:
+            break
+        seen += piece
+    os.close(ours)
+    text = seen.decode().replace("\r\n", "\n")
+    return Result(process.wait(timeout=60), text, text)
+
+
+@functools.cache
+def demo_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(DEMO / "target")
+
+
+def word_tokenizer(folder: Path, words: list[str]) -> Path:
+    """Write a tokenizer of whole words to a model's folder."""
+    tokenizer = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": words[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def tiny_model(folder: Path, family: str = "llama", first_word: str = "w", **changes: Any) -> Path:
+    """A random checkpoint with a tokenizer of words `w0`, `w1` and so on."""
+    save_tiny(folder, family, **changes)
+    return word_tokenizer(folder, [f"{first_word}{i}" for i in range(97)])
+
+
+def copy_of_demo(folder: Path) -> Path:
+    return Path(shutil.copytree(DEMO / "target", folder))
