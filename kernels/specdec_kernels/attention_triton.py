@@ -23,7 +23,8 @@ TARGET_PROGRAMS = 264
 MAX_SPLITS = 32
 
 
-@triton.jit
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
@@ -179,7 +180,7 @@ def paged_attention_kernel(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences"])
 def combine_splits_kernel(
     partial_ptr,  # [T, H, SPLITS, DV] fp32
     row_max_ptr,  # [T, H, SPLITS] fp32, in units of log2

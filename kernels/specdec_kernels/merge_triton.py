@@ -12,7 +12,8 @@ from specdec_kernels.rows_triton import row_of
 BLOCK = 256
 
 
-@triton.jit
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+@triton.jit(do_not_specialize=["total", "fill", "num_rows", "next_stride"])
 def merge_tokens_kernel(
     tokens_ptr,  # [N] int64
     start_ptr,  # [B + 1] int32

@@ -12,7 +12,8 @@ from specdec_kernels.rows_triton import row_of
 BLOCK = 256
 
 
-@triton.jit
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "limit", "table_stride"])
 def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32
     out_start_ptr,  # [B + 1] int32
