@@ -6,8 +6,6 @@ made visible, so nothing a model writes can drive the terminal.
 
 import sys
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Values
-from contextlib import AbstractContextManager, nullcontext
 from itertools import groupby
 from typing import TextIO
 
@@ -93,14 +91,6 @@ class TintedText:
     def _write(self, segments: Iterable[Segment]) -> None:
         # Segments, because rich would turn the tabs of a `Text` into spaces.
         self._console.print(Segments(segments), end="")
-
-
-def loading(names: Values[str]) -> AbstractContextManager[object]:
-    """Says on a terminal's stderr what is being loaded, for as long as that takes."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    text = Text(inert(f"loading {' and '.join(names)}"), style="dim")
-    return console(sys.stderr).status(text, spinner_style="dim")
 
 
 def summary_table(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -> Table:

@@ -41,6 +41,7 @@ class LiveText:
         self._text = TintedText(hold)
         self._streams: dict[int, TextStream] = {}
         self._written: dict[int, str] = {}
+        self._is_open = False  # in the middle of a completion
         self._prompts = {p.index: p.text for p in job.prompts}
 
     def emission(self, emission: Emission) -> None:
@@ -50,6 +51,7 @@ class LiveText:
             prompt_ids = seq.tokens[: seq.num_prompt_tokens]
             stream = self._streams[seq.index] = TextStream(self._tokenizer, prompt_ids)
             self._written[seq.index] = ""
+            self._is_open = True
             shown = self._prompts[seq.index]
             self._text.prompt(
                 f"prompt {seq.index}" if self._several else None,
@@ -71,9 +73,11 @@ class LiveText:
             # Bytes of a character that never became whole.
             self._text.add(whole[len(written) :], accepted=False)
         self._text.end(num_cut=len(whole) - len(output.text))
+        self._is_open = False
 
     def close(self) -> None:
-        pass
+        if self._is_open:  # interrupted: what is said next gets a line of its own
+            self._text.end(num_cut=0)
 
 
 class PlainText:
@@ -112,10 +116,10 @@ class PromptProgress:
     def __init__(self, job: Job) -> None:
         self._bar = progress_bar()
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
-        self._bar.start()
 
     def emission(self, emission: Emission) -> None:
-        pass
+        # Not before: whoever starts it is then sure to close it, which gives the cursor back.
+        self._bar.start()
 
     def output(self, output: Output) -> None:
         self._bar.advance(self._task)

@@ -6,7 +6,6 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 import os
 import stat
 import sys
-from contextlib import nullcontext
 from typing import Annotated
 
 import typer
@@ -14,6 +13,7 @@ import typer
 import specdec_cli
 from specdec_cli import demo
 from specdec_cli.commands import options
+from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.prompts import Prompt, read_prompts
 
@@ -83,25 +83,19 @@ def generate(
     resolved = resolved.model_copy(update={"data": data})
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
-    from specdec_cli.engine.build import Permissions, build
-    from specdec_cli.generation import baseline, prepare, requests
-    from specdec_cli.render import (
-        has_colour,
-        loading,
-        print_failures,
-        print_summary,
-    )
-    from specdec_cli.reporting import collector, shows_live_text, sinks_for
-    from specdec_cli.results import RunFolder, environment, generate_document, to_json
-
-    job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
     is_single = bool(prompt) and len(prompts) == 1
-    if is_single and (problem := job.too_long(0)):
-        raise UsageError(problem, "shorten the prompt")
-    where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
-    folder = RunFolder.create(output, resolved, where) if output is not None else None
-    models = [d.spec.name for d in (job.plan.target, job.plan.draft) if d is not None]
-    with nullcontext() if quiet else loading(models):
+    with waiting("loading the models", quiet=quiet):
+        from specdec_cli.engine.build import Permissions, build
+        from specdec_cli.generation import baseline, prepare, requests
+        from specdec_cli.render import has_colour, print_failures, print_summary
+        from specdec_cli.reporting import collector, shows_live_text, sinks_for
+        from specdec_cli.results import RunFolder, environment, generate_document, to_json
+
+        job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
+        if is_single and (problem := job.too_long(0)):
+            raise UsageError(problem, "shorten the prompt")
+        where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
+        folder = RunFolder.create(output, resolved, where) if output is not None else None
         engine = build(job.plan, job.longest_prompt)
     sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
     on_emit, finish = collector(job, sinks)
@@ -140,10 +134,13 @@ def _prompts(
     from specdec_cli.recipe import DataSection
 
     if given or file is not None:
-        is_file = not given and file is not None and file != "-"
-        source = DataSection(path=os.path.abspath(file)) if is_file else None
-        stdin = sys.stdin if file == "-" else None
-        return read_prompts(given, file, stdin), source
+        found = read_prompts(given, file, sys.stdin if file == "-" else None)
+        if given or file is None or file == "-":
+            return found, None
+        try:
+            return found, DataSection(path=os.path.abspath(file))
+        except ValueError:  # a file name that is no text
+            return found, None
     if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
         return piped, None
     if data is None:

@@ -18,8 +18,8 @@ from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from specdec_cli.recipe import ModelSection, Recipe, SpeculationSection
 
-# Models below this run on one thread of a CPU. Their products take microseconds, threads gain little
-# and, where another process holds a core, wait for each other: measured 80 times slower on 2 cores.
+# Models below this run on one thread of a CPU. Their products take microseconds: threads gain
+# little and, where another process holds a core, wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -58,9 +59,10 @@ Run = Callable[..., Result]
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
-    """`specdec generate ARGUMENTS` in this process."""
+    """`specdec generate ARGUMENTS` in this process, on the CPU unless they say otherwise."""
+    device = () if "--device" in arguments else ("--device", "cpu")
     capsys.readouterr()
-    code = main(["generate", *map(str, arguments)])
+    code = main(["generate", *map(str, arguments), *device])
     captured = capsys.readouterr()
     return Result(code, captured.out, captured.err)
 
@@ -75,6 +77,7 @@ def environment(**extra: str) -> dict[str, str]:
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
         "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "TERM": "xterm-256color",
         **extra,
@@ -85,12 +88,12 @@ def command(*arguments: str | Path) -> list[str]:
     return [sys.executable, "-m", "specdec_cli", *map(str, arguments)]
 
 
-def specdec(*arguments: str | Path, stdin: bytes | None = None, **extra: str) -> Result:
-    """`specdec ARGUMENTS` in a process of its own; `stdin` None is /dev/null."""
+def specdec(*arguments: str | Path, **extra: str) -> Result:
+    """`specdec ARGUMENTS` in a process of its own, with nothing on its standard input."""
     done = subprocess.run(
         command(*arguments),
         env=environment(**extra),
-        input=stdin if stdin is not None else b"",
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         timeout=120,
         check=False,
@@ -99,19 +102,37 @@ def specdec(*arguments: str | Path, stdin: bytes | None = None, **extra: str) ->
 
 
 def on_terminal(
-    *arguments: str | Path, columns: int = 100, stdout: int | None = None, **extra: str
+    *arguments: str | Path,
+    columns: int = 100,
+    stdout: int | None = None,
+    interrupt_at: bytes | None = None,
+    **extra: str,
 ) -> Result:
-    """`specdec ARGUMENTS` on a pseudo-terminal: what appears there is `err`, `out` too unless
-    `stdout` is a file descriptor that takes it."""
+    """`specdec ARGUMENTS` on a pseudo-terminal; both streams of the result are what it shows.
+
+    Runs in a fork of this process, which has torch loaded already. stdout: a file descriptor
+    that takes standard output away from the terminal. interrupt_at: Ctrl-C once this is seen.
+    """
+    sys.stdout.flush()
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    process = subprocess.Popen(
-        command(*arguments),
-        env=environment(**extra),
-        stdin=theirs,
-        stdout=theirs if stdout is None else stdout,
-        stderr=theirs,
-    )
+    child = os.fork()
+    if child == 0:
+        code = 99
+        try:
+            os.setsid()
+            for descriptor in (0, 1, 2):
+                os.dup2(stdout if stdout is not None and descriptor == 1 else theirs, descriptor)
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            os.environ.clear()
+            os.environ.update(environment(**extra))
+            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+            torch.set_num_threads(1)  # a fork has no threads but this one
+            code = main([*map(str, arguments), "--device", "cpu"])
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code)
     os.close(theirs)
     seen = b""
     while True:
@@ -122,9 +143,12 @@ def on_terminal(
         if not piece:
             break
         seen += piece
+        if interrupt_at is not None and interrupt_at in seen:
+            os.write(ours, b"\x03")
+            interrupt_at = None
     os.close(ours)
     text = seen.decode().replace("\r\n", "\n")
-    return Result(process.wait(timeout=60), text, text)
+    return Result(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), text, text)
 
 
 @functools.cache

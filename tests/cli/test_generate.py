@@ -250,8 +250,8 @@ def test_nothing_piped_falls_back_to_the_recipe(source: str, run: Run, stdin: An
         stdin(reading)
     result = run("--json", "-k", "0", "--max-new-tokens", "1", "--set", "data.limit=2")
     first = json.loads((DEMO / "prompts.jsonl").read_text().partition("\n")[0])
-    assert [o["prompt"] for o in result.outputs][0] == first["prompt"]
-    assert len(result.outputs) == 2 and result.outputs[0]["category"] == first["category"]
+    output, _ = result.outputs
+    assert (output["prompt"], output["category"]) == (first["prompt"], first["category"])
 
 
 def test_dash_is_standard_input(run: Run, stdin: Any) -> None:
@@ -281,10 +281,8 @@ def test_single_prompt_too_long(
     limit: int | None, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     no_weights(monkeypatch)
-    prompt, sets = ("x " * 2100, []) if limit is None else ("def add(a, b): pass", [])
-    if limit is not None:
-        sets = ["--set", f"cache.max_model_len={limit}"]
-    result = run("--prompt", prompt, *sets)
+    sets = [] if limit is None else ["--set", f"cache.max_model_len={limit}"]
+    result = run("--prompt", "x " * (limit or 2048), *sets)
     refused(result, 2, rf"the prompt has \d+ tokens; .* holds {limit or 2048}")
 
 
@@ -292,7 +290,7 @@ def test_one_of_several_too_long(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "p.txt"
     path.write_text(f"{'def ' * 40}\n{PROMPTS[0]}")
     options = ("--prompt-file", path, "--set", "cache.max_model_len=20", *SHORT)
-    partly_done(run(*options, "--json"), run(*options), "the prompt has 40 tokens")
+    partly_done(run(*options, "--json"), run(*options), "the prompt has 41 tokens")
     alone = run("--json", "--prompt", PROMPTS[0].strip(), *SHORT)
     assert tokens(run(*options, "--json"))[1] == tokens(alone)[0]
 
@@ -303,7 +301,7 @@ def test_one_of_several_never_fits(run: Run, tmp_path: Path) -> None:
     options = ("--prompt-file", path, "--num-blocks", "3", *SHORT)
     partly_done(run(*options, "--json"), run(*options), "needs 3 KV blocks of 16 tokens")
     alone = run("--prompt", "def " * 40, "--num-blocks", "3", *SHORT)
-    refused(alone, 2, "the prompt cannot run: needs 3 KV blocks of 16 tokens for 46 tokens")
+    refused(alone, 2, "the prompt cannot run: needs 3 KV blocks of 16 tokens for 47 tokens")
 
 
 def partly_done(as_json: Result, as_text: Result, reason: str) -> None:
@@ -398,7 +396,6 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
         r"no room for a KV cache on cpu: 0\.0 MiB .* 16 tokens takes 0\.\d MiB",
         ["--set", "cache.cpu_bytes=1000"],
     ),
-    "no such memory": (5, "out of memory: .*allocate 1638400000000", ["--num-blocks", "200000000"]),
     "empty prompt": (2, "--prompt: empty prompt", ["--prompt", ""]),
     "no prompt file": (2, "nope.txt: no such prompt file", ["--prompt-file", "nope.txt"]),
 }

@@ -1,0 +1,181 @@
+"""`specdec generate -o DIR`: what a run folder holds, and what survives trouble."""
+
+import json
+import re
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from specdec_cli.recipe import load_recipe
+from tests.cli.generate_helpers import (
+    PROMPTS,
+    Result,
+    Run,
+    command,
+    environment,
+    generate,
+    prompt_options,
+    specdec,
+)
+
+SHORT = ("--max-new-tokens", "6", "-k", "2")
+SAMPLE_KEYS = [
+    "draft",
+    "k",
+    "batch_size",
+    "index",
+    "category",
+    "prompt_token_ids",
+    "token_ids",
+    "finish_reason",
+    "accepted_per_round",
+    "seconds",
+]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *arguments: generate(capsys, *arguments)
+
+
+def samples(folder: Path) -> list[dict[str, object]]:
+    text = (folder / "samples.jsonl").read_text()
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def refused(result: Result, code: int, message: str) -> None:
+    assert (result.code, result.out) == (code, "")
+    assert re.match(f"error: .*{message}", result.err)
+    assert len(re.findall("^error: ", result.err, re.M)) == 1 and "Traceback" not in result.err
+
+
+def test_folder(run: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt": p, "category": f"c{i}"} for i, p in enumerate(PROMPTS)]
+    prompts.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    folder = tmp_path / "new" / "run"
+    options = ("--temperature", "0.7", "--seed", "5", "--batch-size", "2", *SHORT)
+    result = run("--prompt-file", prompts, *options, "--json", "-o", folder)
+    assert result.code == 0
+    written = {"recipe.yaml", "environment.json", "samples.jsonl", "summary.json"}
+    assert {path.name for path in folder.iterdir()} == written
+
+    document = result.document
+    assert json.loads((folder / "summary.json").read_text()) == document
+    assert json.loads((folder / "environment.json").read_text()) == document["environment"]
+    found = sorted(samples(folder), key=lambda sample: str(sample["index"]))
+    for sample, output in zip(found, result.outputs, strict=True):
+        assert list(sample) == SAMPLE_KEYS
+        assert (sample["draft"], sample["k"], sample["batch_size"]) == ("demo:draft", 2, 2)
+        assert sample["seconds"] == [output["seconds"]] and output["seconds"] > 0
+        for key in ("category", "token_ids", "prompt_token_ids", "accepted_per_round"):
+            assert sample[key] == output[key]
+
+    recipe = folder / "recipe.yaml"
+    assert load_recipe(str(recipe)).model_dump(mode="json") == document["recipe"]
+    again = run(recipe, "--json")
+    assert [o["token_ids"] for o in again.outputs] == [o["token_ids"] for o in result.outputs]
+
+
+def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:
+    prompts = prompt_options("def " * 40, "x")
+    limit = ("--set", "cache.max_model_len=20")
+    assert run(*prompts, *limit, *SHORT, "-o", tmp_path).code == 3
+    reasons = {sample["index"]: sample["finish_reason"] for sample in samples(tmp_path)}
+    assert reasons == {0: "error", 1: "length"}
+
+
+def test_no_secret_is_written_or_printed(tmp_path: Path) -> None:
+    secrets = {
+        "HF_TOKEN": "hf_planted0token",
+        "WANDB_API_KEY": "planted1key",
+        "HTTPS_PROXY": "http://someone:planted2password@proxy.example:3128",
+        "PASSWORD": "planted3",
+        "USER": "planted4user",
+    }
+    folder = tmp_path / "run"
+    result = specdec("generate", "--prompt", "x", *SHORT, "-v", "--json", "-o", folder, **secrets)
+    assert result.code == 0
+    everything = result.out + result.err
+    everything += "".join(path.read_text() for path in folder.iterdir())
+    assert "planted" not in everything
+
+
+def test_folder_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        result = run("--prompt", "x", *SHORT, "-o", folder)
+        refused(result, 5, f"cannot create the folder {re.escape(str(folder))}: ")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_written(run: Run) -> None:
+    if not Path("/proc/self/fd").is_dir():
+        pytest.skip("no /proc: the one folder that not even root can write to")
+    refused(run("--prompt", "x", *SHORT, "-o", "/proc/self"), 5, "cannot write /proc/self/recipe")
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "points.jsonl"])
+def test_earlier_results_are_left_alone(name: str, run: Run, tmp_path: Path) -> None:
+    kept = {"recipe.yaml": "target: x\n", "summary.json": "{}", name: '{"k": 1}\n'}
+    for file, text in kept.items():
+        (tmp_path / file).write_text(text)
+    result = run("--prompt", "x", *SHORT, "-o", tmp_path)
+    refused(result, 2, f"{re.escape(str(tmp_path))} holds the results of an earlier run")
+    assert "hint: name another folder with -o" in result.err
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == kept
+
+
+def test_a_run_that_wrote_nothing_may_be_repeated(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").touch()
+    assert run("--prompt", "x", *SHORT, "-o", tmp_path).code == 0
+    assert len(samples(tmp_path)) == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+@pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
+def test_full_disk(flags: tuple[str, ...], run: Run, tmp_path: Path) -> None:
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    result = run("--prompt", "x", *SHORT, "-o", tmp_path, *flags)
+    assert result.code == 5
+    where = re.escape(str(tmp_path / "samples.jsonl"))
+    assert re.fullmatch(f"error: cannot write {where}: No space left on device\n", result.err)
+    if flags:
+        assert result.document["error"]["code"] == 5
+    else:
+        assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+)
+def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("--set", "data.limit=200", "--max-new-tokens", "16", "--batch-size", "2")
+    process = subprocess.Popen(
+        command("generate", *options, "-o", folder),
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    records = folder / "samples.jsonl"
+    deadline = time.monotonic() + 90
+    while not (records.is_file() and records.read_text().count("\n") >= 3):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert re.fullmatch("error: (interrupted|terminated)\n", err)
+    done = samples(folder)
+    assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)
+    assert not (folder / "summary.json").exists()
+    # What was printed is whole too: a prefix of the prompts in their order.
+    headings = re.findall(r"^==> prompt (\d+) <==$", out, re.M)
+    assert headings == [str(i) for i in range(len(headings))] and headings
