@@ -76,12 +76,12 @@ def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
     """The output that a finished sequence stands for."""
     assert seq.finish_reason is not None
     tokenizer = job.plan.tokenizer
-    text = tokenizer.decode(seq.output_ids)
+    text = _text_of(job, seq)
     prompt_ids = seq.tokens[: seq.num_prompt_tokens]
     return Output(
         index=prompt.index,
         prompt=prompt.text if prompt.text is not None else tokenizer.decode(prompt_ids),
-        text=cut_at_stop(text, job.plan.params.stop),
+        text=text,
         prompt_token_ids=prompt_ids,
         token_ids=seq.output_ids,
         finish_reason=seq.finish_reason,
@@ -94,6 +94,17 @@ def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
         error=seq.error,
         seconds=seq.prefill_seconds + seq.decode_seconds,
     )
+
+
+def _text_of(job: Job, seq: Sequence) -> str:
+    """The completion's text, up to the stop string that ended it."""
+    whole, stop = job.plan.tokenizer.decode(seq.output_ids), job.plan.params.stop
+    text = cut_at_stop(whole, stop)
+    if seq.finish_reason == "stop" and text == whole:
+        # Some tokenizers drop the space before a text's first word; behind the prompt, where the
+        # stop string was found, it was there.
+        text = cut_at_stop(f" {whole}", stop)[1:]
+    return text
 
 
 def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:

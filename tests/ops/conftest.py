@@ -1,16 +1,11 @@
 """Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-
-# Read by `triton.jit` when a kernel module is imported, hence set before any test module is.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.hookimpl(tryfirst=True)

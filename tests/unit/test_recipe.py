@@ -56,7 +56,13 @@ def test_a_recipe_is_frozen(write: Write) -> None:
 
 def test_bundled_recipes_are_valid() -> None:
     names = [recipe.name for recipe in bundled_recipes()]
-    assert names == ["bench-8b-1b-dummy", "demo", "llama-3.1-70b-8b-tp4", "llama-3.1-8b-1b"]
+    assert names == [
+        "bench-8b-1b-dummy",
+        "demo",
+        "demo-sampled",
+        "llama-3.1-70b-8b-tp4",
+        "llama-3.1-8b-1b",
+    ]
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))

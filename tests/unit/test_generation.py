@@ -1,0 +1,44 @@
+"""The text of an output, apart from engines."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec_cli.engine.types import FinishReason, Sequence
+from specdec_cli.generation import output_of
+from specdec_cli.prompts import Prompt
+
+WORDS = {0: "one", 1: "two", 2: "three"}
+
+
+class SpaceDropping:
+    """Decodes like sentencepiece: a space before every word but the first."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        return " ".join(WORDS[i] for i in token_ids)
+
+
+def text_of(output: list[int], stop: tuple[str, ...], reason: FinishReason) -> str:
+    job: Any = SimpleNamespace(
+        plan=SimpleNamespace(tokenizer=SpaceDropping(), params=SimpleNamespace(stop=stop))
+    )
+    seq = Sequence(0, [0, *output], 1, 9, finish_reason=reason)
+    return output_of(job, Prompt(0, "one"), seq).text
+
+
+@pytest.mark.parametrize(
+    ("output", "stop", "want"),
+    [
+        ([1, 2], (" three",), "two"),
+        ([2], (" three",), ""),  # the space is the one that decoding drops
+        ([2], ("three",), ""),
+        ([1, 2], ("wo th",), "t"),
+    ],
+)
+def test_text_ends_before_its_stop_string(output: list[int], stop: tuple[str], want: str) -> None:
+    assert text_of(output, stop, "stop") == want
+
+
+def test_text_without_a_stop_is_whole() -> None:
+    assert text_of([1, 2], (" four",), "length") == "two three"
