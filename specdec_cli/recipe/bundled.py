@@ -29,7 +29,7 @@ def bundled_recipes() -> list[BundledRecipe]:
     """All of them, by name."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
-        for path in sorted(bundled_folder().glob("*.yaml"))
+        for path in sorted(bundled_folder().glob("*.yaml"), key=lambda path: path.stem)
     ]
 
 
