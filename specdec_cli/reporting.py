@@ -46,6 +46,8 @@ class LiveText:
 
     def emission(self, emission: Emission) -> None:
         seq = emission.seq
+        if seq.finish_reason == "error":
+            return
         stream = self._streams.get(seq.index)
         if stream is None:
             prompt_ids = seq.tokens[: seq.num_prompt_tokens]
@@ -180,10 +182,10 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 
 def collector(
     job: Job, sinks: list[Sink]
-) -> tuple[Callable[[list[Emission]], None], Callable[[list[Sequence]], list[Output]]]:
-    """A callback for `Engine.run`, and a function that returns every output at the end.
+) -> tuple[Callable[[list[Emission]], None], Callable[[], list[Output]]]:
+    """A callback for `Engine.run`, and a function that returns every output once it is done.
 
-    A finished sequence becomes an output at once; those that could not run, at the end.
+    A finished sequence, or one that cannot run, becomes an output at once.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}
@@ -200,10 +202,7 @@ def collector(
             if emission.seq.finish_reason is not None:
                 take(emission.seq)
 
-    def finish(seqs: list[Sequence]) -> list[Output]:
-        for seq in seqs:
-            if seq.index not in outputs:
-                take(seq)
+    def finish() -> list[Output]:
         return [outputs[p.index] for p in job.prompts]
 
     return on_emit, finish

@@ -101,7 +101,7 @@ def generate(
     on_emit, finish = collector(job, sinks)
     try:
         result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
-        outputs = finish(result.seqs)
+        outputs = finish()
     finally:
         for sink in sinks:
             sink.close()

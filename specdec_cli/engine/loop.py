@@ -53,7 +53,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens that one round added to one sequence; the first `num_accepted` were proposals."""
+    """Tokens that one round added to one sequence; the first `num_accepted` were proposals.
+
+    Empty for a sequence that could not run.
+    """
 
     seq: Sequence
     token_ids: list[int]
@@ -119,9 +122,12 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called after each round with what the round wrote.
+        is called with those at once, and after each round with what the round wrote.
         """
         run = self.start(requests, k, params)
+        refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
+        if refused and on_emit is not None:
+            on_emit(refused)
         try:
             while not run.scheduler.is_done:
                 emissions = self.step(run)
@@ -150,7 +156,6 @@ class Engine:
         if prefilling := [s for s in run.scheduler.running if s.needs_prefill]:
             self._prefill(run, prefilling, started)
             return []
-        decide = verify if self.synthetic is None else self.synthetic.verify
         seqs, lens = run.scheduler.reserve()
         noise = self._noise(run, seqs, max(lens))
         with run.clock.stage("draft"):
@@ -158,6 +163,7 @@ class Engine:
         with run.clock.stage("verify"):
             scores = self.target.score(seqs, proposal, run.params)
         with run.clock.stage("sample"):
+            decide = verify if self.synthetic is None else self.synthetic.verify
             verdict = decide(proposal, scores, noise)
         return self._apply(run, seqs, lens, verdict, started)
 

@@ -141,6 +141,20 @@ def test_a_prompt_that_can_never_fit_is_an_error_with_numbers() -> None:
         assert seqs[i].output_ids == continuation(target_rule, prompts[i], 10)
 
 
+def test_what_cannot_run_is_reported_before_the_first_round() -> None:
+    engine = fake_engine(sometimes, num_blocks=6)
+    requests = [Request(0, tuple(random_prompt(40))), Request(1, tuple(random_prompt(4)))]
+    seen: list[list[int]] = []
+    engine.run(
+        requests,
+        2,
+        SamplingParams(max_new_tokens=6),
+        lambda emissions: seen.append([e.seq.index for e in emissions]),
+    )
+    assert seen[0] == [0]
+    assert all(indices == [1] for indices in seen[1:]) and len(seen) > 1
+
+
 @pytest.mark.parametrize("room", [0, 1], ids=["just-fits", "one-short"])
 def test_the_smallest_cache_that_a_sequence_can_run_in(room: int) -> None:
     """Keys and values of the last token are never needed: 13 tokens take 3 blocks of 4."""
