@@ -2,9 +2,11 @@
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
 
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
@@ -160,16 +162,57 @@ def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> l
     return result.seqs
 
 
-def greedy_reference(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """transformers' own greedy `generate`, EOS ignored."""
+def greedy_reference(
+    model: Any, prompt: list[int], new_tokens: int, eos_token_id: int | None = None
+) -> list[int]:
+    """transformers' own greedy `generate`; EOS counts only where it is given."""
+    return _generate(model, prompt, new_tokens, eos_token_id=eos_token_id)
+
+
+def assisted_rounds(
+    target: Any, assistant: Any, prompt: list[int], k: int, new_tokens: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """transformers' assisted generation at fixed k, EOS ignored.
+
+    Returns the new tokens, and (proposed, accepted) of each round that proposed.
+    """
+    # Only the assistant's own settings fix the number of candidates.
+    settings = assistant.generation_config
+    settings.num_assistant_tokens = k
+    settings.num_assistant_tokens_schedule = "constant"
+    settings.assistant_confidence_threshold = 0.0
+    settings.eos_token_id = None
+    proposed: list[int] = []
+    accepted: list[int] = []
+    get, update = Candidates.get_candidates, Candidates.update_candidate_strategy
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        candidates, logits = get(self, input_ids, *rest, **more)
+        proposed.append(candidates.shape[1] - input_ids.shape[1])
+        return candidates, logits
+
+    def update_strategy(self: Any, input_ids: Any, scores: Any, num_matches: int) -> Any:
+        accepted.append(int(num_matches))
+        return update(self, input_ids, scores, num_matches)
+
+    with (
+        patch.object(Candidates, "get_candidates", get_candidates),
+        patch.object(Candidates, "update_candidate_strategy", update_strategy),
+    ):
+        tokens = _generate(target, prompt, new_tokens, eos_token_id=None, assistant_model=assistant)
+    return tokens, [(p, a) for p, a in zip(proposed, accepted, strict=True) if p]
+
+
+def _generate(model: Any, prompt: list[int], new_tokens: int, **more: Any) -> list[int]:
     ids = torch.tensor([prompt], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=new_tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
+    with torch.inference_mode():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+            **more,
+        )
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens

@@ -23,6 +23,7 @@ from specdec_cli.engine.build import build, plan
 from specdec_cli.engine.loop import Request
 from specdec_cli.engine.types import Sequence
 from specdec_cli.recipe import load_recipe
+from tests.support import greedy_reference
 
 DEVICE = "cuda"
 PROMPTS, NEW_TOKENS = 40, 64
@@ -62,20 +63,8 @@ def target(dtype: torch.dtype) -> Any:
 
 def alone(asked: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
     """The target by itself, by transformers."""
-    model, found = target(dtype), []
-    for prompt in asked:
-        ids = torch.tensor([prompt], device=DEVICE)
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=NEW_TOKENS,
-                eos_token_id=None,
-                pad_token_id=0,
-            )
-        found.append(out[0, len(prompt) :].tolist())
-    return found
+    model = target(dtype)
+    return [greedy_reference(model, prompt, NEW_TOKENS) for prompt in asked]
 
 
 def equal_in_fp32(asked: list[list[int]]) -> int:

@@ -57,22 +57,11 @@ def oracle() -> tuple[Any, Any]:
 
 def generate_alone(texts: list[str], new_tokens: int) -> list[list[int]]:
     """What the target writes by itself; stops at EOS like the engine."""
-    import torch
+    from tests.support import greedy_reference
 
     model, tokenizer = oracle()
-    found = []
-    for text in texts:
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        with torch.inference_mode():
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                pad_token_id=0,
-            )
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+    eos = model.generation_config.eos_token_id
+    return [greedy_reference(model, tokenizer(t)["input_ids"], new_tokens, eos) for t in texts]
 
 
 def run_engine(case: Case) -> list[Any]:
@@ -118,63 +107,16 @@ def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def assisted_rounds(texts: list[str], draft: str, k: int, new_tokens: int) -> list[Any]:
-    """(proposed, accepted) of every round of transformers' assisted generation."""
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.generation import candidate_generator
-
-    from specdec_cli.demo import demo_path
-
-    model, tokenizer = oracle()
-    folder = demo_path(str(DRAFTS[draft]["draft.model"]))
-    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    # Only the assistant's own settings fix the number of candidates.
-    assistant.generation_config.num_assistant_tokens = k
-    assistant.generation_config.num_assistant_tokens_schedule = "constant"
-    assistant.generation_config.assistant_confidence_threshold = 0.0
-    generator = candidate_generator.AssistedCandidateGenerator
-    original = generator.get_candidates, generator.update_candidate_strategy
-    rounds: list[tuple[int, int]] = []
-    proposed = 0
-
-    def get_candidates(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal proposed
-        out = original[0](self, input_ids, *args, **kwargs)
-        proposed = out[0].shape[1] - input_ids.shape[1]
-        return out
-
-    def update(self: Any, input_ids: Any, scores: Any, num_matches: Any) -> Any:
-        rounds.append((proposed, int(num_matches)))
-        return original[1](self, input_ids, scores, num_matches)
-
-    generator.get_candidates, generator.update_candidate_strategy = get_candidates, update
-    found = []
-    try:
-        for text in texts:
-            rounds.clear()
-            ids = torch.tensor([tokenizer(text)["input_ids"]])
-            with torch.inference_mode():
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    assistant_model=assistant,
-                    do_sample=False,
-                    max_new_tokens=new_tokens,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                )
-            found.append([r for r in rounds if r[0] > 0])
-    finally:
-        generator.get_candidates, generator.update_candidate_strategy = original
-    return found
-
-
 def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
     """Rounds of the engine against those of transformers, EOS ignored in both."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from specdec_cli.demo import demo_path
     from specdec_cli.engine.build import build, plan
     from specdec_cli.engine.loop import Request
     from specdec_cli.recipe import load_recipe
+    from tests.support import assisted_rounds
 
     texts = read_prompts(count)
     overrides = {
@@ -190,7 +132,10 @@ def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
     engine = build(planned, max(map(len, ids)))
     seqs = engine.run([Request(i, p) for i, p in enumerate(ids)], k, planned.params).seqs
     ours = [list(zip(s.proposed_per_round, s.accepted_per_round, strict=True)) for s in seqs]
-    theirs = assisted_rounds(texts, "demo", k, new_tokens)
+    model, _ = oracle()
+    folder = demo_path(str(DRAFTS["demo"]["draft.model"]))
+    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    theirs = [assisted_rounds(model, assistant, list(p), k, new_tokens)[1] for p in ids]
     return {
         "k": k,
         "rounds": sum(map(len, theirs)),

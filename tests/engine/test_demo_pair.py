@@ -16,6 +16,7 @@ from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build, plan
 from specdec_cli.engine.loop import Request, RunResult
 from specdec_cli.recipe import load_recipe
+from tests.support import greedy_reference
 
 NEW_TOKENS = 24
 DRAFTS: dict[str, dict[str, object]] = {
@@ -43,18 +44,10 @@ def reference() -> tuple[Any, Any]:
 @cache
 def written_alone() -> list[list[int]]:
     model, tokenizer = reference()
-    found = []
-    for text in prompts():
-        ids = torch.tensor([tokenizer(text)["input_ids"]])
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            do_sample=False,
-            max_new_tokens=NEW_TOKENS,
-            pad_token_id=0,
-        )
-        found.append(out[0, ids.shape[1] :].tolist())
-    return found
+    eos = model.generation_config.eos_token_id
+    return [
+        greedy_reference(model, tokenizer(text)["input_ids"], NEW_TOKENS, eos) for text in prompts()
+    ]
 
 
 def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
