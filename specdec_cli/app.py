@@ -187,7 +187,7 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
     if outcome.message:
         lines += [f"error: {line}" for line in outcome.message.splitlines()]
     if outcome.hint:
-        lines.append(f"hint: {outcome.hint}")
+        lines += [f"hint: {line}" for line in outcome.hint.splitlines()]
     # With stderr gone there is nobody left to tell.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))

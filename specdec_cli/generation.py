@@ -3,6 +3,7 @@
 Turns prompts into requests and finished sequences into outputs. Knows nothing of terminals.
 """
 
+import logging
 from dataclasses import dataclass, replace
 
 from specdec_cli.engine.build import Permissions, Plan, plan
@@ -11,17 +12,23 @@ from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import UsageError
+from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.results import Output
+from specdec_cli.text import is_unicode
 
+_log = logging.getLogger("specdec")
 _BASELINE_TOKENS = 32
 _BASELINE_LEAST = 16  # tokens of a run below which a speed means nothing
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A checked pair and its tokenised prompts; no weights are loaded yet."""
+    """A checked pair and its tokenised prompts; no weights are loaded yet.
+
+    Each conversation among the prompts has its text, as the target's chat template renders it.
+    """
 
     plan: Plan
     prompts: list[Prompt]
@@ -40,25 +47,55 @@ class Job:
 
 
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
-    """Check the pair and tokenise. Raises `UsageError` for ids outside the vocabulary."""
-    if recipe.cache.num_blocks == 1:
-        raise UsageError(
-            "cache.num_blocks should be at least 2: one block takes what nobody reads",
-            "leave it out to take what fits",
-        )
+    """Check the pair and tokenise.
+
+    Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
+    that it refuses.
+    """
     planned = plan(recipe, permissions)
-    vocab = planned.target.vocab_size
-    token_ids = []
-    for prompt in prompts:
-        ids = prompt.token_ids
-        if ids is None:
-            ids = tuple(planned.tokenizer.encode(prompt.text or ""))
-        if ids and max(ids) >= vocab:
-            raise UsageError(
-                f"prompt {prompt.index} holds token id {max(ids)}; the vocabulary ends at {vocab}"
-            )
-        token_ids.append(ids)
-    return Job(planned, prompts, token_ids)
+    rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
+    if (silent := next(filter(_lacks_system, rendered), None)) is not None:
+        _log.warning("%s: the chat template leaves the system message out", silent.where)
+    token_ids = [_token_ids(planned, prompt) for prompt in rendered]
+    return Job(planned, rendered, token_ids)
+
+
+def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
+    """The prompt, with a text where it has messages."""
+    if prompt.messages is None:
+        return prompt
+    try:
+        text = tokenizer.render(prompt.messages)
+    except UsageError as refused:
+        hint = refused.hint
+        if hint is None and any(m["role"] == "system" for m in prompt.messages):
+            hint = "many templates take no system message: put it into the first user message"
+        raise UsageError(f"{prompt.where}: {refused.message}", hint) from None
+    if not text or not is_unicode(text):
+        what = "text that is not valid Unicode" if text else "nothing"
+        raise UsageError(f"{prompt.where}: the chat template makes {what} of the messages")
+    return replace(prompt, text=text)
+
+
+def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
+    ids, vocab = prompt.token_ids, planned.target.vocab_size
+    if ids is None:
+        # A template writes the special tokens itself; the tokenizer would add the first one again.
+        is_rendered = prompt.messages is not None
+        assert prompt.text is not None
+        ids = tuple(planned.tokenizer.encode(prompt.text, add_special_tokens=not is_rendered))
+    if ids and max(ids) >= vocab:
+        raise UsageError(
+            f"{prompt.where}: prompt {prompt.index} holds token id {max(ids)}; "
+            f"the vocabulary ends at {vocab}"
+        )
+    return ids
+
+
+def _lacks_system(prompt: Prompt) -> bool:
+    """Whether a rendered conversation has a system message that its text is without."""
+    contents = [str(m["content"]) for m in prompt.messages or () if m["role"] == "system"]
+    return any(content.strip() not in (prompt.text or "") for content in contents)
 
 
 def requests(job: Job) -> list[Request]:

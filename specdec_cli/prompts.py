@@ -1,41 +1,52 @@
 """Prompts from options, files and pipes.
 
-Knows nothing of tokenizers, chat templates or dataset hubs: a prompt is text, or token ids that
-somebody else made.
+Knows nothing of tokenizers, of what a chat template makes of messages, or of dataset hubs: a prompt
+is text, the messages of a conversation, or token ids that somebody else made.
 """
 
 import io
 import json
 import stat
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from specdec_cli.errors import UsageError
+from specdec_cli.text import is_unicode, shown
 
 TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first present counts
+MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
+ROLES = ("system", "developer", "user", "assistant", "tool")
 EXTENSIONS = (".txt", ".jsonl")
 MAX_LINE_BYTES = 8 * 1024 * 1024
 
 _MAX_SHOWN = 5
 _GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
+_NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
+_ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
+
+# `role`, `content`, and what else the file has for a chat template to read.
+Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: exactly one of `text` and `token_ids` is there.
+    """One prompt: exactly one of `text`, `token_ids` and `messages` is there.
 
-    `index` counts over all prompts of a run. `messages` is kept for chat data, always None now.
+    Beside messages, `text` is what the model's chat template made of them. `index` counts over all
+    prompts of a run; `where` is the file and line, for what is found wrong later.
     """
 
     index: int
     text: str | None
     token_ids: tuple[int, ...] | None = None
     category: str | None = None
-    messages: None = None
+    messages: tuple[Message, ...] | None = None
+    where: str = field(default="", compare=False)
 
 
 def read_prompts(
@@ -57,13 +68,50 @@ def read_prompts(
     return [replace(prompt, index=index) for index, prompt in enumerate(found)]
 
 
+def as_conversations(
+    prompts: Sequence[Prompt], chat: str, system: str | None = None
+) -> list[Prompt]:
+    """The prompts as they go to a model under `data.chat` and `data.system`.
+
+    `auto` leaves them as they are; `on` makes a conversation of each text; `off` wants no messages.
+    `system` opens every conversation that has no such message, and turns `auto` into `on`. Raises
+    `UsageError` for a prompt that the setting does not fit.
+    """
+    if system is not None and chat == "auto":
+        chat = "on"
+    if system is not None and not is_unicode(system):
+        raise UsageError(f"the system message is {_NOT_UNICODE}")
+    return [_as_conversation(prompt, chat, system) for prompt in prompts]
+
+
+def _as_conversation(prompt: Prompt, chat: str, system: str | None) -> Prompt:
+    if chat == "off" and prompt.messages is not None:
+        raise UsageError(
+            f"{prompt.where}: has messages, and the chat template is off",
+            "pass --chat, or set data.chat to auto or on",
+        )
+    if chat == "on" and prompt.token_ids is not None:
+        raise UsageError(
+            f"{prompt.where}: token ids cannot go through a chat template",
+            "give the text or the messages instead, or set data.chat to auto",
+        )
+    messages = prompt.messages
+    if messages is None and chat == "on":
+        messages = ({"role": "user", "content": prompt.text},)
+    if messages is None:
+        return prompt
+    if system is not None and not any(m["role"] in ("system", "developer") for m in messages):
+        messages = ({"role": "system", "content": system}, *messages)
+    return replace(prompt, text=None, messages=messages)
+
+
 class _BadLine(Exception):
     """Why one line is no prompt."""
 
 
 def _from_option(text: str) -> Prompt:
     try:
-        return Prompt(0, _checked(text))
+        return Prompt(0, _checked(text), where="--prompt")
     except _BadLine as bad:
         raise UsageError(f"--prompt: {bad}") from None
 
@@ -80,6 +128,8 @@ def _read_stdin(stream: TextIO | BinaryIO | None) -> list[Prompt]:
         raw = raw.encode("utf-8", "surrogateescape")
     if not raw:  # </dev/null, as batch systems have it: nothing was piped
         return []
+    if raw.startswith(_GZIP_MAGIC):
+        raise UsageError("standard input: is compressed with gzip", "unpack it first: gunzip -c")
     is_jsonl = raw.removeprefix(_BOM).lstrip().startswith(b"{")
     return _read_lines(io.BytesIO(raw), "standard input", is_jsonl=is_jsonl)
 
@@ -119,13 +169,14 @@ def _read_lines(file: BinaryIO, name: str, *, is_jsonl: bool) -> list[Prompt]:
         try:
             line = _decoded(raw)
             if line.strip():
-                found.append(_parse_object(line) if is_jsonl else Prompt(0, _checked(line)))
+                prompt = _parse_object(line) if is_jsonl else Prompt(0, _checked(line))
+                found.append(replace(prompt, where=f"{name}:{number}"))
         except _BadLine as reason:
             bad.append(f"{name}:{number}: {reason}")
     if len(bad) > _MAX_SHOWN:
         bad[_MAX_SHOWN:] = [f"{name}: and {len(bad) - _MAX_SHOWN} more bad lines"]
     if bad:
-        raise UsageError("\n".join(bad))
+        raise UsageError("\n".join(bad), _ONE_OBJECT if is_jsonl else None)
     if not found:
         raise UsageError(f"{name}:1: no prompts in it")
     return found
@@ -155,9 +206,10 @@ def _decoded(raw: bytes) -> str:
 
 def _parse_object(line: str) -> Prompt:
     try:
-        record = json.loads(line)
+        record = json.loads(line, object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise _BadLine(f"not JSON: {error.msg} at column {error.colno}") from None
+        what = error.msg.removesuffix(" at")
+        raise _BadLine(f"not JSON: {what} at column {error.colno}") from None
     except RecursionError:
         raise _BadLine("not usable JSON: nested too deeply") from None
     except ValueError:  # an integer of thousands of digits
@@ -174,16 +226,62 @@ def _parse_object(line: str) -> Prompt:
         if not isinstance(value, str):
             raise _BadLine(f"{key} should be text")
         return Prompt(0, _checked(value, key), category=category)
+    if record.get(MESSAGES_KEY) is not None:
+        return Prompt(0, None, messages=_messages(record[MESSAGES_KEY]), category=category)
     if record.get(IDS_KEY) is not None:
         return Prompt(0, None, token_ids=_token_ids(record[IDS_KEY]), category=category)
-    known = ", ".join((*TEXT_KEYS, IDS_KEY))
+    known = ", ".join((*TEXT_KEYS, MESSAGES_KEY, IDS_KEY))
     raise _BadLine(f"has no prompt: none of the keys {known}")
+
+
+def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """A JSON object; of a key given twice Python would keep the last without a word."""
+    found: dict[str, object] = {}
+    for key, value in pairs:
+        if key in found:
+            raise _BadLine(f"duplicate key {shown(key)}")
+        found[key] = value
+    return found
 
 
 def _category(record: dict[str, object]) -> str | None:
     value = record.get("category")
     if value is not None and not isinstance(value, str):
         raise _BadLine("category should be text")
+    if value is not None and not is_unicode(value):
+        raise _BadLine(f"category is {_NOT_UNICODE}")
+    return value
+
+
+def _messages(value: object) -> tuple[Message, ...]:
+    if not isinstance(value, list):
+        raise _BadLine(f"{MESSAGES_KEY} should be a list, not {shown(value)}")
+    if not value:
+        raise _BadLine(f"{MESSAGES_KEY} is empty")
+    messages = tuple(_message(item, f"{MESSAGES_KEY}[{i}]") for i, item in enumerate(value))
+    if messages[-1]["role"] == "assistant":
+        raise _BadLine(f"the last of the {MESSAGES_KEY} is the assistant's: nothing to answer")
+    return messages
+
+
+def _message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise _BadLine(f"{where} should be an object with role and content, not {shown(value)}")
+    for key in ("role", "content"):
+        if value.get(key) is None:
+            raise _BadLine(f"{where} has no {key}")
+        if not isinstance(value[key], str):
+            raise _BadLine(f"{where}.{key} should be text, not {shown(value[key])}")
+    role = value["role"]
+    if role not in ROLES:
+        close = get_close_matches(role.lower(), ROLES, n=1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
+        known = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
+        raise _BadLine(f"{where}.role should be {known}, not {shown(role)}{guess}")
+    if not is_unicode(value["content"]):
+        raise _BadLine(f"{where}.content is {_NOT_UNICODE}")
+    if role == "user" and not value["content"].strip():
+        raise _BadLine(f"{where}.content is empty")
     return value
 
 
@@ -197,8 +295,9 @@ def _token_ids(value: object) -> tuple[int, ...]:
 
 
 def _checked(text: str, where: str = "") -> str:
-    if not text:
-        raise _BadLine(f"empty prompt{f' ({where})' if where else ''}")
-    if any("\ud800" <= char <= "\udfff" for char in text):
-        raise _BadLine("not valid Unicode text: half of a surrogate pair")
+    if not text.strip():
+        what = "blank prompt: only white space" if text else "empty prompt"
+        raise _BadLine(f"{what}{f' ({where})' if where else ''}")
+    if not is_unicode(text):
+        raise _BadLine(_NOT_UNICODE)
     return text

@@ -19,6 +19,7 @@ from rich.text import Text
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
+_SYNTHETIC = "synthetic acceptance: the text is not the target's"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
@@ -93,10 +94,13 @@ class TintedText:
         self._console.print(Segments(segments), end="")
 
 
-def summary_table(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -> Table:
+def summary_table(
+    metrics: Metrics, baseline: Metrics | None, *, tinted: bool, synthetic: bool
+) -> Table:
     """A small table of acceptance and times, beside k = 0 where it was measured.
 
-    tinted: whether accepted tokens were tinted in the text above.
+    tinted: whether accepted tokens were tinted in the text above. synthetic: whether acceptance
+    followed given rates.
     """
     a = metrics.acceptance
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -123,6 +127,8 @@ def summary_table(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
+        if synthetic:
+            table.add_row("acceptance", "given", _SYNTHETIC)
     table.add_row(
         "round",
         f"{metrics.round_ms:.2f}",
@@ -134,7 +140,7 @@ def summary_table(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -
     return table
 
 
-def summary_line(metrics: Metrics) -> str:
+def summary_line(metrics: Metrics, *, synthetic: bool) -> str:
     """One line for logs."""
     a = metrics.acceptance
     line = (
@@ -146,7 +152,7 @@ def summary_line(metrics: Metrics) -> str:
             f", {a.mean_acceptance_length:.2f} tokens a round, "
             f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
         )
-    return line
+    return f"{line}; {_SYNTHETIC}" if synthetic else line
 
 
 def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
@@ -154,8 +160,8 @@ def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
     speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
     if speedup < 1.0:
         return (
-            f"Speculation is slower here: {speedup:.2f}x the speed of k = 0. The draft costs more "
-            "than its accepted tokens save; try a smaller k or a faster draft."
+            f"Speculation is slower here: {speedup:.2f}x the speed of k = 0. Proposing costs more "
+            "than the accepted tokens save; try a smaller k or another draft."
         )
     return f"Speculation is {speedup:.2f}x as fast as k = 0 here."
 
@@ -170,16 +176,19 @@ def print_failures(failures: Mapping[int, str]) -> None:
         console(sys.stderr).print(Text(inert(f"prompt {index} failed: {why}")))
 
 
-def print_summary(metrics: Metrics, baseline: Metrics | None, *, tinted: bool) -> None:
+def print_summary(
+    metrics: Metrics, baseline: Metrics | None, *, tinted: bool, synthetic: bool
+) -> None:
     """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
 
-    baseline: the same pair at k = 0, where it was measured. tinted: as for `summary_table`.
+    baseline: the same pair at k = 0, where it was measured. tinted, synthetic: as for
+    `summary_table`.
     """
     out = console(sys.stderr)
     if not sys.stderr.isatty():
-        out.print(summary_line(metrics))
+        out.print(summary_line(metrics, synthetic=synthetic))
         return
     out.print()
-    out.print(summary_table(metrics, baseline, tinted=tinted))
+    out.print(summary_table(metrics, baseline, tinted=tinted, synthetic=synthetic))
     if baseline is not None:
         out.print(verdict_line(metrics, baseline))

@@ -143,12 +143,7 @@ class SampleFile:
     """samples.jsonl of a run folder: each output is on disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
-        recipe = job.plan.recipe
-        self._key = (
-            recipe.draft.model if recipe.draft is not None else None,
-            job.plan.k,
-            recipe.run.batch_size,
-        )
+        self._key = (job.plan.proposer, job.plan.k, job.plan.recipe.run.batch_size)
         self._folder = folder
 
     def emission(self, emission: Emission) -> None:

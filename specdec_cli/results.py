@@ -21,6 +21,7 @@ from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.types import FinishReason
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe import Recipe, dump_recipe
+from specdec_cli.text import inert_json
 
 _RECORDS = ("samples.jsonl", "points.jsonl")
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
@@ -93,8 +94,8 @@ def generate_document(
 
 
 def to_json(document: Any) -> str:
-    """One line of strict JSON; a number that is not finite becomes null."""
-    return json.dumps(_finite(document), ensure_ascii=False, allow_nan=False)
+    """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
+    return inert_json(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
 
 
 def _finite(value: Any) -> Any:

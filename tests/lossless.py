@@ -112,6 +112,17 @@ def tied_pair(number: int) -> Pair:
     return Pair(p, q, q.log(), SamplingParams(temperature=1.0, seed=number), GRAIN)
 
 
+def lookup_pair(number: int) -> Pair:
+    """A pair whose draft is certain of one token in each row, as prompt lookup is: the target's
+    likeliest in half of the rows, and one drawn from its distribution in the others."""
+    pair = random_pair(number)
+    generator = torch.Generator().manual_seed(3000 + number)
+    drawn = torch.multinomial(pair.p, 1, generator=generator).squeeze(1)
+    likely = torch.rand(VOCAB, generator=generator) < 0.5
+    q = F.one_hot(torch.where(likely, pair.p.argmax(1), drawn), VOCAB).float()
+    return replace(pair, q=q, q_logits=q.log())
+
+
 def taken(probs: Tensor, tokens: Tensor) -> Tensor:
     """Probability of each proposed token: [N, K]."""
     return probs[:, : tokens.shape[1]].gather(2, tokens[..., None]).squeeze(2)
@@ -314,6 +325,27 @@ class DropLastAccepted(Rule):
         return tokens, fewer
 
 
+class TargetAsDraft(Rule):
+    """q taken for the target's p"""
+
+    def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
+        return super().__call__(replace(r, q=r.p[:, : r.q.shape[1]]))
+
+
+class FlatDraft(Rule):
+    """q flat in place of one-hot"""
+
+    def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
+        return super().__call__(replace(r, q=torch.full_like(r.q, 1 / r.q.shape[2])))
+
+
+class HalfSureDraft(Rule):
+    """q of a half at the proposed token"""
+
+    def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
+        return super().__call__(replace(r, q=r.q / 2))
+
+
 CORRECT = Project()
 FAULTS: list[Rule] = [
     ResampleFromTarget(),
@@ -331,6 +363,25 @@ FAULTS: list[Rule] = [
     BonusFromDraft(),
     BonusFromWrongRow(),
     MaskOnTargetOnly(),
+    StaleDraftRow(),
+    DropLastAccepted(),
+]
+
+# For proposals that are not drawn, where q is one-hot at each.
+LOOKUP_FAULTS: list[Rule] = [
+    TargetAsDraft(),
+    FlatDraft(),
+    HalfSureDraft(),
+    ResampleFromTarget(),
+    SquareRootRatio(),
+    AcceptAll(),
+    FirstUnverified(),
+    NoiseIgnored(),
+    AcceptNoiseReused(),
+    NoiseNotAdvanced(),
+    ResidualNotNormalised(),
+    BonusFromDraft(),
+    BonusFromWrongRow(),
     StaleDraftRow(),
     DropLastAccepted(),
 ]

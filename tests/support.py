@@ -7,12 +7,15 @@ from unittest.mock import patch
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 
@@ -33,6 +36,38 @@ _COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
+
+_WINDOW: dict[str, Any] = {
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+_EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# One dense layer, then one of experts beside an expert for all tokens.
+_SHARED_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+# Keys and values of different widths, from a common projection.
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+}
+_GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB,
+} | _WINDOW
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
@@ -68,13 +103,138 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "n_positions": 512,
         "pad_token_id": 0,
     },
+    "apertus": {"model_type": "apertus"},
+    "arcee": {"model_type": "arcee"},
+    "cohere": {"model_type": "cohere", "use_qk_norm": True, "logit_scale": 1.0},
+    "cohere2": {"model_type": "cohere2", "head_dim": 16, "logit_scale": 1.0} | _WINDOW,
+    "cwm": {"model_type": "cwm", "head_dim": 16} | _WINDOW,
+    "deepseek_v2": {"model_type": "deepseek_v2"}
+    | _LATENT
+    | _SHARED_EXPERTS
+    | {"q_lora_rank": None},
+    "deepseek_v3": {"model_type": "deepseek_v3"} | _LATENT | _SHARED_EXPERTS | {"n_group": 2},
+    "dots1": {"model_type": "dots1"} | _WINDOW | _SHARED_EXPERTS,
+    "ernie4_5": {"model_type": "ernie4_5", "head_dim": 16},
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 32,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_interval": 1,
+    },
+    "exaone4": {"model_type": "exaone4", "sliding_window_pattern": 2} | _WINDOW,
+    "gemma": {"model_type": "gemma", "head_dim": 16},
+    "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16} | _WINDOW,
+    # The upper half of its layers attends to keys and values of the lower.
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "head_dim": 16,
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [128] * 4,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB,
+        "laurel_rank": 8,
+        "altup_num_inputs": 2,
+        "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "gemma4": _GEMMA4,
+    "gemma4-moe": _GEMMA4
+    | {
+        "enable_moe_block": True,
+        "num_experts": 4,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 32,
+    },
+    "glm": {"model_type": "glm", "head_dim": 16, "pad_token_id": 0},
+    "glm4": {"model_type": "glm4", "head_dim": 16, "pad_token_id": 0},
+    "glm4_moe": {"model_type": "glm4_moe", "head_dim": 16} | _SHARED_EXPERTS,
+    "gpt_bigcode": {
+        "model_type": "gpt_bigcode",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_inner": 128,
+        "n_positions": 512,
+    },
+    "gpt_neox": {"model_type": "gpt_neox"},
+    "gpt_oss": {"model_type": "gpt_oss", "head_dim": 16} | _WINDOW | _EXPERTS,
+    "granite": {
+        "model_type": "granite",
+        "embedding_multiplier": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "granitemoe": {"model_type": "granitemoe"} | _EXPERTS,
+    "granitemoeshared": {"model_type": "granitemoeshared", "shared_intermediate_size": 64}
+    | _EXPERTS,
+    "helium": {"model_type": "helium", "head_dim": 16},
+    "hunyuan": {"model_type": "hunyuan_v1_dense", "head_dim": 16},
+    "hunyuan_moe": {
+        "model_type": "hunyuan_v1_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "moe_topk": 2,
+    },
+    "minimax_m2": {"model_type": "minimax_m2", "head_dim": 16} | _EXPERTS,
+    "ministral": {"model_type": "ministral", "head_dim": 16} | _WINDOW,
+    "ministral3": {"model_type": "ministral3", "head_dim": 16},
+    "mixtral": {"model_type": "mixtral"} | _EXPERTS,
+    "mixtral-window": {"model_type": "mixtral", "sliding_window": 7} | _EXPERTS,
+    "modernbert-decoder": {"model_type": "modernbert-decoder", "pad_token_id": 0} | _WINDOW,
+    "nemotron": {"model_type": "nemotron"},
+    "olmo": {"model_type": "olmo"},
+    "olmo2": {"model_type": "olmo2"},
+    "olmo3": {"model_type": "olmo3"} | _WINDOW,
+    "olmoe": {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 64,
+        "pad_token_id": 1,
+    },
+    "phi": {"model_type": "phi"},
+    "phi3": {"model_type": "phi3", "pad_token_id": 0},
+    "phimoe": {"model_type": "phimoe"} | _EXPERTS,
+    "qwen2-window": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 7,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
+    "qwen2_moe": {
+        "model_type": "qwen2_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 48,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 16},
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": [1, 0], "pad_token_id": 0},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 7},
+    "vaultgemma": {"model_type": "vaultgemma", "head_dim": 16, "query_pre_attn_scalar": 16}
+    | _WINDOW,
+    "youtu": {"model_type": "youtu"} | _LATENT,
 }
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """The config of a tiny model; gpt2 takes its own names for sizes."""
+    """The config of a tiny model; gpt2 and its kin take their own names for sizes."""
     values = FAMILIES[family] | changes
-    if values["model_type"] != "gpt2":
+    if "n_embd" not in values:
         values = _COMMON | values
     else:
         shared = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
@@ -86,11 +246,14 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """Write a random checkpoint of `family` to `folder`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-    # Norms at one and biases at zero would hide a loader that forgets them.
+    # Norms at one and biases at zero would hide a loader that forgets them; so would the stored
+    # buffers, such as those that choose experts.
+    stored = model.state_dict()
+    buffers = [tensor for name, tensor in model.named_buffers() if name in stored]
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
+        for tensor in [*model.parameters(), *buffers]:
+            if tensor.is_floating_point() and (tensor.dim() == 1 or tensor.eq(tensor.max()).all()):
+                tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
     return folder
 
@@ -112,14 +275,21 @@ def paged_model(
     device: torch.device = CPU,
     dtype: str = "auto",
     foreign_ids: bool = False,
+    fused: bool = False,
 ) -> PagedModel:
-    """The checkpoint in our loader, over a cache poisoned with NaN."""
+    """The checkpoint in our loader, over a cache poisoned with NaN.
+
+    fused: with the layers that a built engine has, where the family has them.
+    """
     found = description(folder, device, dtype)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(float("nan"))
-    return PagedModel(load(found, device), cache, foreign_ids)
+    module = load(found, device)
+    if fused:
+        fuse(module, found.max_len)
+    return PagedModel(module, cache, foreign_ids)
 
 
 def make_engine(
@@ -135,12 +305,14 @@ def make_engine(
     device: torch.device = CPU,
     dtype: str = "auto",
     draft_max_len: int = 512,
+    pipelined: bool = False,
+    fused: bool = True,
 ) -> Engine:
     """An engine over two saved checkpoints."""
-    target_model = paged_model(target, num_blocks, block_size, device, dtype)
+    target_model = paged_model(target, num_blocks, block_size, device, dtype, fused=fused)
     worker = None
     if draft is not None:
-        draft_model = paged_model(draft, num_blocks, block_size, device, dtype)
+        draft_model = paged_model(draft, num_blocks, block_size, device, dtype, fused=fused)
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
         worker = DraftWorker(draft_model, target_model.vocab_size, draft_max_len)
     return Engine(
@@ -151,7 +323,16 @@ def make_engine(
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
+        pipelined=pipelined,
     )
+
+
+def ngram_engine(target: Path, longest: int = 3, shortest: int = 1, **options: Any) -> Engine:
+    """An engine that looks n-grams up; options as for `make_engine`."""
+    engine = make_engine(target, None, **options)
+    model = engine.target.model
+    engine.draft = NgramProposer(longest, shortest, model.vocab_size, model.device)
+    return engine
 
 
 def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> list[Sequence]:
@@ -200,6 +381,42 @@ def assisted_rounds(
         patch.object(Candidates, "update_candidate_strategy", update_strategy),
     ):
         tokens = _generate(target, prompt, new_tokens, eos_token_id=None, assistant_model=assistant)
+    return tokens, [(p, a) for p, a in zip(proposed, accepted, strict=True) if p]
+
+
+def lookup_rounds(
+    target: Any, prompt: list[int], k: int, longest: int, new_tokens: int
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """transformers' prompt lookup with n-grams of up to `longest` tokens, EOS ignored.
+
+    Returns the new tokens, and (proposed, accepted) of each round that proposed. It proposes past
+    the last new token and then cuts what was accepted: such proposals are not counted.
+    """
+    proposed: list[int] = []
+    accepted: list[int] = []
+    get = Lookup.get_candidates
+
+    def get_candidates(self: Any, input_ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        candidates, logits = get(self, input_ids, *rest, **more)
+        room = len(prompt) + new_tokens - input_ids.shape[1] - 1
+        proposed.append(min(candidates.shape[1] - input_ids.shape[1], room))
+        return candidates, logits
+
+    def update_strategy(self: Any, input_ids: Any, scores: Any, num_matches: int) -> None:
+        accepted.append(min(int(num_matches), proposed[-1]))
+
+    with (
+        patch.object(Lookup, "get_candidates", get_candidates),
+        patch.object(Lookup, "update_candidate_strategy", update_strategy),
+    ):
+        tokens = _generate(
+            target,
+            prompt,
+            new_tokens,
+            eos_token_id=None,
+            prompt_lookup_num_tokens=k,
+            max_matching_ngram_size=longest,
+        )
     return tokens, [(p, a) for p, a in zip(proposed, accepted, strict=True) if p]
 
 

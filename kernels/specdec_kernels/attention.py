@@ -69,6 +69,9 @@ class GatherPart:
     slots: Tensor
     """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that whatever an
     unused slot holds, even NaN, is never read."""
+    first_slot: int | None
+    """Where the keys begin in the cache if they lie there one after the other: then none is copied.
+    A sequence alone in the cache has such blocks."""
     mask: Tensor | None
     """[n, Q, C] bool, True where the query sees the key; None where every one sees every key."""
     causal: bool
@@ -146,8 +149,9 @@ class GatherPlan:
 
         query = torch.arange(num_queries, device=device)
         length = torch.tensor(lens, device=device)[:, None]
-        # A padding query sees what the sequence's last one sees: a row without keys would be NaN.
-        query_position = context - length + torch.minimum(query, length - 1)
+        # A padding query sees what the sequence's last one sees, and one before its beginning the
+        # first key: a row without keys would be NaN.
+        query_position = (context - length + torch.minimum(query, length - 1)).clamp(min=0)
         mask = key_position[:, None] <= query_position[:, :, None]
         if sliding_window:
             mask &= key_position[:, None] > query_position[:, :, None] - sliding_window
@@ -162,11 +166,20 @@ class GatherPlan:
             num_sequences=len(batch),
             num_queries=num_queries,
             slots=slots.reshape(-1),
+            first_slot=_first_of_run(slots[0]) if len(batch) == 1 else None,
             mask=None if bool(mask.all()) else mask,
             causal=firsts == [0] and num_queries == num_keys and not sliding_window,
             padded=padded,
             unpadded=unpadded,
         )
+
+
+def _first_of_run(slots: Tensor) -> int | None:
+    """The first of `slots` [C] if each is the one after the one before."""
+    first, last = int(slots[0]), int(slots[-1])
+    if last - first != len(slots) - 1 or not bool((slots.diff() == 1).all()):
+        return None
+    return first
 
 
 def gather_plan(
@@ -213,8 +226,7 @@ def gather_attention(
         # [n, Q, Hkv, G, Dk] -> [n, Hkv, G * Q, Dk]
         q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, group * q_len, dk)
-        k = keys.index_select(0, part.slots).view(n, -1, kv_heads, dk).transpose(1, 2)
-        v = values.index_select(0, part.slots).view(n, -1, kv_heads, dv).transpose(1, 2)
+        k, v = _visible(keys, part), _visible(values, part)
         if softcap or sinks is not None:
             mask = plan.mask(sliding_window, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
@@ -235,6 +247,15 @@ def gather_attention(
     if done < num_tokens:
         outs.append(query.new_zeros((num_tokens - done, num_heads, dv)))
     return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
+
+
+def _visible(pool: Tensor, part: GatherPart) -> Tensor:
+    """[n, Hkv, C, D] of the part's keys or values, from a cache [slots, Hkv, D]."""
+    if part.first_slot is None:
+        found = pool.index_select(0, part.slots)
+    else:
+        found = pool[part.first_slot : part.first_slot + part.slots.shape[0]]
+    return found.view(part.num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
 
 
 def _explicit_attention(

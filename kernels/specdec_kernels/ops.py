@@ -10,21 +10,62 @@ of per-row counts, beginning at 0.
 
 from torch import Tensor
 
+from specdec_kernels.advance import accept_reference, advance_reference
+from specdec_kernels.argmax import greedy_argmax_reference
 from specdec_kernels.attention import GatherPlan, gather_attention, gather_plan
+from specdec_kernels.clock import stamp_reference
 from specdec_kernels.kv import write_kv_reference
+from specdec_kernels.linear import (
+    Normed,
+    gate_reference,
+    linear_add_norm_reference,
+    linear_add_reference,
+    norm_gate_up_reference,
+    norm_linear_reference,
+    norm_reference,
+    rms_norm_reference,
+)
+from specdec_kernels.logits import (
+    LogitRows,
+    logit_rows_reference,
+    reject_logits_reference,
+    sample_logits_reference,
+)
 from specdec_kernels.merge import merge_tokens_reference
+from specdec_kernels.noise import uniform_rows_reference
+from specdec_kernels.padding import padded_pass_reference
 from specdec_kernels.rejection import rejection_sample_reference, sample_categorical_reference
+from specdec_kernels.rope_attention import rope_attention_reference
 from specdec_kernels.slots import slot_mapping_reference
 
 __all__ = [
     "GatherPlan",
+    "LogitRows",
+    "Normed",
+    "accept",
+    "advance",
+    "gate",
     "gather_attention",
     "gather_plan",
+    "greedy_argmax",
+    "linear_add",
+    "linear_add_norm",
+    "logit_rows",
     "merge_tokens",
+    "norm",
+    "norm_gate_up",
+    "norm_linear",
+    "padded_pass",
     "paged_attention",
+    "reject_logits",
     "rejection_sample",
+    "rms_norm",
+    "rope_attention",
     "sample_categorical",
+    "sample_logits",
     "slot_mapping",
+    "stamp",
+    "uniform_rows",
     "write_kv",
 ]
 
@@ -218,3 +259,447 @@ def write_kv(
 
         return write_kv_triton(key, value, key_cache, value_cache, slots)
     return write_kv_reference(key, value, key_cache, value_cache, slots)
+
+
+def stamp(out: Tensor, place: int) -> None:
+    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it.
+
+    On CUDA it is the device's own clock, which graphs read anew in every replay; its ticks may be
+    a microsecond apart. Only differences mean anything.
+    """
+    if out.is_cuda:
+        from specdec_kernels.clock_triton import stamp_triton
+
+        return stamp_triton(out, place)
+    return stamp_reference(out, place)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm of every row times `weight`, which Gemma's callers pass as 1 + g.
+
+    Args:
+        x: [..., K], rows contiguous.
+        weight: [K].
+        eps: Added to the mean of squares.
+
+    Returns:
+        As x, contiguous.
+    """
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import rms_norm_triton
+
+        return rms_norm_triton(x, weight, eps)
+    return rms_norm_reference(x, weight, eps)
+
+
+def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """activation(gate) * up of merged [T, 2F], gate first: [T, F]; "silu" or "gelu_tanh"."""
+    if gate_up.is_cuda:
+        from specdec_kernels.linear_triton import gate_triton
+
+        return gate_triton(gate_up, activation)
+    return gate_reference(gate_up, activation)
+
+
+def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """The start of a pass, and the head: x [T, K] and its `rms_norm`, ready for a product."""
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import norm_triton
+
+        return norm_triton(x, norm_weight, eps)
+    return norm_reference(x, norm_weight, eps)
+
+
+def norm_linear(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
+
+    Args:
+        x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
+        weight: [N, K], contiguous.
+        bias: [N].
+
+    Returns:
+        [T, N] of x's dtype, contiguous.
+    """
+    if weight.is_cuda:
+        from specdec_kernels.linear_triton import norm_linear_triton
+
+        return norm_linear_triton(x, weight, bias)
+    return norm_linear_reference(x, weight, bias)
+
+
+def norm_gate_up(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+    """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
+
+    Args:
+        x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
+        weight: [2F, K], contiguous, the gate's rows first.
+        activation: "silu" or "gelu_tanh".
+
+    Returns:
+        [T, F], contiguous.
+    """
+    if weight.is_cuda:
+        from specdec_kernels.linear_triton import norm_gate_up_triton
+
+        return norm_gate_up_triton(x, weight, activation)
+    return norm_gate_up_reference(x, weight, activation)
+
+
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
+    """residual + x @ weight^T (+ bias), where no norm follows at once.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K], contiguous.
+        residual: [T, N], rows contiguous.
+        bias: [N].
+
+    Returns:
+        [T, N], contiguous; a new tensor.
+    """
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import linear_add_triton
+
+        return linear_add_triton(x, weight, residual, bias)
+    return linear_add_reference(x, weight, residual, bias)
+
+
+def linear_add_norm(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """`linear_add`, made ready for the norm that follows: a layer's output and down projections.
+
+    Args:
+        x, weight, residual, bias: As in `linear_add`.
+        norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
+        eps: Of that norm.
+
+    Returns:
+        The new residual stream, in `hidden`, and what the next product reads.
+    """
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import linear_add_norm_triton
+
+        return linear_add_norm_triton(x, weight, residual, norm_weight, eps, bias)
+    return linear_add_norm_reference(x, weight, residual, norm_weight, eps, bias)
+
+
+def rope_attention(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
+
+    The new tokens' keys and values are taken from `qkv`, those before them from the cache. On CUDA
+    the block tables, lengths and cos and sin must be older than the kernel that writes `qkv`: they
+    and the old cache are read while that one still runs.
+
+    Args:
+        qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
+        cos, sin: [T, D], in the layout of transformers' Llama.
+        key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
+        slots: [T] int64. Those of a sequence's queries are its last positions', or in block 0 (the
+            trash block), whose contents are then not defined.
+        block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
+            sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros.
+        query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
+        eps: Of these norms.
+
+    Returns:
+        [T, H * D], contiguous.
+    """
+    if qkv.is_cuda:
+        from specdec_kernels.rope_attention_triton import rope_attention_triton
+
+        return rope_attention_triton(
+            qkv,
+            cos,
+            sin,
+            key_cache,
+            value_cache,
+            slots,
+            block_tables,
+            query_start,
+            context_lens,
+            scale,
+            max_query_len,
+            sliding_window,
+            softcap,
+            sinks,
+            query_norm,
+            key_norm,
+            eps,
+        )
+    return rope_attention_reference(
+        qkv,
+        cos,
+        sin,
+        key_cache,
+        value_cache,
+        slots,
+        block_tables,
+        query_start,
+        context_lens,
+        scale,
+        sliding_window,
+        softcap,
+        sinks,
+        query_norm,
+        key_norm,
+        eps,
+    )
+
+
+def greedy_argmax(logits: Tensor) -> Tensor:
+    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where a row holds a NaN."""
+    if logits.is_cuda:
+        from specdec_kernels.argmax_triton import greedy_argmax_triton
+
+        return greedy_argmax_triton(logits)
+    return greedy_argmax_reference(logits)
+
+
+def uniform_rows(
+    seed: Tensor, index: Tensor, position: Tensor, purposes: int, width: int
+) -> Tensor:
+    """Uniform numbers in [0, 1) from Philox4x32-10, each a function of what it decides.
+
+    Args:
+        seed: int64 scalar.
+        index: [B] int64, with the seed the key.
+        position: [B] int64; number j of row b has counter (position[b] + j, purpose).
+        purposes: How many numbers every position has.
+        width: Positions a row.
+
+    Returns:
+        [purposes, B, width] fp32.
+    """
+    if index.is_cuda:
+        from specdec_kernels.noise_triton import uniform_rows_triton
+
+        return uniform_rows_triton(seed, index, position, purposes, width)
+    return uniform_rows_reference(seed, index, position, purposes, width)
+
+
+def padded_pass(
+    tokens: Tensor,
+    length: Tensor,
+    lens: Tensor,
+    active: Tensor,
+    block_tables: Tensor,
+    offset: int,
+    margin: int,
+    block_size: int,
+    max_len: int,
+    num_ids: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of a pass that feeds Q tokens of each of B sequences, at positions length + offset + j.
+
+    Token j of a sequence is live iff the sequence is active, its position is within the model,
+    and lens >= offset + j + margin; the others are padding, whose keys go to the trash block.
+
+    Args:
+        tokens: [B, Q] int64; clamped into 0..num_ids - 1.
+        length, lens: [B] int64.
+        active: [B] bool.
+        block_tables: [B, MB] int32.
+        offset, margin: See above.
+        block_size: Slots a block.
+        max_len: Positions the model knows.
+        num_ids: Size of its vocabulary.
+
+    Returns:
+        ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q] int64;
+        context_lens [B] int32, the last token's position, unclamped, and one.
+    """
+    args = (tokens, length, lens, active, block_tables, offset, margin, block_size, max_len)
+    if tokens.is_cuda:
+        from specdec_kernels.padding_triton import padded_pass_triton
+
+        return padded_pass_triton(*args, num_ids)
+    return padded_pass_reference(*args, num_ids)
+
+
+def accept(
+    proposed: Tensor,
+    best: Tensor,
+    lens: Tensor,
+    accept_noise: Tensor | None = None,
+    rates: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Greedy verification: proposals stand while they are the target's own choice.
+
+    The one-hot case of `rejection_sample`. With rates, a proposal stands iff its noise is below
+    the rate of its place, whatever the target says.
+
+    Args:
+        proposed: [B, K] int64, -1 where the draft's logits were not finite.
+        best: [B, K + 1] int64, the target's choice at each place, -1 where it has none.
+        lens: [B] int64, proposals of each row.
+        accept_noise: [B, K] fp32 in [0, 1).
+        rates: [K] fp32.
+
+    Returns:
+        tokens [B, K + 1] int64, of which accepted + 1 count, and accepted [B] int64; -1 where
+        `best` is -1 at a place up to `lens`, -2 where a proposal is.
+    """
+    if proposed.is_cuda:
+        from specdec_kernels.advance_triton import accept_triton
+
+        return accept_triton(proposed, best, lens, accept_noise, rates)
+    return accept_reference(proposed, best, lens, accept_noise, rates)
+
+
+def advance(
+    tokens: Tensor,
+    accepted: Tensor,
+    lens: Tensor,
+    tail: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    active: Tensor,
+    eos_ids: Tensor,
+    record: Tensor,
+) -> None:
+    """Append what a round decided to every active sequence, in place, and record it.
+
+    accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
+    that meets one, or reaches its limit, is active no more.
+
+    Args:
+        tokens: [B, K + 1] int64. accepted, lens: [B] int64.
+        tail: [B, 2] int64, the last two tokens.
+        length, limit: [B] int64, tokens a sequence has, and at which it ends.
+        active: [B] bool.
+        eos_ids: [E] int64, or empty.
+        record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
+    """
+    args = (tokens, accepted, lens, tail, length, limit, active, eos_ids, record)
+    if tokens.is_cuda:
+        from specdec_kernels.advance_triton import advance_triton
+
+        return advance_triton(*args)
+    return advance_reference(*args)
+
+
+def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
+    """What `sample_logits` and `reject_logits` must know to read logits as `logits.to_probs` does.
+
+    Without top-k and top-p the logits are read once. A row that holds a NaN or +inf, or nothing
+    above -inf, is void.
+
+    Args:
+        logits: [R, V] bf16, fp16 or fp32, rows contiguous.
+        temperature: Above 0.
+        top_k: 0 keeps all.
+        top_p: 1 keeps all.
+    """
+    if logits.is_cuda:
+        from specdec_kernels.logits_triton import logit_rows_triton
+
+        return logit_rows_triton(logits, temperature, top_k, top_p)
+    return logit_rows_reference(logits, temperature, top_k, top_p)
+
+
+def sample_logits(
+    logits: Tensor,
+    stats: LogitRows,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    noise: Tensor,
+) -> Tensor:
+    """Draw from every row's distribution, as `sample_categorical` does from probabilities.
+
+    Args:
+        logits, temperature, top_k, top_p: As `logit_rows` had them to make `stats`.
+        noise: [R] fp32 in [0, 1).
+
+    Returns:
+        [R] int64, -1 for void rows.
+    """
+    if logits.is_cuda:
+        from specdec_kernels.logits_triton import sample_logits_triton
+
+        return sample_logits_triton(logits, stats, temperature, noise)
+    return sample_logits_reference(logits, temperature, top_k, top_p, noise)
+
+
+def reject_logits(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_logits: Tensor,
+    draft_rows: Tensor,
+    target_logits: Tensor,
+    target: LogitRows,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """`rejection_sample` over logits: no probabilities are stored.
+
+    Args:
+        draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
+        lens: [B] int64 or int32, 0..K, drafted tokens of each row.
+        draft_logits: [B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V'
+            have probability 0.
+        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`.
+        target_logits: [B, K + 1, V] of any of these types, rows contiguous.
+        target: `logit_rows` of the B * (K + 1) rows.
+        temperature, top_k, top_p: As `logit_rows` had them.
+        accept_noise: [B, K] fp32 in [0, 1).
+        sample_noise: [B, K + 1] fp32 in [0, 1).
+
+    Returns:
+        tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted [B]
+        int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
+        where a row of the target's up to `lens` is void.
+    """
+    if target_logits.is_cuda:
+        from specdec_kernels.logits_triton import reject_logits_triton
+
+        return reject_logits_triton(
+            draft_tokens,
+            lens,
+            draft_logits,
+            draft_rows,
+            target_logits,
+            target,
+            temperature,
+            accept_noise,
+            sample_noise,
+        )
+    return reject_logits_reference(
+        draft_tokens,
+        lens,
+        draft_logits,
+        target_logits,
+        temperature,
+        top_k,
+        top_p,
+        accept_noise,
+        sample_noise,
+    )

@@ -2,11 +2,11 @@
 
     python scripts/proofs/greedy.py --jobs 2
 
-Runs every bundled prompt through every combination of proposal length, draft and batch size, and
-compares token ids with the target decoded alone by transformers. Then compares the proposed and
-accepted counts of every round with transformers' assisted generation. Prints a table; exits 1 on
-any mismatch. The whole takes hours of one core; `--prompts`, `--k`, `--drafts` and `--batch`
-select a part.
+Runs every bundled prompt through every combination of proposal length, proposer (a draft, or
+ngram: prompt lookup) and batch size, and compares token ids with the target decoded alone by
+transformers. Then compares the proposed and accepted counts of every round with transformers'
+assisted generation and its prompt lookup. Prints a table; exits 1 on any mismatch. The whole takes
+about an hour of one core; `--prompts`, `--k`, `--proposers` and `--batch` select a part.
 """
 
 import argparse
@@ -18,18 +18,20 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-DRAFTS: dict[str, dict[str, object]] = {
+PROPOSERS: dict[str, dict[str, object]] = {
     "demo": {"draft.model": "demo:draft"},
     "distilled": {"draft.model": "demo:draft-distilled"},
     "unrelated": {"draft.model": "demo:draft", "draft.load_format": "dummy"},
     "same": {"draft.model": "demo:target"},
+    "ngram": {"speculation.method": "ngram", "speculation.ngram_max": 3},
 }
+LONGEST = 3  # the n-grams of transformers' prompt lookup, as above
 
 
 @dataclass(frozen=True)
 class Case:
     k: int
-    draft: str
+    proposer: str
     batch_size: int
     prompts: int
     new_tokens: int
@@ -80,7 +82,7 @@ def run_engine(case: Case) -> list[Any]:
         "speculation.num_speculative_tokens": case.k,
         "sampling.max_new_tokens": case.new_tokens,
         "sampling.temperature": 0.0,
-        **DRAFTS[case.draft],
+        **PROPOSERS[case.proposer],
     }
     planned = plan(load_recipe(None, overrides))
     ids = [tuple(planned.tokenizer.encode(text)) for text in read_prompts(case.prompts)]
@@ -98,7 +100,7 @@ def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
     accepted = sum(map(sum, (s.accepted_per_round for s in seqs)))
     return {
         "k": case.k,
-        "draft": case.draft,
+        "proposer": case.proposer,
         "batch": case.batch_size,
         "tokens": sum(len(s.output_ids) for s in seqs),
         "differ": differ,
@@ -107,8 +109,11 @@ def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
     }
 
 
-def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
-    """Rounds of the engine against those of transformers, EOS ignored in both."""
+def check_rounds(proposer: str, k: int, count: int, new_tokens: int) -> dict[str, Any]:
+    """Rounds of the engine against those of transformers, EOS ignored in both.
+
+    proposer: "demo" against assisted generation, "ngram" against prompt lookup.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -116,7 +121,7 @@ def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
     from specdec_cli.engine.build import build, plan
     from specdec_cli.engine.loop import Request
     from specdec_cli.recipe import load_recipe
-    from tests.support import assisted_rounds
+    from tests.support import assisted_rounds, lookup_rounds
 
     texts = read_prompts(count)
     overrides = {
@@ -125,7 +130,7 @@ def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
         "speculation.num_speculative_tokens": k,
         "sampling.max_new_tokens": new_tokens,
         "sampling.ignore_eos": True,
-        **DRAFTS["demo"],
+        **PROPOSERS[proposer],
     }
     planned = plan(load_recipe(None, overrides))
     ids = [tuple(planned.tokenizer.encode(text)) for text in texts]
@@ -133,10 +138,14 @@ def check_assisted(k: int, count: int, new_tokens: int) -> dict[str, Any]:
     seqs = engine.run([Request(i, p) for i, p in enumerate(ids)], k, planned.params).seqs
     ours = [list(zip(s.proposed_per_round, s.accepted_per_round, strict=True)) for s in seqs]
     model, _ = oracle()
-    folder = demo_path(str(DRAFTS["demo"]["draft.model"]))
-    assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    theirs = [assisted_rounds(model, assistant, list(p), k, new_tokens)[1] for p in ids]
+    if proposer == "ngram":
+        theirs = [lookup_rounds(model, list(p), k, LONGEST, new_tokens)[1] for p in ids]
+    else:
+        folder = demo_path(str(PROPOSERS[proposer]["draft.model"]))
+        assistant = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        theirs = [assisted_rounds(model, assistant, list(p), k, new_tokens)[1] for p in ids]
     return {
+        "proposer": proposer,
         "k": k,
         "rounds": sum(map(len, theirs)),
         "accepted": sum(a for rounds in theirs for _, a in rounds),
@@ -150,7 +159,12 @@ def main() -> int:
     parser.add_argument("--prompts", type=int, default=200)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--k", type=int, nargs="+", default=list(range(7)))
-    parser.add_argument("--drafts", nargs="+", default=["demo", "unrelated", "same"])
+    parser.add_argument(
+        "--proposers",
+        nargs="+",
+        choices=PROPOSERS,
+        default=["demo", "unrelated", "same", "ngram"],
+    )
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--assisted-prompts", type=int, default=40)
     args = parser.parse_args()
@@ -173,33 +187,34 @@ def main() -> int:
         # The longest first, so that no core waits for one of them at the end.
         cases = sorted(
             (
-                Case(k, draft, b, args.prompts, args.new_tokens)
+                Case(k, proposer, b, args.prompts, args.new_tokens)
                 for k in args.k
-                for draft in args.drafts
+                for proposer in args.proposers
                 for b in args.batch
             ),
-            key=lambda c: (c.draft != "same", c.batch_size, c.draft != "unrelated", -c.k),
+            key=lambda c: (c.proposer != "same", c.batch_size, c.proposer != "unrelated", -c.k),
         )
-        assisted = [
-            pool.submit(check_assisted, k, args.assisted_prompts, args.new_tokens)
+        rounds = [
+            pool.submit(check_rounds, proposer, k, args.assisted_prompts, args.new_tokens)
+            for proposer in ("demo", "ngram")
             for k in args.k
-            if k and args.assisted_prompts
+            if k and args.assisted_prompts and proposer in args.proposers
         ]
         results = list(pool.map(check, cases, [want] * len(cases)))
     bad = 0
-    print("  k  draft      batch  tokens  length  seconds  prompts that differ")
-    for r in sorted(results, key=lambda r: (r["draft"], r["batch"], r["k"])):
+    print("  k  proposer   batch  tokens  length  seconds  prompts that differ")
+    for r in sorted(results, key=lambda r: (r["proposer"], r["batch"], r["k"])):
         bad += len(r["differ"])
         print(
-            f"{r['k']:3}  {r['draft']:<9}  {r['batch']:5}  {r['tokens']:6}  "
+            f"{r['k']:3}  {r['proposer']:<9}  {r['batch']:5}  {r['tokens']:6}  "
             f"{r['mean_acceptance_length']:6.3f}  {r['seconds']:7}  {r['differ'] or 'none'}"
         )
     print(f"{len(results)} cases x {args.prompts} prompts: {bad} mismatches")
-    for future in assisted:
+    for future in rounds:
         r = future.result()
         bad += len(r["differ"])
         print(
-            f"assisted k={r['k']}: {r['rounds']} rounds, {r['accepted']} accepted, "
+            f"rounds of {r['proposer']} k={r['k']}: {r['rounds']}, {r['accepted']} accepted, "
             f"prompts that differ: {r['differ'] or 'none'}"
         )
     return 1 if bad else 0

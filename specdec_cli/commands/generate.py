@@ -15,7 +15,7 @@ from specdec_cli import demo
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.prompts import Prompt, read_prompts
+from specdec_cli.prompts import Prompt, as_conversations, read_prompts
 
 Prompts = Annotated[
     list[str] | None,
@@ -25,12 +25,28 @@ PromptFile = Annotated[
     str | None,
     typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
 ]
+Chat = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat/--no-chat",
+        help="Put prompts through the target's chat template; without either, only messages.",
+        show_default=False,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="Open every conversation with this; implies --chat."
+    ),
+]
 
 
 def generate(
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
+    chat: Chat = None,
+    system: System = None,
     target: options.Target = None,
     draft: options.Draft = None,
     target_tp: options.TargetTP = None,
@@ -79,7 +95,11 @@ def generate(
         "block_size": block_size,
     }
     resolved = options.resolve(recipe, sets, chosen)
-    prompts, data = _prompts(prompt or [], prompt_file, resolved.data)
+    use_chat, opening = _chat_of(chat, system, resolved.data)
+    found, data = _prompts(prompt or [], prompt_file, resolved.data)
+    prompts = as_conversations(found, use_chat, opening)
+    if data is not None:
+        data = data.model_copy(update={"chat": use_chat, "system": opening})
     resolved = resolved.model_copy(update={"data": data})
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
@@ -118,9 +138,27 @@ def generate(
         compared = job.plan.k > 0 and sys.stderr.isatty()
         is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
         print_summary(
-            result.metrics, baseline(engine, job, outputs) if compared else None, tinted=is_tinted
+            result.metrics,
+            baseline(engine, job, outputs) if compared else None,
+            tinted=is_tinted,
+            synthetic=job.plan.is_synthetic,
         )
     raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
+
+
+def _chat_of(
+    chat: bool | None, system: str | None, data: "specdec_cli.recipe.DataSection | None"
+) -> tuple[str, str | None]:
+    """`data.chat` and `data.system`, of whatever prompts, as the options change them."""
+    if chat is False:
+        if system is not None:
+            raise UsageError("--no-chat and --system: a system message needs the chat template")
+        return "off", None
+    if system is None and data is not None:
+        system = data.system
+    if chat or system is not None:
+        return "on", system
+    return (data.chat if data is not None else "auto"), None
 
 
 def _prompts(

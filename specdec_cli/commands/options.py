@@ -13,6 +13,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.errors import UsageError
+from specdec_cli.text import inert
 
 _MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Writing", "Running", "Recipe and output"
 
@@ -238,8 +239,17 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
     return overrides
 
 
+class _InertFormatter(logging.Formatter):
+    """Log lines may hold names of files and models."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return inert(super().format(record))
+
+
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:
     """One logger, on stderr: errors with -q, everything with -v, otherwise warnings."""
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     level = logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING
     logging.getLogger("specdec").setLevel(level)

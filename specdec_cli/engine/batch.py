@@ -38,7 +38,7 @@ class ForwardBatch:
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
     offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including
     this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], the packed rows whose
-    logits are wanted.
+    logits are wanted, None for all.
     """
 
     token_ids: torch.Tensor
@@ -48,7 +48,7 @@ class ForwardBatch:
     context_lens: torch.Tensor
     block_tables: torch.Tensor
     max_query_len: int
-    logit_rows: torch.Tensor
+    logit_rows: torch.Tensor | None
     plan: ops.GatherPlan | None
 
 

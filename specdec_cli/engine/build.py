@@ -2,17 +2,21 @@
 
 import os
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine, Proposer, Request
+from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
+from specdec_cli.models.fused import fuse, is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -36,7 +40,8 @@ class Permissions:
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    `draft` is None when nothing is to be proposed.
+    `draft` is None when no draft model is to propose. shared_bytes: weights that are not loaded for
+    the draft, because it borrows the target's.
     """
 
     recipe: Recipe
@@ -45,17 +50,75 @@ class Plan:
     draft: Description | None
     tokenizer: Tokenizer
     max_model_len: int
+    shared_bytes: int = 0
 
     @property
     def k(self) -> int:
-        return self.recipe.speculation.num_speculative_tokens if self.draft is not None else 0
+        speculation = self.recipe.speculation
+        proposes = self.draft is not None or speculation.method == "ngram"
+        return speculation.num_speculative_tokens if proposes else 0
+
+    @property
+    def proposer(self) -> str | None:
+        """Whom the recipe has propose, whatever k: the draft's name, "ngram", or None."""
+        if self.recipe.speculation.method == "draft_model" and self.recipe.draft is not None:
+            return self.recipe.draft.model
+        return "ngram" if self.recipe.speculation.method == "ngram" else None
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What the draft borrows of the target's weights."""
+        if self.draft is None or self.recipe.draft is None:
+            return ()
+        return tuple(dict.fromkeys(self.recipe.draft.share))
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether proposals are accepted at given rates, so that the text is not the target's."""
+        return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
+
+    @property
+    def no_cuda_graphs(self) -> str | None:
+        """Why rounds are not replayed as CUDA graphs, or None when they are."""
+        if self.recipe.run.cuda_graphs == "off":
+            return "as asked"
+        if self.device.type != "cuda":
+            return "the device is a CPU"
+        if self.k and self.draft is None:
+            return "n-gram proposals are made on the host"
+        return None
+
+    @property
+    def compiled(self) -> list[str]:
+        """Roles of the models whose padded passes are compiled; the others' layers are fused."""
+        wanted = self.recipe.run.compile
+        if wanted == "off" or self.no_cuda_graphs is not None:
+            return []
+        models = [d for d in (self.target, self.draft) if d is not None]
+        return [d.spec.role for d in models if wanted == "on" or not is_fusable(d.module)]
+
+    @property
+    def _no_compile(self) -> str:
+        """Why nothing is compiled."""
+        if self.recipe.run.compile == "off":
+            return "as asked"
+        return self.no_cuda_graphs or "layers are fused instead"
 
     @property
     def execution(self) -> dict[str, str]:
         """How passes are run, and why, for the record of a run's environment."""
-        how = {"compile": "off: not in this version", "cuda_graphs": "off: not in this version"}
-        if self.k and self.recipe.speculation.acceptance == "synthetic":
+        graphs = self.no_cuda_graphs
+        how = {
+            "compile": f"on: {', '.join(self.compiled)}"
+            if self.compiled
+            else f"off: {self._no_compile}",
+            "cuda_graphs": "on: one graph a round" if graphs is None else f"off: {graphs}",
+        }
+        if self.is_synthetic:
             how["acceptance"] = "synthetic: the text is not the target's"
+        if self.shared:
+            saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
+            how["shared"] = f"{', '.join(self.shared)}: {saved}"
         return how
 
     @property
@@ -82,22 +145,29 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     device = resolve_device(recipe.run.device)
     target = describe(_spec("target", recipe.target, permissions), device)
     tokenizer = _tokenizer(target)
-    draft = None
+    draft, shared_bytes = None, 0
     wants_draft = recipe.speculation.method == "draft_model"
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
         draft = describe(_spec("draft", recipe.draft, permissions), device)
         check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
+        shared_bytes = _check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
     descriptions = [target] if draft is None else [target, draft]
     if device.type == "cpu" and sum(d.weight_bytes for d in descriptions) < _ONE_THREAD_BYTES:
         _use_one_thread()
-    return Plan(
+    found = Plan(
         recipe=recipe,
         device=device,
         target=target,
         draft=draft,
         tokenizer=tokenizer,
         max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
+        shared_bytes=shared_bytes,
     )
+    if recipe.run.cuda_graphs == "on" and found.no_cuda_graphs is not None:
+        raise UsageError(f"run.cuda_graphs: on cannot be had: {found.no_cuda_graphs}")
+    if recipe.run.compile == "on" and not found.compiled:
+        raise UsageError(f"run.compile: on cannot be had: {found.no_cuda_graphs}")
+    return found
 
 
 def build(plan: Plan, longest_prompt: int) -> Engine:
@@ -110,7 +180,13 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
     block_size = recipe.cache.block_size
     descriptions = [d for d in (plan.target, plan.draft) if d is not None]
     try:
-        modules = [load(d, device) for d in descriptions]
+        modules = [load(plan.target, device)]
+        if plan.draft is not None:
+            borrowed = _borrowed(plan.draft.module, modules[0], plan.shared)
+            modules.append(load(plan.draft, device, borrowed))
+        for described, module in zip(descriptions, modules, strict=True):
+            if described.spec.role not in plan.compiled:
+                fuse(module, plan.max_model_len)
         num_blocks = recipe.cache.num_blocks or choose_num_blocks(
             CacheNeed(
                 batch_size=recipe.run.batch_size,
@@ -127,25 +203,38 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
     target = TargetScorer(PagedModel(modules[0], caches[0]))
-    draft = None
+    proposer: Proposer | None = None
     if plan.draft is not None:
         narrower = plan.draft.vocab_size < plan.target.vocab_size
         model = PagedModel(modules[1], caches[1], foreign_ids=narrower)
-        draft = DraftWorker(model, plan.target.vocab_size, plan.draft.max_len)
+        proposer = DraftWorker(model, plan.target.vocab_size, plan.draft.max_len)
+    elif plan.k:
+        longest, shortest = recipe.speculation.ngram_max, recipe.speculation.ngram_min
+        proposer = NgramProposer(longest, shortest, plan.target.vocab_size, device)
+    models = {"target": target.model}
+    if isinstance(proposer, DraftWorker):
+        models["draft"] = proposer.model
+    for role in plan.compiled:
+        models[role].compiled = CompiledForward(models[role].module, role)
     engine = Engine(
         target,
-        draft,
+        proposer,
         BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
         synthetic=_synthetic(recipe.speculation) if plan.k else None,
+        pipelined=plan.no_cuda_graphs is None,
     )
     if device.type == "cuda" and recipe.run.warmup:
-        # Kernels are compiled at their first launch, which would count as the first prompt's time.
-        params = replace(plan.params, ignore_eos=True, max_new_tokens=2 * (plan.k + 1))
-        engine.run([Request(0, (0,) * _WARM_UP_PROMPT)], plan.k, params)
+        # Kernels are compiled at their first launch, and rounds captured, which would count as the
+        # first prompt's time.
+        params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
+        try:
+            engine.run([Request(0, (0,) * _WARM_UP_PROMPT)], plan.k, params)
+        except CompileError as problem:
+            raise cannot_compile(problem) from problem
     return engine
 
 
@@ -202,6 +291,46 @@ def _tokenizer(model: Description) -> Tokenizer:
     )
 
 
+def _borrowed(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
+    """The target's weights that the draft module is to use, by their names in the draft.
+
+    Weights only, never modules: some families scale inside theirs.
+    """
+    names = {id(module): name for name, module in draft.named_modules()}
+    found = {}
+    for what in share:
+        ours, theirs = (
+            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
+            for m in (draft, target)
+        )
+        found[f"{names[id(ours)]}.weight"] = theirs.weight
+    return found
+
+
+def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
+    """Bytes of the draft's weights that need not be loaded when it borrows the target's.
+
+    Both are on meta. Raises `SetupError` where shapes or dtypes differ.
+    """
+    own = dict(draft.module.named_parameters(remove_duplicate=False))
+    borrowed = _borrowed(draft.module, target.module, share)
+    for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
+        ours = own.pop(name)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise SetupError(
+                f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
+                f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
+                f"shapes and dtypes must agree; take {what} out of draft.share",
+            )
+    # A tied weight is still loaded when only one of its two uses is borrowed.
+    loaded: dict[int, int] = {id(p): p.numel() * p.element_size() for p in own.values()}
+    return draft.weight_bytes - sum(loaded.values())
+
+
+def _shape(weight: torch.Tensor) -> str:
+    return f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+
+
 def _use_one_thread() -> None:
     """Unless the user has chosen a number of threads."""
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
@@ -222,11 +351,7 @@ def _synthetic(speculation: SpeculationSection) -> SyntheticAcceptance | None:
 def _refuse_unbuilt(recipe: Recipe) -> None:
     """Say clearly what the recipe format has and this version does not run yet."""
     asked = {
-        f"speculation.method: {recipe.speculation.method}": recipe.speculation.method == "ngram",
         "target.tensor_parallel_size > 1": recipe.target.tensor_parallel_size > 1,
-        "draft.share": recipe.draft is not None and bool(recipe.draft.share),
-        "run.compile: on": recipe.run.compile == "on",
-        "run.cuda_graphs: on": recipe.run.cuda_graphs == "on",
     }
     for what, is_asked in asked.items():
         if is_asked:

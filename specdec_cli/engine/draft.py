@@ -55,12 +55,13 @@ class DraftWorker:
                 # A -1, from logits that are not finite, is reported by verification.
                 last = token_ids[rows, step - 1 : step].clamp(min=0)
                 logits = self.model.forward(spans, [1] * len(active), last)
-            q = to_probs(self._fit(logits), params)
+            q = to_probs(self.fit(logits), params)
             token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])
             probs[rows, step] = q
         return Proposal(token_ids, lens, probs)
 
-    def _fit(self, logits: torch.Tensor) -> torch.Tensor:
+    def fit(self, logits: torch.Tensor) -> torch.Tensor:
+        """Logits [N, V] over the target's vocabulary."""
         own = logits.shape[-1]
         if own > self.target_vocab:
             return logits[:, : self.target_vocab]

@@ -5,7 +5,7 @@ is handed in.
 """
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -13,19 +13,25 @@ from typing import Protocol
 import torch
 
 from specdec_cli.engine.batch import Span
-from specdec_cli.engine.draft import no_proposal
+from specdec_cli.engine.draft import DraftWorker, no_proposal
 from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.metrics import Metrics, RunClock, summarise
+from specdec_cli.engine.padded import RoundRule
+from specdec_cli.engine.pipeline import Pipeline
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence, Verdict
-from specdec_cli.engine.verify import verify
+from specdec_cli.engine.verify import check_finite, verify
 
 
 class Proposer(Protocol):
-    """What a round needs of a proposer; see `engine.draft.DraftWorker`."""
+    """What a round needs of a proposer: `engine.draft.DraftWorker`, `engine.ngram.NgramProposer`.
+
+    `propose` is asked for lens[b] tokens of sequence b and says in the proposal's own `lens` how
+    many it found; no sequence may get more than was asked.
+    """
 
     max_len: int
 
@@ -71,6 +77,7 @@ class Run:
     params: SamplingParams
     scheduler: Scheduler
     clock: RunClock
+    pipeline: Pipeline | None = None
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
 
@@ -88,7 +95,8 @@ class Engine:
 
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. synthetic: accept by given rates instead of by
-    rejection sampling; the output is then not the target's.
+    rejection sampling; the output is then not the target's. pipelined: run padded rounds, launched
+    one ahead of the host (as graphs on CUDA), where the proposer is a model or k = 0.
     """
 
     def __init__(
@@ -102,6 +110,7 @@ class Engine:
         prefill_chunk: int,
         eos_ids: frozenset[int],
         synthetic: SyntheticAcceptance | None = None,
+        pipelined: bool = False,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -111,6 +120,8 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.eos_ids = eos_ids
         self.synthetic = synthetic
+        self.pipelined = pipelined
+        self._pipelines: dict[Hashable, Pipeline] = {}
 
     def run(
         self,
@@ -134,6 +145,8 @@ class Engine:
                 if emissions and on_emit is not None:
                     on_emit(emissions)
         finally:
+            if run.pipeline is not None:
+                run.pipeline.discard()
             run.scheduler.release_all()
         run.clock.finish()
         return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
@@ -146,16 +159,22 @@ class Engine:
         run = Run(k, params, scheduler, RunClock(self.target.model.device))
         for request in requests:
             self._add(run, request)
+        if self.pipelined and run.seqs and (k == 0 or isinstance(self.draft, DraftWorker)):
+            run.pipeline = self._pipeline(run)
         return run
 
     def step(self, run: Run) -> list[Emission]:
         """Advance by one round, or fill the caches of newly admitted sequences."""
         started = time.perf_counter()
+        if self._must_settle(run):
+            return self._collect(run)
         for seq in run.scheduler.admit():
             seq.admitted_at = seq.admitted_at or started
         if prefilling := [s for s in run.scheduler.running if s.needs_prefill]:
             self._prefill(run, prefilling, started)
             return []
+        if run.pipeline is not None:
+            return self._step_ahead(run, run.pipeline)
         seqs, lens = run.scheduler.reserve()
         noise = self._noise(run, seqs, max(lens))
         with run.clock.stage("draft"):
@@ -164,8 +183,75 @@ class Engine:
             scores = self.target.score(seqs, proposal, run.params)
         with run.clock.stage("sample"):
             decide = verify if self.synthetic is None else self.synthetic.verify
-            verdict = decide(proposal, scores, noise)
-        return self._apply(run, seqs, lens, verdict, started)
+            verdict = decide(proposal, scores, noise.first(proposal.token_ids.shape[1]))
+        # A proposer may propose less than it was asked for, but never more.
+        now = time.perf_counter()
+        return self._apply(run, seqs, proposal.lens, verdict, now - started, now)
+
+    def _step_ahead(self, run: Run, pipeline: Pipeline) -> list[Emission]:
+        """Launch a round; then apply the one before it, if there is one in flight."""
+        if not pipeline.in_flight:
+            seqs, _ = run.scheduler.reserve()
+            pipeline.load(seqs, run.params.seed)
+            pipeline.launch()
+            return []
+        pipeline.grow(run.scheduler.extend_ahead(run.k + 1))
+        pipeline.launch()
+        return self._collect(run)
+
+    def _must_settle(self, run: Run) -> bool:
+        """Whether the round in flight has to be applied before anything else is done.
+
+        So it is when sequences are to come or to be preempted, for which the host has to know
+        where all of them stand, and when another round would find every sequence finished.
+        """
+        if run.pipeline is None or not run.pipeline.in_flight:
+            return False
+        scheduler = run.scheduler
+        return (
+            scheduler.can_admit()
+            or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
+            or scheduler.is_short(run.k + 1)
+        )
+
+    def _collect(self, run: Run) -> list[Emission]:
+        """Apply the oldest round in flight; what finished sequences did in it does not count."""
+        assert run.pipeline is not None
+        done = run.pipeline.collect()
+        live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
+        if not live:
+            return []
+        accepted = [done.accepted[b] for b in live]
+        check_finite(accepted)
+        verdict = Verdict([done.tokens[b][: done.accepted[b] + 1] for b in live], accepted)
+        run.clock.add_stages(done.stage_ms)
+        seqs, lens = [done.seqs[b] for b in live], [done.lens[b] for b in live]
+        return self._apply(run, seqs, lens, verdict, done.seconds, done.read_at)
+
+    def _pipeline(self, run: Run) -> Pipeline:
+        """The padded rounds for a run, captured once for each rule."""
+        k, params, target = run.k, run.params, self.target
+        key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
+        if key not in self._pipelines:
+            device = target.model.device
+            rates = None
+            if self.synthetic is not None and k:
+                rates = torch.tensor(self.synthetic.rates(k), device=device)
+            eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
+            draft = self.draft if k and isinstance(self.draft, DraftWorker) else None
+            rule = RoundRule(
+                k=k,
+                params=params,
+                draft_max_len=min(draft.max_len, self.max_model_len) if draft is not None else 0,
+                max_model_len=self.max_model_len,
+                eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
+                rates=rates,
+            )
+            # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
+            held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
+            columns = held + self.allocator.blocks_for(k + 1)
+            self._pipelines[key] = Pipeline(target, draft, rule, self.batch_size, columns)
+        return self._pipelines[key]
 
     def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
         """Feed both models one chunk of what lies before the last token of `seqs`.
@@ -215,11 +301,18 @@ class Engine:
         return self.draft.propose(seqs, lens, noise, run.params)
 
     def _apply(
-        self, run: Run, seqs: list[Sequence], lens: list[int], verdict: Verdict, started: float
+        self,
+        run: Run,
+        seqs: list[Sequence],
+        lens: list[int],
+        verdict: Verdict,
+        seconds: float,
+        now: float,
     ) -> list[Emission]:
-        """Append what was decided, move both cache lengths, finish or trim each sequence."""
-        now = time.perf_counter()
-        seconds = now - started
+        """Append what was decided, move both cache lengths, finish or trim each sequence.
+
+        seconds: the round's time. now: when it ended, on the host's clock.
+        """
         run.clock.add_round(seconds, proposed=max(lens) > 0)
         emissions = []
         for seq, k, tokens, accepted in zip(
@@ -240,11 +333,14 @@ class Engine:
             seq.decode_seconds += seconds / len(seqs)
             seq.first_token_at = seq.first_token_at or now
             emissions.append(Emission(seq, tokens[:keep], kept))
-            if seq.finish_reason is None:
-                run.scheduler.trim(seq)
-            else:
+            if seq.finish_reason is not None:
                 seq.finished_at = now
                 run.scheduler.finish(seq)
+                if seq.finish_reason == "stop" and run.pipeline is not None:
+                    # Only the host sees stop strings; its blocks may go to others now.
+                    run.pipeline.stop(seq)
+            elif run.pipeline is None:
+                run.scheduler.trim(seq)
         return emissions
 
     def _finish_reason(self, run: Run, seq: Sequence, tokens: list[int]) -> int:

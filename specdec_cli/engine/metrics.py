@@ -152,6 +152,11 @@ class RunClock:
         if on_cuda:
             torch.cuda.nvtx.range_pop()
 
+    def add_stages(self, milliseconds: Values[float]) -> None:
+        """Add times of a round's stages that were measured elsewhere, in the order of STAGES."""
+        for name, spent in zip(STAGES, milliseconds, strict=True):
+            self.stage_ms[name] += spent
+
     def add_round(self, seconds: float, proposed: bool) -> None:
         """Record a finished round and its time on the host's clock."""
         self.num_rounds += 1

@@ -1,17 +1,12 @@
-"""From logits to a distribution, and the random numbers that draw from it.
-
-`to_probs` is the only place in the project that turns logits into a distribution; the draft's q
-and the target's p both come from it, so the acceptance test compares like with like.
-"""
+"""From logits to a distribution, and the random numbers that draw from it."""
 
 from enum import IntEnum
 
 import torch
+from specdec_kernels.logits import to_probs as logits_to_probs
+from specdec_kernels.noise import uniform_reference
 
 from specdec_cli.engine.types import RoundNoise, SamplingParams
-
-_MASK = 0xFFFFFFFF
-_PHILOX_ROUNDS = 10
 
 
 class Purpose(IntEnum):
@@ -25,52 +20,10 @@ class Purpose(IntEnum):
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    Temperature, then top-k, then top-p, in the order and with the tie rules of transformers'
-    generation: top-k keeps ties with the k-th value, top-p keeps the smallest set whose mass
-    reaches `top_p` and at least one token. Temperature 0 is the one-hot at the first maximum.
-    A row with a NaN or +inf has a NaN for its sum, which verification reports.
+    See `specdec_kernels.logits.to_probs`, the one definition; padded rounds follow it too, without
+    storing probabilities.
     """
-    logits = logits.float()
-    if params.temperature == 0.0:
-        best = logits.argmax(dim=-1, keepdim=True)
-        # NaN compares as the maximum; its value, copied in, marks the row.
-        value = logits.gather(-1, best)
-        return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
-    # Shifting first keeps tiny temperatures finite: the maximum stays 0. fp32 has no number below
-    # `tiny` to divide by.
-    temperature = max(params.temperature, torch.finfo(torch.float32).tiny)
-    logits = (logits - logits.amax(dim=-1, keepdim=True)) / temperature
-    vocab = logits.shape[-1]
-    if 0 < params.top_k < vocab:
-        kth = logits.topk(params.top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
-    if params.top_p < 1.0:
-        ascending, order = logits.sort(dim=-1)
-        drop = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1.0 - params.top_p
-        drop[..., -1] = False
-        logits = logits.masked_fill(drop.scatter(-1, order, drop), float("-inf"))
-    return logits.softmax(dim=-1)
-
-
-def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
-
-    counter: int64 [..., 4], key: int64 [..., 2], each entry an unsigned 32-bit word.
-    Returns int64 [..., 4] of unsigned 32-bit words. Works on any device.
-    """
-    c0, c1, c2, c3 = counter.unbind(-1)
-    k0, k1 = key.unbind(-1)
-    for _ in range(_PHILOX_ROUNDS):
-        # int64 products wrap, which keeps all 64 bits; masking undoes the sign extension.
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
-        c0, c1, c2, c3 = (
-            ((p1 >> 32) & _MASK) ^ c1 ^ k0,
-            p1 & _MASK,
-            ((p0 >> 32) & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
-        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
-    return torch.stack((c0, c1, c2, c3), dim=-1)
+    return logits_to_probs(logits, params.temperature, params.top_k, params.top_p)
 
 
 def uniform(
@@ -81,12 +34,7 @@ def uniform(
     The position is that of the token being decided. Batch, order, preemption and shards do not
     enter, so they cannot change what is sampled. Arguments broadcast; int64.
     """
-    index, position, purpose = torch.broadcast_tensors(index, position, purpose)
-    zero = torch.zeros_like(index)
-    counter = torch.stack((position, purpose, zero, zero + ((seed >> 32) & _MASK)), dim=-1)
-    key = torch.stack((zero + (seed & _MASK), index & _MASK), dim=-1)
-    word = philox(counter, key)[..., 0]
-    return (word >> 8).to(torch.float32) * 2.0**-24
+    return uniform_reference(torch.tensor(seed), index, position, purpose)
 
 
 def round_noise(

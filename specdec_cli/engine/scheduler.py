@@ -50,13 +50,10 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self.batch_size:
             seq = self.waiting[0]
-            length = self._next_length(seq)
-            # One spare block for each running sequence, or the newcomer would soon be preempted.
-            spare = len(self.running)
-            if self.allocator.blocks_for(length) + spare > self.allocator.num_free:
+            if self._admission_blocks(seq) > self.allocator.num_free:
                 break
             self.waiting.popleft()
-            self.allocator.extend(seq.block_table, length)
+            self.allocator.extend(seq.block_table, self._next_length(seq))
             self.running.append(seq)
             admitted.append(seq)
         return admitted
@@ -82,6 +79,33 @@ class Scheduler:
             taking_part.append(seq)
         return taking_part, [self.proposal_len(s) for s in taking_part]
 
+    def can_admit(self) -> bool:
+        """Whether `admit` would admit anything."""
+        if not self.waiting or len(self.running) >= self.batch_size:
+            return False
+        return self._admission_blocks(self.waiting[0]) <= self.allocator.num_free
+
+    def is_short(self, ahead: int) -> bool:
+        """Whether `extend_ahead` lacks blocks."""
+        missing = sum(
+            self.allocator.missing(s.block_table, self._length_ahead(s, ahead))
+            for s in self.running
+        )
+        return missing > self.allocator.num_free
+
+    def extend_ahead(self, ahead: int) -> list[tuple[Sequence, list[int]]]:
+        """Blocks for a round that begins up to `ahead` tokens past what the host knows.
+
+        The caller has checked `is_short`. Returns the blocks that were added to each table.
+        """
+        added = []
+        for seq in self.running:
+            before = len(seq.block_table)
+            self.allocator.extend(seq.block_table, self._length_ahead(seq, ahead))
+            if len(seq.block_table) > before:
+                added.append((seq, seq.block_table[before:]))
+        return added
+
     def trim(self, seq: Sequence) -> None:
         """Release the blocks that rejected proposals were written to."""
         self.allocator.shrink(seq.block_table, len(seq.tokens))
@@ -99,6 +123,15 @@ class Scheduler:
 
     def _next_length(self, seq: Sequence) -> int:
         return len(seq.tokens) + self.proposal_len(seq)
+
+    def _admission_blocks(self, seq: Sequence) -> int:
+        # One spare block for each running sequence, or the newcomer would soon be preempted.
+        return self.allocator.blocks_for(self._next_length(seq)) + len(self.running)
+
+    def _length_ahead(self, seq: Sequence, ahead: int) -> int:
+        """Most tokens that the cache may have to hold; the last token's are never needed."""
+        n = len(seq.tokens)
+        return max(n, min(n + ahead + self.k, seq.max_tokens - 1))
 
     def _preempt(self, seq: Sequence) -> None:
         self.allocator.shrink(seq.block_table, 0)

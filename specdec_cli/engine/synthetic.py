@@ -7,6 +7,7 @@ from specdec_kernels import ops
 
 from specdec_cli.engine.types import Proposal, RoundNoise, Scores, Verdict
 from specdec_cli.engine.verify import read_verdict
+from specdec_cli.errors import UsageError
 
 _LONGEST_PROPOSAL = 1024
 
@@ -40,12 +41,22 @@ class SyntheticAcceptance:
             low, high = (rate, high) if sum(rate**i for i in range(k + 1)) < length else (low, rate)
         return cls((high,) * _LONGEST_PROPOSAL)
 
+    def rates(self, k: int) -> tuple[float, ...]:
+        """The conditional rates of k places. Raises `UsageError` when fewer were given."""
+        if k > len(self.conditional):
+            raise UsageError(
+                f"{k} tokens are proposed a round and there are {len(self.conditional)} "
+                "synthetic_acceptance_rates",
+                "give a rate for every position, or synthetic_acceptance_length",
+            )
+        return self.conditional[:k]
+
     def verify(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
         """Like `verify`, with the places' rates in place of p / q."""
         device, k = scores.probs.device, proposal.token_ids.shape[1]
         batch = torch.arange(len(proposal.lens), device=device)
         lens = torch.tensor(proposal.lens).to(device, non_blocking=True)
-        rates = torch.tensor(self.conditional[:k]).to(device, non_blocking=True)
+        rates = torch.tensor(self.rates(k)).to(device, non_blocking=True)
         drafted = torch.arange(k, device=device) < lens[:, None]
         accepted = (drafted & (noise.accept < rates)).long().cumprod(dim=1).sum(dim=1)
         own = ops.sample_categorical(scores.probs[batch, accepted], noise.sample[batch, accepted])

@@ -128,3 +128,7 @@ class RoundNoise:
     draft: torch.Tensor
     accept: torch.Tensor
     sample: torch.Tensor
+
+    def first(self, k: int) -> "RoundNoise":
+        """The numbers of a round that proposes k tokens, K or fewer."""
+        return RoundNoise(self.draft[:, :k], self.accept[:, :k], self.sample[:, : k + 1])

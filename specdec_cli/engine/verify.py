@@ -34,13 +34,18 @@ def read_verdict(tokens: torch.Tensor, accepted: torch.Tensor) -> Verdict:
     -2 where the draft's were not. Raises `RunError` for these.
     """
     counts: list[int] = accepted.tolist()
+    check_finite(counts)
+    rows: list[list[int]] = tokens.tolist()
+    return Verdict(
+        tokens=[row[: a + 1] for row, a in zip(rows, counts, strict=True)], accepted=counts
+    )
+
+
+def check_finite(counts: list[int]) -> None:
+    """Raise `RunError` where a count of accepted proposals is one that says "not finite"."""
     if (worst := min(counts)) < 0:
         raise RunError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
             "(NaN or infinity)",
             "try another dtype (float32 or bfloat16), or check the checkpoint",
         )
-    rows: list[list[int]] = tokens.tolist()
-    return Verdict(
-        tokens=[row[: a + 1] for row, a in zip(rows, counts, strict=True)], accepted=counts
-    )

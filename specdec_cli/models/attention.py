@@ -1,9 +1,11 @@
 """The attention function that transformers' models call, and what it delegates to.
 
 transformers looks up one function by name. That function asks the calling module for the object
-attached to its model, so two models, or a probe and a run, never share state: nothing is global.
+attached to its model, so two models, or a probe and a run, never share state.
 """
 
+import itertools
+import weakref
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +17,21 @@ from specdec_cli.engine.kv_cache import KVCache
 
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"
+
+# What models hand on to attention without changing what it computes. `position_ids` is for
+# kernels that look for packed sequences.
+_WITHOUT_EFFECT = {
+    "dropout",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "use_cache",
+}
+
+
+class NotPlainAttention(Exception):
+    """A layer asked for attention that a paged pass would not give it; says what for."""
 
 
 class Attention(Protocol):
@@ -45,6 +62,12 @@ def attach(model: torch.nn.Module, attention: Attention) -> None:
         module.__dict__[_ATTACHED] = attention
 
 
+def attached(module: torch.nn.Module) -> Attention:
+    """What `attach` put onto a module's model."""
+    attention: Attention = module.__dict__[_ATTACHED]
+    return attention
+
+
 def _dispatch(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -55,23 +78,36 @@ def _dispatch(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature: q, k, v of [1, heads, T, dim]; no mask is ever built.
 
     Window, softcap and sinks are taken from the call alone: some families keep a stale
     `sliding_window` attribute on layers that attend to everything.
     """
-    attention: Attention = module.__dict__[_ATTACHED]
+    if attention_mask is not None:
+        raise NotPlainAttention("its layers compute an attention mask of their own")
+    unknown = {key for key, value in more.items() if value is not None} - _WITHOUT_EFFECT
+    if unknown:
+        raise NotPlainAttention(f"its layers ask for attention with {', '.join(sorted(unknown))}")
+    attention = attached(module)
     layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window, softcap = sliding_window or 0, softcap or 0.0
+    if torch.compiler.is_compiling():
+        assert isinstance(attention, PagedAttention)
+        out = attend_by_handle(
+            attention.handle, layer, query[0], key[0], value[0], scale, window, softcap, s_aux
+        )
+        return out[None], None
     out = attention.attend(
         layer,
         query[0],
         key[0],
         value[0],
-        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        sliding_window=sliding_window or 0,
-        softcap=softcap or 0.0,
+        scale=scale,
+        sliding_window=window,
+        softcap=softcap,
         sinks=s_aux,
     )
     return out[None], None
@@ -82,12 +118,57 @@ def _dispatch(
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 
+# A compiled graph can hold numbers, not objects: it names its attention by number.
+_handles = itertools.count()
+_by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
+
+
+# The cache is written too, but no graph holds it: the data dependence between layers keeps order.
+@torch.library.custom_op("specdec::attend", mutates_args=())
+def attend_by_handle(
+    handle: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    sliding_window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`PagedAttention.attend` as an operator that compiled graphs call and do not look into."""
+    return _by_handle[handle].attend(
+        layer,
+        query,
+        key,
+        value,
+        scale=scale,
+        sliding_window=sliding_window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+@attend_by_handle.register_fake
+def _attend_shape(
+    handle: int,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *_: Any,
+) -> torch.Tensor:
+    return query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
+
+
 class PagedAttention:
     """Writes a pass's keys and values to the cache and attends over it."""
 
     def __init__(self, cache: KVCache) -> None:
         self.cache = cache
         self.batch: ForwardBatch | None = None
+        self.handle = next(_handles)
+        _by_handle[self.handle] = self
 
     def attend(
         self,

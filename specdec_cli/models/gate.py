@@ -10,24 +10,27 @@ import torch
 
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
-from specdec_cli.models.attention import attach
+from specdec_cli.models.attention import NotPlainAttention, attach
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their tables follow the longest position in the batch, so a sequence's logits would depend on
 # its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+# Stored forms of weights that transformers turns back into plain ones, in torch alone.
+_DEQUANTISED = {"fp8", "mxfp4"}
 _PROBE_TOKENS = 3
+_WHAT_WORKS = (
+    "decoder-only families with plain or sliding-window attention work, dense or with experts, "
+    "among them llama, qwen2, qwen3, mistral, mixtral, gemma3, phi3, gpt_oss, deepseek_v3, glm4, "
+    "granite, olmo2, cohere2 and gpt2"
+)
 
 
 class Unsupported(SetupError):
     """The model cannot run in this engine, with the reason."""
 
-    def __init__(self, name: str, reason: str) -> None:
-        super().__init__(
-            f"model {name} is not supported: {reason}",
-            "decoder-only families with plain or sliding-window attention work, among them "
-            "llama, qwen2, qwen3, mistral, gemma2 and gpt2",
-        )
+    def __init__(self, name: str, reason: str, hint: str = _WHAT_WORKS) -> None:
+        super().__init__(f"model {name} is not supported: {reason}", hint)
 
 
 def check_config(config: Any, name: str) -> None:
@@ -45,8 +48,22 @@ def check_config(config: Any, name: str) -> None:
             raise Unsupported(name, f"its rotary embedding is of type {kind}")
         if "mrope_section" in rope:
             raise Unsupported(name, "it uses multimodal rotary embedding (M-RoPE)")
-    if getattr(config, "quantization_config", None) is not None:
-        raise Unsupported(name, "its weights are quantised")
+    method = _quantisation(config)
+    if method is not None and method not in _DEQUANTISED:
+        raise Unsupported(
+            name,
+            f"its weights are quantised ({method})",
+            "take the checkpoint that it was made from; of quantised ones, those stored as "
+            f"{' or '.join(sorted(_DEQUANTISED))} work, and run in the model's dtype",
+        )
+
+
+def _quantisation(config: Any) -> str | None:
+    """How a config says that its weights are stored; None when they are plain numbers."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    return str(stored.get("quant_method") or "in a way that config.json does not name")
 
 
 def _rope_settings(config: Any) -> list[dict[str, Any]]:
@@ -84,24 +101,51 @@ class _Recorder:
 def probe(model: Any, name: str) -> list[LayerShape]:
     """Run a pass on the meta device; returns what each layer caches, in layer order.
 
-    Raises `Unsupported` unless every layer calls the registered attention exactly once.
+    Raises `Unsupported` unless every layer calls the registered attention exactly once, and
+    nothing else lets a token see others.
     """
+    kind = model.config.model_type
     if not getattr(model, "_supports_attention_backend", False):
-        raise Unsupported(name, f"{type(model).__name__} has attention code of its own")
-    if any(getattr(module, "is_causal", True) is False for module in model.modules()):
-        raise Unsupported(name, f"{type(model).__name__} attends to later tokens too")
+        raise Unsupported(name, f"{kind} has attention code of its own")
+    for module in model.modules():
+        if getattr(module, "is_causal", True) is False:
+            raise Unsupported(name, f"{kind} attends to later tokens too")
+        if isinstance(module, torch.nn.modules.conv._ConvNd):
+            raise Unsupported(name, f"{kind} mixes neighbouring tokens by convolution")
     recorder = _Recorder()
     attach(model, recorder)
-    device = next(model.parameters()).device
-    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
-    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    model(input_ids=ids, position_ids=positions, use_cache=False)
+    _trial_pass(model, name)
     shapes = dict(recorder.calls)
     layers = model.config.num_hidden_layers
     if len(recorder.calls) != layers or sorted(shapes) != list(range(layers)):
         raise Unsupported(
             name,
-            f"{len(recorder.calls)} of its attention calls come through the registered function, "
-            f"{layers} were expected, one for each layer",
+            f"{kind} does not attend once in each of its {layers} layers: {len(recorder.calls)} "
+            f"calls came from {len(shapes)} layers",
         )
     return [shapes[layer] for layer in range(layers)]
+
+
+def _trial_pass(model: Any, name: str) -> None:
+    """A pass over a few tokens. Raises `Unsupported` where it cannot be run without values."""
+    kind = model.config.model_type
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
+    positions = torch.arange(_PROBE_TOKENS, device=device)[None]
+    # Of the ways to run experts only this one has shapes that do not follow from values.
+    chosen = model.get_experts_implementation()
+    model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False)
+    except NotPlainAttention as problem:
+        raise Unsupported(name, str(problem)) from None
+    except NotImplementedError as problem:
+        # The meta device's answer to code that looks at values; it would also stall a GPU.
+        raise Unsupported(
+            name, f"{kind} looks at values in the middle of a pass to decide what to compute"
+        ) from problem
+    except Exception as problem:
+        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+        raise Unsupported(name, f"a trial pass through {kind} fails ({reason})") from problem
+    finally:
+        model.set_experts_implementation(chosen)

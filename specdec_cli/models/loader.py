@@ -5,7 +5,8 @@ filled tensor by tensor from safetensors, or with random numbers for `load_forma
 """
 
 import hashlib
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, ini
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
+from specdec_cli.models.conversion import converted
 from specdec_cli.models.gate import Unsupported, check_config, probe
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.weights import Read, open_checkpoint
@@ -75,8 +77,9 @@ def describe(spec: ModelSpec, device: torch.device) -> Description:
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # With a padding id, gpt2 looks for it in every input, which waits for the device.
-        module.config.pad_token_id = None
+        # With a padding id, gpt2 looks for it in every input, which waits for the device. Written
+        # past the config's own check, since some families insist on a number.
+        vars(module.config)["pad_token_id"] = None
         module.eval()
         layers = probe(module, spec.name)
     except SetupError:
@@ -99,17 +102,24 @@ def describe(spec: ModelSpec, device: torch.device) -> Description:
     )
 
 
-def load(description: Description, device: torch.device) -> Any:
+def load(
+    description: Description,
+    device: torch.device,
+    borrowed: dict[str, torch.nn.Parameter] | None = None,
+) -> Any:
     """Fill the described module with its weights on `device` and return it.
 
+    borrowed: parameters of another model that take the place of its own; they are not read, and
+    need not be in the checkpoint. A tied parameter is borrowed under the names given only.
     Raises `SetupError` naming the file or tensor when the checkpoint does not fit the config.
     """
-    module, spec = description.module, description.spec
+    module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
-        _fill(module, description.dtype, device, _dummy_source(module, device))
+        _fill(module, description.dtype, device, _dummy_source(module, device), borrowed)
     else:
         with open_checkpoint(description.folder, spec.allow_pickle) as tensors:
-            _fill(module, description.dtype, device, _checkpoint_source(module, spec, tensors))
+            source = _checkpoint_source(module, spec, tensors, borrowed.keys())
+            _fill(module, description.dtype, device, source, borrowed)
     _restore_buffers(module, device)
     return module
 
@@ -117,48 +127,82 @@ def load(description: Description, device: torch.device) -> Any:
 Source = Callable[[str, torch.Tensor], torch.Tensor | None]
 
 
-def _fill(module: Any, dtype: torch.dtype, device: torch.device, source: Source) -> None:
-    """Replace every meta parameter by the tensor `source` gives for its name.
+def _fill(
+    module: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    source: Source,
+    borrowed: dict[str, torch.nn.Parameter],
+) -> None:
+    """Replace every meta parameter and stored buffer by the tensor `source` gives for its name.
 
     A tied parameter is one object under several names and is read once. Where the source has
-    nothing, the parameter is left to transformers' own initialisation (`_restore_buffers`).
+    nothing, the tensor is left to transformers' own initialisation (`_restore_buffers`).
     """
-    done: dict[int, torch.nn.Parameter] = {}
+    exact = _exact_names(module, dtype)
+    done: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        for prefix, owner in module.named_modules():
-            for name, meta in list(owner._parameters.items()):
-                if meta is None:
-                    continue
-                full = f"{prefix}.{name}" if prefix else name
-                if id(meta) not in done:
-                    value = source(full, meta)
-                    filled = torch.empty(meta.shape, dtype=dtype, device=device)
-                    parameter = torch.nn.Parameter(filled, requires_grad=False)
-                    if value is not None:
-                        parameter.copy_(value)
-                        parameter._is_hf_initialized = True  # type: ignore[attr-defined]
-                    done[id(meta)] = parameter
-                owner._parameters[name] = done[id(meta)]
+        for name, owner, leaf, meta in _stored(module):
+            if name in borrowed:
+                owner._parameters[leaf] = borrowed[name]
+                continue
+            if id(meta) not in done:
+                value = source(name, meta)
+                kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
+                # Zeros: that initialisation does not reach everything (activations of apertus).
+                make = torch.zeros if value is None else torch.empty
+                filled = make(meta.shape, dtype=kind, device=device)
+                if leaf in owner._parameters:
+                    filled = torch.nn.Parameter(filled, requires_grad=False)
+                if value is not None:
+                    filled.copy_(value)
+                    filled._is_hf_initialized = True  # type: ignore[attr-defined]
+                done[id(meta)] = filled
+            held = owner._parameters if leaf in owner._parameters else owner._buffers
+            held[leaf] = done[id(meta)]
 
 
-def _checkpoint_source(module: Any, spec: ModelSpec, tensors: dict[str, Read]) -> Source:
-    """Parameters by name, with the base model's prefix added or dropped where files differ."""
-    prefix = f"{module.base_model_prefix}."
-    # Old names of tied weights: a file may hold the tied tensor under any of its names.
+def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
+    """What a checkpoint holds, as (name, owning module, name there, tensor); a tied tensor comes
+    once for each name."""
+    found = []
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        prefix, _, leaf = name.rpartition(".")
+        found.append((name, module.get_submodule(prefix), leaf, tensor))
+    return found
+
+
+def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """The tensors that the family keeps in float32 whatever the model's dtype, or None: the
+    biases that choose experts, for one, choose others when rounded."""
+    globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
+    return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
+
+
+def _checkpoint_source(
+    module: Any, spec: ModelSpec, tensors: dict[str, Read], borrowed: Set[str]
+) -> Source:
+    """The module's tensors by name; refuses a checkpoint that lacks some of them."""
+    try:
+        readers = converted(module, tensors)
+    except Exception as problem:
+        raise SetupError(
+            f"the weights of {spec.name} cannot be read as config.json describes them "
+            f"({_line(problem)})",
+            "config.json and the weights do not belong together",
+        ) from problem
+    # A file may hold a tied tensor under any of its names.
     names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+    for name, _, _, tensor in _stored(module):
+        names.setdefault(id(tensor), []).append(name)
     missing = []
     found: dict[int, Read] = {}
     for identity, aliases in names.items():
-        candidates = [
-            c for name in aliases for c in (name, name.removeprefix(prefix), prefix + name)
-        ]
-        key = next((c for c in candidates if c in tensors), None)
-        if key is None:
+        held = [name for name in aliases if name in readers]
+        if held:
+            found[identity] = readers[held[0]]
+        elif not borrowed >= set(aliases):
             missing.append(aliases[0])
-        else:
-            found[identity] = tensors[key]
     if missing:
         raise SetupError(
             f"the weights of {spec.name} lack {len(missing)} tensors, first {missing[0]}",
@@ -166,7 +210,21 @@ def _checkpoint_source(module: Any, spec: ModelSpec, tensors: dict[str, Read]) -
         )
 
     def source(name: str, meta: torch.Tensor) -> torch.Tensor:
-        value = found[id(meta)]()
+        try:
+            value = found[id(meta)]()
+        except ValueError as problem:
+            raise SetupError(
+                f"{name} of {spec.name} cannot be put together from its parts in the weights "
+                f"({_line(problem)})",
+                "config.json and the weights do not belong together, or a file is missing",
+            ) from None
+        # Quantised numbers would be copied as if they were the weights themselves.
+        is_code = value.element_size() == 1 or not value.is_floating_point()
+        if is_code and meta.is_floating_point():
+            raise SetupError(
+                f"{name} of {spec.name} is quantised, and config.json does not say how",
+                "take the checkpoint that it was made from",
+            )
         if value.shape != meta.shape:
             raise SetupError(
                 f"{name} of {spec.name} has shape {list(value.shape)} in the weights and "
@@ -179,12 +237,13 @@ def _checkpoint_source(module: Any, spec: ModelSpec, tensors: dict[str, Read]) -
 
 
 def _dummy_source(module: Any, device: torch.device) -> Source:
-    """Random matrices seeded by parameter name; vectors are left to their own initialisation,
-    which makes norms neutral and biases zero."""
+    """Random matrices seeded by parameter name; the rest is left to its own initialisation, which
+    makes norms neutral and biases zero. (Norms of each head and biases of each expert come
+    stacked, as matrices.)"""
     std = float(getattr(module.config, "initializer_range", 0.02))
 
     def source(name: str, meta: torch.Tensor) -> torch.Tensor | None:
-        if meta.dim() < 2:
+        if meta.dim() < 2 or "norm" in name or "bias" in name:
             return None
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         generator = torch.Generator(device).manual_seed(seed)
@@ -204,14 +263,18 @@ def _restore_buffers(module: Any, device: torch.device) -> None:
     """Give buffers (rotary tables, embedding scales) and unread vectors their initial values.
 
     They are computed in code, not stored, and a meta build leaves them empty. transformers'
-    `initialize_weights` skips what is marked as initialised.
+    `initialize_weights` skips what is marked as initialised. Its seed is fixed, because some
+    families draw vectors at random (attention sinks).
     """
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):
             if buffer is not None and buffer.is_meta:
                 owner._buffers[name] = torch.empty_like(buffer, device=device)
-    with torch.no_grad(), initialization.guard_torch_init_functions():
-        module.initialize_weights()
+    touched = [device] if device.type == "cuda" else []
+    with torch.no_grad(), torch.random.fork_rng(touched):
+        torch.manual_seed(0)
+        with initialization.guard_torch_init_functions():
+            module.initialize_weights()
 
 
 def _config(spec: ModelSpec, folder: Path) -> Any:

@@ -3,10 +3,13 @@
 from typing import Any
 
 import torch
+from specdec_kernels import ops
 
-from specdec_cli.engine.batch import Span, make_batch
+from specdec_cli.engine.batch import ForwardBatch, Span, make_batch
 from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.engine.slots import Slots
 from specdec_cli.models.attention import PagedAttention, attach
+from specdec_cli.models.compiled import CompiledForward
 
 
 class PagedModel:
@@ -14,7 +17,7 @@ class PagedModel:
 
     vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
     (a draft beside a target with more padding); they are fed as the last id, which can only make
-    proposals worse, never the output wrong.
+    proposals worse, never the output wrong. compiled: runs padded passes in place of `module`.
     """
 
     def __init__(self, module: Any, cache: KVCache, foreign_ids: bool = False) -> None:
@@ -22,6 +25,8 @@ class PagedModel:
         self.cache = cache
         self.vocab_size: int = module.config.vocab_size
         self.foreign_ids = foreign_ids
+        self.compiled: CompiledForward | None = None
+        self._rectangles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
 
@@ -40,17 +45,85 @@ class PagedModel:
 
         Arguments as in `engine.batch.make_batch`.
         """
-        batch = make_batch(spans, logits_per_span, self.cache.block_size, self.device, extra_tokens)
+        return self._run(
+            make_batch(spans, logits_per_span, self.cache.block_size, self.device, extra_tokens)
+        )
+
+    @torch.inference_mode()
+    def forward_padded(
+        self,
+        token_ids: torch.Tensor,
+        slots: Slots,
+        lens: torch.Tensor,
+        *,
+        offset: int,
+        margin: int,
+        max_len: int,
+        last_only: bool,
+    ) -> torch.Tensor:
+        """Feed Q tokens of every slot at positions length + offset + 0..Q-1.
+
+        token_ids: int64 [B, Q]. lens: int64 [B], proposal lengths. Which tokens are padding
+        follows from lens and `margin`, see `ops.padded_pass`; their logits mean nothing. max_len:
+        positions the model knows. Returns logits [B, Q, V], or [B, 1, V] of the last tokens.
+        """
+        batch, width = token_ids.shape
+        block_size = self.cache.block_size
+        ids, positions, kv_slots, context_lens = ops.padded_pass(
+            token_ids,
+            slots.length,
+            lens,
+            slots.active,
+            slots.block_tables,
+            offset,
+            margin,
+            block_size,
+            max_len,
+            self.vocab_size,
+        )
+        query_start, last_rows = self._rectangle(batch, width)
+        plan = None
+        if self.device.type == "cpu":
+            plan = ops.gather_plan(slots.block_tables, query_start, context_lens, block_size)
+        logits = self._run(
+            ForwardBatch(
+                token_ids=ids,
+                positions=positions,
+                slots=kv_slots,
+                query_start=query_start,
+                context_lens=context_lens,
+                block_tables=slots.block_tables,
+                max_query_len=width,
+                logit_rows=last_rows if last_only and width > 1 else None,
+                plan=plan,
+            ),
+            self.compiled,
+        )
+        return logits.view(batch, -1, logits.shape[-1])
+
+    def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where each sequence's queries begin, int32 [B + 1], and their last rows, int64 [B]."""
+        if (batch, width) not in self._rectangles:
+            starts = width * torch.arange(batch + 1, device=self.device)
+            self._rectangles[batch, width] = (starts.to(torch.int32), starts[1:] - 1)
+        return self._rectangles[batch, width]
+
+    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> torch.Tensor:
+        """Logits [M, V] of the rows that `batch` wants."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
         self._attention.batch = batch
-        out = self.module(
-            input_ids=token_ids[None],
-            position_ids=batch.positions[None],
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-        )
-        self._attention.batch = None
+        try:
+            if compiled is not None:
+                return compiled(token_ids, batch.positions, batch.logit_rows)
+            out = self.module(
+                input_ids=token_ids[None],
+                position_ids=batch.positions[None],
+                use_cache=False,
+                logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
+            )
+        finally:
+            self._attention.batch = None
         logits: torch.Tensor = out.logits[0]
         return logits

@@ -1,16 +1,26 @@
 """Text to ids and back, and whether two models speak of the same ids."""
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
-from specdec_cli.errors import SetupError
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from specdec_cli.errors import SetupError, SpecdecError, UsageError
+
+TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
 
 
 class Tokenizer(Protocol):
     """What commands need of a tokenizer."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -20,12 +30,31 @@ class Tokenizer(Protocol):
 class PretrainedTokenizer:
     """transformers' tokenizer of a model folder; adds the special tokens that it is set to add."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
+        self._name = name
 
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer(text)["input_ids"]
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
         return ids
+
+    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+        """The model's chat template filled with a conversation, up to where the answer begins.
+
+        The text has its special tokens, the first one too: encode it without adding any. Raises
+        `UsageError` when there is no template or it refuses these messages, and `SetupError` when
+        the template itself is at fault.
+        """
+        if not getattr(self._tokenizer, "chat_template", None):
+            raise _no_template(self._name)
+        try:
+            with _processor_time(TEMPLATE_SECONDS):
+                text: str = self._tokenizer.apply_chat_template(
+                    list(messages), add_generation_prompt=True, tokenize=False
+                )
+        except Exception as problem:
+            raise _template_problem(problem, self._name) from problem
+        return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(
@@ -47,8 +76,11 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [byte % self._vocab_size for byte in text.encode()]
+
+    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+        raise _no_template("without a tokenizer")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(f"<{i}>" for i in token_ids)
@@ -71,7 +103,7 @@ def load_tokenizer(
     try:
         # Left unsaid, transformers asks on the terminal whether to run a repository's code.
         return PretrainedTokenizer(
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), name
         )
     except Exception as problem:
         if "trust_remote_code" in str(problem):
@@ -79,11 +111,59 @@ def load_tokenizer(
                 f"the tokenizer of {name} needs code from its own repository",
                 "pass --trust-remote-code if you trust it",
             ) from None
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
         raise SetupError(
-            f"cannot load the tokenizer of {name}: {reason}",
+            f"cannot load the tokenizer of {name}: {_reason(problem)}",
             "the model folder needs its tokenizer files (tokenizer.json)",
         ) from None
+
+
+def _no_template(name: str) -> SpecdecError:
+    # Bad usage: a base model lacks nothing, and what helps is another command line.
+    return UsageError(
+        f"the model {name} has no chat template",
+        "take a model tuned for chat, or give plain text without --chat, --system and messages",
+    )
+
+
+def _template_problem(problem: Exception, name: str) -> SpecdecError:
+    """Whose fault it is that a template gave no text."""
+    if type(problem) is TemplateError:  # what a template raises itself, by `raise_exception`
+        return UsageError(f"the chat template of {name} refuses these messages: {_reason(problem)}")
+    hint = "the template comes with the model's tokenizer (chat_template)"
+    if isinstance(problem, TemplateSyntaxError):
+        where = f"line {problem.lineno}: {_reason(problem)}"
+        return SetupError(f"the chat template of {name} is damaged: {where}", hint)
+    if isinstance(problem, TimeoutError):
+        why = f"no text after {TEMPLATE_SECONDS:g} seconds"
+        return SetupError(f"the chat template of {name} does not end: {why}", hint)
+    return SetupError(f"the chat template of {name} fails: {_reason(problem)}", hint)
+
+
+def _reason(problem: Exception) -> str:
+    """The first line of what an exception says."""
+    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+
+
+@contextmanager
+def _processor_time(seconds: float) -> Iterator[None]:
+    """Raises `TimeoutError` inside once so much of it is used; in the main thread only.
+
+    A template is a program that came with a model: it can loop for ever.
+    """
+    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:

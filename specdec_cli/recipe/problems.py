@@ -3,7 +3,6 @@
 Knows the schema and pydantic's error records; not where a value came from.
 """
 
-import json
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -12,8 +11,17 @@ from pydantic_core import ErrorDetails
 
 from specdec_cli.recipe.schema import key_fields, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
+from specdec_cli.text import shown
 
-_SHOWN_CHARACTERS = 40
+# What users of other tools, or of our own options, call a key.
+_OTHER_NAMES = {
+    "k": "num_speculative_tokens",
+    "tp": "tensor_parallel_size",
+    "max_tokens": "max_new_tokens",
+    "temp": "temperature",
+    "name": "model",
+}
+_NOTHING = ("none", "no", "off", "false")
 
 
 def place(error: ErrorDetails) -> KeyPath:
@@ -32,9 +40,13 @@ def describe(error: ErrorDetails) -> str:
         case "missing":
             return "is required"
         case "extra_forbidden":
+            if len(path) == 1 and path[0] in key_fields():
+                return "should be a section with the key in it, not one name with a dot"
             return unknown_key(dotted(path))
         case "model_type" | "model_attributes_type":
-            return f"should be a section of keys, not {shown(value)}"
+            is_nothing = path == ("draft",) and str(value).lower() in _NOTHING
+            guess = " (did you mean null?)" if is_nothing else ""
+            return f"should be a section of keys, not {shown(value)}{guess}"
         case "int_type" | "int_from_float" | "int_parsing":
             return f"should be a whole number, not {shown(value)}"
         case "float_type" | "float_parsing":
@@ -44,7 +56,9 @@ def describe(error: ErrorDetails) -> str:
         case "bool_type":
             return f"should be true or false, not {shown(value)}"
         case "string_type":
-            return f"should be text, not {shown(value)}"
+            # A revision such as 1.0 or 012: as a number it is another text.
+            quote = " (put it in quotes)" if isinstance(value, int | float) else ""
+            return f"should be text, not {shown(value)}{quote}"
         case "string_unicode":
             return "should be valid Unicode text"
         case "string_too_short":
@@ -64,13 +78,16 @@ def describe(error: ErrorDetails) -> str:
 
 def unknown_key(key: str) -> str:
     """Always names the nearest valid key, as a question when it is close."""
+    if key.rpartition(".")[2] == "<<":
+        return "merge keys are not supported: write the keys out"
     nearest, is_close = nearest_key(key)
     return f"unknown key ({f'did you mean {nearest}?' if is_close else f'nearest key: {nearest}'})"
 
 
 def nearest_key(key: str) -> tuple[str, bool]:
     """The valid key that resembles most, and whether it is close enough to be meant."""
-    section, _, last = key.rpartition(".")
+    section, _, last = key.lower().replace("-", "_").rpartition(".")
+    last = _OTHER_NAMES.get(last, last)
     models = section_models()
     keys = list(key_fields())
     if section in models:
@@ -80,6 +97,8 @@ def nearest_key(key: str) -> tuple[str, bool]:
     by_last: dict[str, str] = {}
     for candidate in keys:
         by_last.setdefault(candidate.rpartition(".")[2], candidate)
+    if last in siblings:
+        return siblings[last], True
     if last in by_last:
         return by_last[last], True
     for names in (siblings, by_last, {name: name for name in models}):
@@ -88,12 +107,6 @@ def nearest_key(key: str) -> tuple[str, bool]:
     if section not in models and (close := get_close_matches(section, models, n=1)):
         return close[0], True
     return siblings[get_close_matches(last, siblings, n=1, cutoff=0.0)[0]], False
-
-
-def shown(value: object) -> str:
-    """A value as YAML would have it, cut short."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def _either(choices: list[str]) -> str:

@@ -5,17 +5,20 @@ the origins) and not what models or devices exist.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
 from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
 from specdec_cli.recipe.schema import Recipe, key_fields, section_models
 from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
+from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
 EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
@@ -42,36 +45,56 @@ def load_recipe(
         source = DEMO_RECIPE
     document = Document("recipe", {}) if source is None else read_source(source)
     name = document.name
-    found = [(p.line, f"{name}:{p.line}: {_with_key(p.key, p.what)}") for p in document.problems]
+    found = [_Found(p.line, f"{name}:{p.line}", p.key, p.what) for p in document.problems]
     if document.data is not None and not isinstance(document.data, dict):
-        what = f"a recipe is a mapping of sections, not {problems.shown(document.data)}"
+        what = f"a recipe is a mapping of sections, not {shown(document.data)}"
         raise UsageError(f"{name}:{document.line_of(())}: {what}", _HINT)
     data = document.data if isinstance(document.data, dict) else {}
 
     merge = _Merge(document, data, origins or {})
     merge.apply(overrides)
-    found += [(0, line) for line in merge.problems]
+    found += merge.problems
     try:
         recipe = Recipe.model_validate(merge.data)
     except ValidationError as error:
         for details in error.errors(include_url=False):
             path = problems.place(details)
             line, where = merge.where(path, is_missing=details["type"] == "missing")
-            found.append((line, f"{where}: {_with_key(dotted(path), problems.describe(details))}"))
+            found.append(_Found(line, where, dotted(path), details))
     else:
         if not found:
             return recipe
-    lines = [text for _, text in sorted(found, key=lambda item: item[0])]
-    if len(lines) > _MAX_SHOWN:
-        lines[_MAX_SHOWN:] = [f"and {len(lines) - _MAX_SHOWN} more problems"]
+    found.sort(key=lambda problem: problem.line)
+    lines = [_said(problem) for problem in found[:_MAX_SHOWN]]
+    if len(found) > _MAX_SHOWN:
+        lines.append(f"and {len(found) - _MAX_SHOWN} more problems")
     raise UsageError("\n".join(lines), _HINT)
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A problem, not yet in words: of thousands only the first are said."""
+
+    line: int
+    where: str
+    key: str
+    what: str | ErrorDetails
+
+
+def _said(found: _Found) -> str:
+    what = found.what if isinstance(found.what, str) else problems.describe(found.what)
+    return f"{found.where}: {_with_key(found.key, what)}"
+
+
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back as an equal recipe."""
-    return yaml.dump(
-        recipe.model_dump(mode="json"), Dumper=Dumper, sort_keys=False, allow_unicode=True
-    )
+    """YAML that `load_recipe` reads back as an equal recipe, and no terminal obeys."""
+
+    def dumped(allow_unicode: bool) -> str:
+        data = recipe.model_dump(mode="json")
+        return yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=allow_unicode)
+
+    text = dumped(True)
+    return text if inert(text) == text else dumped(False)
 
 
 def read_source(source: str) -> Document:
@@ -122,7 +145,7 @@ class _Merge:
         self.data = {
             key: dict(value) if isinstance(value, dict) else value for key, value in data.items()
         }
-        self.problems: list[str] = []
+        self.problems: list[_Found] = []
         self._names = origins
         self._origins: dict[str, str] = {}
 
@@ -166,7 +189,7 @@ class _Merge:
     def _set(self, key: str, value: object, origin: str) -> None:
         section, _, last = key.partition(".")
         if key not in key_fields() and key not in section_models():
-            self.problems.append(f"{origin}: {_with_key(key, problems.unknown_key(key))}")
+            self.problems.append(_Found(0, origin, key, problems.unknown_key(key)))
             return
         self._origins[key] = origin
         if not last:
@@ -203,4 +226,4 @@ def _located(value: object, folders: Sequence[Path]) -> object:
 
 
 def _with_key(key: str, what: str) -> str:
-    return f"{key}: {what}" if key else what
+    return f"{one_line(key)}: {what}" if key else what

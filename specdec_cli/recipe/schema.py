@@ -22,6 +22,8 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from specdec_cli.text import is_unicode
+
 _YES = frozenset({"yes", "on", "y", "true"})
 _NO = frozenset({"no", "off", "n", "false"})
 
@@ -46,10 +48,18 @@ def _number(value: object) -> object:
     return value
 
 
-def _without_nul(value: str) -> str:
-    """Refuse text that no file system accepts."""
+def _usable(value: str) -> str:
+    """Refuse text that no file system accepts, or that no file can hold."""
+    if not is_unicode(value):
+        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
     if "\0" in value:
         raise PydanticCustomError("text", "should not contain a NUL character")
+    return value
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise PydanticCustomError("text", "should be more than white space")
     return value
 
 
@@ -57,7 +67,9 @@ def _without_nul(value: str) -> str:
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**63 - 1
 
-Name = Annotated[StrictStr, Field(min_length=1), AfterValidator(_without_nul)]
+Text = Annotated[StrictStr, AfterValidator(_usable)]
+Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
+Name = Annotated[Words, AfterValidator(_not_blank)]
 Count = Annotated[StrictInt, Field(ge=1, le=_MAX_COUNT)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=_MAX_COUNT)]
 Number = Annotated[float, BeforeValidator(_number)]
@@ -115,7 +127,9 @@ class SpeculationSection(_Section):
     synthetic_acceptance_length: Annotated[Number, Field(ge=1.0)] | None = Field(
         default=None, description="mean tokens a round, bonus token included (1 to k + 1)"
     )
-    ngram_max: Count = Field(default=4, description="longest n-gram looked up in the text so far")
+    ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = Field(
+        default=4, description="longest n-gram looked up in the text so far"
+    )
     ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
 
     @field_validator("ngram_min")
@@ -176,7 +190,7 @@ class SamplingSection(_Section):
     )
     max_new_tokens: Count = Field(default=256, description="most tokens written after a prompt")
     ignore_eos: Truth = Field(default=False, description="write on past the end-of-text token")
-    stop: tuple[Name, ...] = Field(default=(), description="texts that end an output")
+    stop: tuple[Words, ...] = Field(default=(), description="texts that end an output")
 
 
 class CacheSection(_Section):
@@ -186,8 +200,9 @@ class CacheSection(_Section):
     gpu_memory_utilization: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
-    num_blocks: Count | None = Field(
-        default=None, description="null takes what fits and can be used"
+    num_blocks: Annotated[StrictInt, Field(ge=2, le=_MAX_COUNT)] | None = Field(
+        default=None,
+        description="null takes what fits and can be used; the first of them holds nothing",
     )
     max_model_len: Count | None = Field(
         default=None, description="longest prompt plus output; null is the model's own limit"
@@ -227,7 +242,20 @@ class DataSection(_Section):
     subset: Name | None = Field(default=None, description="configuration of a dataset id")
     column: Name | None = Field(default=None, description="column with the prompt; null finds it")
     limit: Count | None = Field(default=None, description="use only the first so many prompts")
-    chat: Switch = Field(default="auto", description="wrap prompts in the target's chat template")
+    chat: Switch = Field(
+        default="auto",
+        description="use the target's chat template: auto for messages, on for every prompt",
+    )
+    system: Text | None = Field(
+        default=None, description="opens conversations without a system message; auto becomes on"
+    )
+
+    @field_validator("system")
+    @classmethod
+    def _system_needs_chat(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is not None and info.data.get("chat") == "off":
+            raise PydanticCustomError("chat", "needs the chat template, and data.chat is off")
+        return value
 
 
 class Recipe(_Section):

@@ -12,6 +12,7 @@ from pathlib import Path
 import yaml
 
 from specdec_cli.errors import UsageError
+from specdec_cli.text import is_unicode
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 100_000  # after aliases are expanded
@@ -86,7 +87,8 @@ class _Walk:
     def data(self, node: yaml.Node, path: KeyPath) -> object:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
-        self._seen += 1
+        # A long text counts for more: aliases repeat it too.
+        self._seen += 1 + (len(node.value) // 16 if isinstance(node, yaml.ScalarNode) else 0)
         if self._seen > MAX_NODES:
             raise _Refused(line, "too large once its aliases are expanded")
         if id(node) in self._open:
@@ -112,6 +114,10 @@ class _Walk:
                 self.problems.append(Problem(line, dotted(path), "a key should be plain text"))
                 continue
             key = key_node.value
+            if not is_unicode(key):
+                what = "a key should be valid Unicode text"
+                self.problems.append(Problem(line, dotted((*path, key)), what))
+                continue
             if key in first_lines:
                 what = f"duplicate key (first given on line {first_lines[key]})"
                 self.problems.append(Problem(line, dotted((*path, key)), what))
@@ -173,13 +179,22 @@ def parse(text: str, name: str) -> Document:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
-        what = error.problem or error.context or "not valid"
-        raise UsageError(f"{name}:{line}: not valid YAML: {what}") from None
+        raise UsageError(f"{name}:{line}: not valid YAML: {_in_words(error)}") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         what = f"a character that YAML does not allow (U+{ord(text[error.position]):04X})"
         raise UsageError(f"{name}:{line}: {what}") from None
     return Document(name, data, walk.lines, tuple(walk.problems))
+
+
+def _in_words(error: yaml.MarkedYAMLError) -> str:
+    """What the parser found, where its own words say too little."""
+    context, problem = error.context or "", error.problem or "not valid"
+    if "'\\t' that cannot start any token" in problem:
+        return "a tab where only spaces may stand"
+    if context.startswith("found duplicate anchor"):
+        return context.partition(";")[0]
+    return problem
 
 
 def parse_value(text: str, name: str) -> object:

@@ -21,6 +21,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.processors import TemplateProcessing
 
 from specdec_cli.app import main
 from tests.support import save_tiny
@@ -176,3 +177,25 @@ def tiny_model(folder: Path, family: str = "llama", first_word: str = "w", **cha
 
 def copy_of_demo(folder: Path) -> Path:
     return Path(shutil.copytree(DEMO / "target", folder))
+
+
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] | trim }}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def chat_model(folder: Path, template: object = CHAT_TEMPLATE) -> Path:
+    """The demo target, its tokenizer with a chat template and a first token of its own."""
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        (folder / name).symlink_to(DEMO / "target" / name)
+    tokenizer = Tokenizer.from_file(str(DEMO / "target" / "tokenizer.json"))
+    tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = json.loads((DEMO / "target" / "tokenizer_config.json").read_text())
+    changes = {"add_bos_token": True, "chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | changes))
+    return folder

@@ -390,7 +390,11 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "set": (2, "expected KEY=VALUE", ["--set", "x"]),
     "unknown set": (2, r"did you mean sampling.top_p\?", ["--set", "sampling.topp=1"]),
     "no recipe": (2, "nope.yaml: no such recipe", ["nope.yaml"]),
-    "one block": (2, "cache.num_blocks should be at least 2", ["--num-blocks", "1"]),
+    "one block": (
+        2,
+        "--num-blocks: cache.num_blocks: should be greater than or equal to 2, not 1",
+        ["--num-blocks", "1"],
+    ),
     "tiny cache": (
         5,
         r"no room for a KV cache on cpu: 0\.0 MiB .* 16 tokens takes 0\.\d MiB",

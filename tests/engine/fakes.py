@@ -149,6 +149,12 @@ class FakeDraft:
         return Proposal(token_ids, lens, probs)
 
 
+def looping(prefix: list[int]) -> int:
+    """A next token that repeats itself, with a surprise now and then."""
+    surprise = zlib.crc32(bytes(prefix)) % 7 == 0
+    return 3 + (5 * prefix[-1] + surprise * len(prefix)) % 11
+
+
 def fake_engine(
     draft: Rule | None = sometimes,
     target: Rule = target_rule,
@@ -177,10 +183,16 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
     return ids
 
 
-def run_checked(engine: Engine, run: Run) -> None:
-    """Drive a run by hand; after each step, every number that DESIGN.md derives for a round."""
+def run_checked(
+    engine: Engine, run: Run, found: Callable[[list[int], int], int] = lambda tokens, asked: asked
+) -> None:
+    """Drive a run by hand; after each step, every number that DESIGN.md derives for a round.
+
+    found: of the tokens asked for, how many the proposer should have found.
+    """
     while not run.scheduler.is_done:
         before = {s.index: (len(s.tokens), s.draft_kv, s.num_preemptions) for s in run.seqs}
+        silent = {s.index: s.rounds_without_proposal for s in run.seqs}
         emissions = engine.step(run)
         for emission in emissions:
             seq = emission.seq
@@ -189,7 +201,7 @@ def run_checked(engine: Engine, run: Run) -> None:
                 draft_kv = 0
             limit = min(seq.num_prompt_tokens + run.params.max_new_tokens, engine.max_model_len)
             draft_limit = engine.draft.max_len if engine.draft is not None else 0
-            k = max(0, min(run.scheduler.k, limit - n - 1, draft_limit - n))
+            k = found(seq.tokens[:n], max(0, min(run.scheduler.k, limit - n - 1, draft_limit - n)))
             accepted = emission.num_accepted
             assert seq.tokens[n:] == emission.token_ids
             assert 0 <= accepted <= k
@@ -200,6 +212,7 @@ def run_checked(engine: Engine, run: Run) -> None:
             if k:
                 assert seq.proposed_per_round[-1] == k
                 assert seq.accepted_per_round[-1] == accepted
+            assert seq.rounds_without_proposal - silent[seq.index] == (k == 0)
             if seq.finish_reason is not None:
                 assert not seq.block_table
             else:

@@ -20,13 +20,25 @@ from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
 from specdec_cli.engine.verify import verify
 from tests import lossless
-from tests.lossless import CORRECT, FAULTS, Pair, Rule, chi_square, label, random_pair, tied_pair
-from tests.support import make_engine, save_tiny
+from tests.lossless import (
+    CORRECT,
+    FAULTS,
+    LOOKUP_FAULTS,
+    Pair,
+    Rule,
+    chi_square,
+    label,
+    lookup_pair,
+    random_pair,
+    tied_pair,
+)
+from tests.support import make_engine, ngram_engine, save_tiny
 
 DRAWS = 20_000
 SIGNIFICANT = 1e-4
 POWER_PAIRS = [9, 10, 11, 17, 23]  # each of the filters, and each temperature
 PROMPT = [3, 1, 4, 5]
+ECHO = [3, 1, 4, 1, 3, 1, 4]  # has a match at once, and one after most continuations
 
 
 @cache
@@ -110,6 +122,23 @@ def test_fault_is_caught(fault: Rule) -> None:
     assert len(caught) >= 3
 
 
+def lookup_trial(number: int, k: int, rule: Rule) -> dict[str, float]:
+    pair = lookup_pair(number)
+    return lossless.trial(pair, rule, k, lossless.pair_noise(pair, k, DRAWS))
+
+
+def test_proposals_that_are_not_drawn() -> None:
+    """One-hot q, as prompt lookup gives: ten pairs, two of each filter; k = 1..4 in turn."""
+    found = {n: lookup_trial(n, 1 + n % 4, CORRECT) for n in range(10)}
+    assert not {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
+
+
+@pytest.mark.parametrize("fault", LOOKUP_FAULTS[:4], ids=label)
+def test_fault_is_caught_in_proposals_that_are_not_drawn(fault: Rule) -> None:
+    caught = [n for n in (9, 17, 23) if lossless.adjusted(lookup_trial(n, 2, fault)) < SIGNIFICANT]
+    assert len(caught) == 3
+
+
 @pytest.mark.parametrize("k", [1, 3])
 def test_ties_of_the_accept_noise(k: int) -> None:
     """Noise that hits p / q exactly: `<` is lossless and `<=` is not."""
@@ -128,9 +157,16 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def engine_p(
-    tiny: tuple[Path, Path], params: SamplingParams, k: int, count: int = 4000
+    tiny: tuple[Path, Path],
+    params: SamplingParams,
+    k: int,
+    count: int = 4000,
+    proposer: str = "draft",
 ) -> dict[str, float]:
     """p-values of the engine's first 1, 2 and 3 tokens against transformers' probabilities."""
+    if proposer == "ngram":
+        engine = ngram_engine(tiny[0], batch_size=400, num_blocks=1800)
+        return lossless.engine_trial(engine, tiny[0], ECHO, k, params, count)
     engine = make_engine(*tiny, batch_size=400, num_blocks=1000)
     return lossless.engine_trial(engine, tiny[0], PROMPT, k, params, count)
 
@@ -150,6 +186,23 @@ def test_engine_follows_transformers(
 ) -> None:
     """Joint distribution of what the running engine writes, 4000 runs of one prompt."""
     assert lossless.adjusted(engine_p(tiny, params, k)) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("k", [1, 3])
+@pytest.mark.parametrize("params", ENGINE_PARAMS.values(), ids=ENGINE_PARAMS)
+def test_engine_with_prompt_lookup_follows_transformers(
+    tiny: tuple[Path, Path], params: SamplingParams, k: int
+) -> None:
+    assert lossless.adjusted(engine_p(tiny, params, k, proposer="ngram")) > SIGNIFICANT
+
+
+@pytest.mark.parametrize("fault", LOOKUP_FAULTS[:4], ids=label)
+def test_fault_in_the_engine_with_prompt_lookup_is_caught(
+    tiny: tuple[Path, Path], fault: Rule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "verify", lossless.engine_verify(fault))
+    found = engine_p(tiny, ENGINE_PARAMS["all"], 2, proposer="ngram")
+    assert lossless.adjusted(found) < SIGNIFICANT
 
 
 @pytest.mark.parametrize(

@@ -4,17 +4,23 @@ Logits are compared, not tokens: the argmax alone would miss a wrong window or s
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.types import Sequence
+from specdec_cli.models.attention import PagedAttention
 from specdec_cli.models.paged import PagedModel
-from tests.support import FAMILIES, VOCAB, paged_model, reference, save_tiny
+from tests.support import CPU, FAMILIES, VOCAB, paged_model, reference, save_tiny
 
 TOLERANCE = 2e-5
+# On an H200 transformers differs from itself by 3e-5 when the same tokens come in passes of other
+# widths (nemotron), and from itself on a CPU by 4e-5 (granitemoe).
+CUDA_TOLERANCE = 5e-5
 BLOCK = 4
 
 
@@ -62,41 +68,135 @@ class Driver:
         return worst
 
 
+def plain_reference(folder: Path, device: torch.device = CPU) -> Any:
+    """transformers' model with its plain attention and, where it has experts, its plain loop."""
+    model = reference(folder, device=device)
+    model.set_experts_implementation("eager")
+    return model
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_match_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
-    """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback."""
     folder = save_tiny(tmp_path, family)
     model = paged_model(folder, 120, BLOCK, device)
-    driver = Driver(model, reference(folder, device=device), [19, 6, 33])
+    errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
+    assert max(errors.values()) < (CUDA_TOLERANCE if device.type == "cuda" else TOLERANCE), errors
+
+
+def drive(driver: Driver) -> dict[str, float]:
+    """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback: the logit error of
+    each. Contexts are longer than any window."""
+    errors = {}
     lengths = [len(s.tokens) for s in driver.seqs]
-    # Prefill, the last of the three in two chunks.
-    assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE
-    # The second chunk beside single-token decode.
-    assert driver.feed([(18, 19), (5, 6), (20, 33)]) < TOLERANCE
-    # Scoring with ragged proposals.
+    errors["prefill, the last of the three in two chunks"] = driver.feed([(0, 18), (0, 5), (0, 20)])
+    errors["the second chunk beside single-token decode"] = driver.feed(
+        [(18, 19), (5, 6), (20, 33)]
+    )
     proposals = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
-    assert driver.feed([(n - 1, n) for n in lengths], proposals) < TOLERANCE
+    errors["scoring with ragged proposals"] = driver.feed([(n - 1, n) for n in lengths], proposals)
     # Reject all but 2, 0 and 4 of them: rollback is only a smaller start.
     for seq, row, kept in zip(driver.seqs, proposals, (2, 0, 4), strict=True):
         seq.tokens += [*row[:kept], 50 + kept]
     after = [len(s.tokens) for s in driver.seqs]
-    assert driver.feed([(n - 1, n) for n in after], [[20, 21], [], [22]]) < TOLERANCE
+    errors["rollback"] = driver.feed([(n - 1, n) for n in after], [[20, 21], [], [22]])
     # A two-token catch-up, as after a bonus token.
     for seq in driver.seqs:
         seq.tokens += [30, 31]
-    assert driver.feed([(len(s.tokens) - 3, len(s.tokens)) for s in driver.seqs]) < TOLERANCE
+    errors["catch-up"] = driver.feed([(len(s.tokens) - 3, len(s.tokens)) for s in driver.seqs])
+    return errors
+
+
+def sees(*keys: str) -> list[str]:
+    return [family for family, values in FAMILIES.items() if any(values.get(k) for k in keys)]
+
+
+PLANTED = {
+    "sliding_window": (0, sees("sliding_window")),
+    "softcap": (0.0, sees("attn_logit_softcapping")),
+    "sinks": (None, ["gpt_oss"]),
+}
+
+
+@pytest.mark.parametrize(
+    ("argument", "family"), [(name, f) for name, (_, users) in PLANTED.items() for f in users]
+)
+def test_an_argument_that_is_ignored_is_noticed(
+    argument: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the comparison above would prove less than it says."""
+    attend = PagedAttention.attend
+
+    def forgetful(self: PagedAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return attend(self, *args, **(kwargs | {argument: PLANTED[argument][0]}))
+
+    folder = save_tiny(tmp_path, family)
+    driver = Driver(paged_model(folder, 120, BLOCK), plain_reference(folder), [19, 6, 33])
+    monkeypatch.setattr(PagedAttention, "attend", forgetful)
+    assert max(drive(driver).values()) > 100 * TOLERANCE
+
+
+EXPERTS = [
+    family
+    for family, values in FAMILIES.items()
+    if any("expert" in key and "per_tok" not in key for key in values)
+]
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_are_never_looped_over(family: str, tmp_path: Path) -> None:
+    """The plain loop asks which experts were chosen, and a GPU would wait for the answer.
+
+    The comparison above is with that loop, so this is also how the two are known to agree.
+    """
+    module = paged_model(save_tiny(tmp_path, family), 2, BLOCK).module
+    assert set(module.get_experts_implementation().values()) == {"grouped_mm"}
+
+
+def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loader_equals_from_pretrained(family: str, tmp_path: Path) -> None:
     """Parameters and buffers, bit for bit."""
     folder = save_tiny(tmp_path, family)
-    ours = paged_model(folder, 2, BLOCK).module
-    theirs = reference(folder)
-    pairs = {
-        **{n: (p, dict(theirs.named_parameters())[n]) for n, p in ours.named_parameters()},
-        **{n: (b, dict(theirs.named_buffers())[n]) for n, b in ours.named_buffers()},
-    }
-    assert pairs.keys() == {*dict(theirs.named_parameters()), *dict(theirs.named_buffers())}
-    for name, (mine, other) in pairs.items():
-        assert torch.equal(mine, other), name
+    assert_same(paged_model(folder, 2, BLOCK).module, reference(folder))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("family", ["llama", "gemma4", *EXPERTS])
+def test_loader_equals_from_pretrained_in_half_precision(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    """Some families keep what chooses experts in float32."""
+    folder = save_tiny(tmp_path, family)
+    ours = paged_model(folder, 2, BLOCK, dtype=dtype).module
+    assert_same(ours, reference(folder, getattr(torch, dtype)))
+
+
+def assert_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
+    mine, other = tensors_of(ours), tensors_of(theirs)
+    assert mine.keys() == other.keys()
+    for name, tensor in mine.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(
+    ("family", "stored", "held"),
+    [
+        ("mixtral", "block_sparse_moe.experts.3.w1.weight", "mlp.experts.gate_up_proj"),
+        ("qwen3_moe", "mlp.experts.3.gate_proj.weight", "mlp.experts.gate_up_proj"),
+        ("ernie4_5_moe", "mlp.moe_statics.e_score_correction_bias", None),
+    ],
+)
+def test_files_hold_other_names_than_modules(
+    family: str, stored: str, held: str | None, tmp_path: Path
+) -> None:
+    """Otherwise loading them would be no test of putting experts together."""
+    folder = save_tiny(tmp_path, family)
+    files = load_file(folder / "model.safetensors")
+    module = tensors_of(paged_model(folder, 2, BLOCK).module)
+    assert f"model.layers.1.{stored}" in files
+    if held is not None:
+        assert f"model.layers.1.{stored}" not in module and f"model.layers.1.{held}" in module

@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, LayerShape
 from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.gate import Unsupported, probe
-from specdec_cli.models.loader import ModelSpec, describe
+from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
-from tests.support import _COMMON, CPU, FAMILIES, VOCAB, description, tiny_config
+from tests.support import _COMMON, CPU, FAMILIES, VOCAB, description, save_tiny, tiny_config
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA: dict[str, Any] = _COMMON | {"model_type": "llama"}
@@ -90,18 +92,43 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "qwen2_vl": ({"model_type": "qwen2_vl"}, "qwen2_vl is a multimodal model"),
     "llava": ({"model_type": "llava"}, "llava is a multimodal model"),
-    "quantised-8bit": (
-        LLAMA | {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
-        "weights are quantised",
+    "gemma3-multimodal": (
+        {"model_type": "gemma3", "text_config": {}, "vision_config": {}},
+        "gemma3 is a multimodal model",
     ),
-    "quantised-fp8": (
-        LLAMA | {"quantization_config": {"quant_method": "fp8"}},
-        "weights are quantised",
+    "gpt_neo": (
+        SMALL
+        | {"model_type": "gpt_neo", "hidden_size": 64, "num_layers": 2, "num_heads": 4}
+        | {"attention_types": [[["global", "local"], 1]]},
+        "gpt_neo has attention code of its own",
     ),
-    "quantised-gptq": (
-        LLAMA | {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-        "weights are quantised",
+    # Its attention would do, but it does not say so.
+    "stablelm": (_COMMON | {"model_type": "stablelm"}, "stablelm has attention code of its own"),
+    "lfm2": (
+        _COMMON | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        "layers of type conv",
     ),
+    "diffllama": (
+        _COMMON | {"model_type": "diffllama"},
+        "diffllama does not attend once in each of its 2 layers: 4 calls came from 2 layers",
+    ),
+    "doge": (
+        _COMMON | {"model_type": "doge", "keep_window_size": 2},
+        "its layers compute an attention mask of their own",
+    ),
+    "jetmoe": (
+        _COMMON | {"model_type": "jetmoe"},
+        "jetmoe looks at values in the middle of a pass to decide what to compute",
+    ),
+}
+
+QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
+    "bitsandbytes": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "(bitsandbytes)"),
+    "gptq": ({"quant_method": "gptq", "bits": 4}, "(gptq)"),
+    "awq": ({"quant_method": "awq", "bits": 4}, "(awq)"),
+    "compressed-tensors": ({"quant_method": "compressed-tensors"}, "(compressed-tensors)"),
+    "torchao": ({"quant_method": "torchao", "quant_type": "int8_weight_only"}, "(torchao)"),
+    "unnamed": ({"load_in_8bit": True}, "does not name"),
 }
 
 
@@ -118,7 +145,39 @@ def test_refused_with_a_reason(case: str, tmp_path: Path) -> None:
     assert reason in problem.message
     assert str(tmp_path) in problem.message, "which model is meant"
     assert "\n" not in problem.message and "Error" not in problem.message
-    assert problem.hint and "llama" in problem.hint
+    assert problem.hint and all(family in problem.hint for family in ("llama", "mixtral", "gpt2"))
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("case", QUANTISED)
+def test_quantised_weights_are_refused_by_their_method(
+    case: str, role: str, tmp_path: Path
+) -> None:
+    settings, method = QUANTISED[case]
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"quantization_config": settings}))
+    with pytest.raises(Unsupported) as caught:
+        describe(ModelSpec(role, str(tmp_path), None, "auto", "auto"), CPU)
+    problem = caught.value
+    assert "its weights are quantised" in problem.message and method in problem.message
+    assert problem.hint and "fp8 or mxfp4 work" in problem.hint
+
+
+EVERY_HEAD = [LayerShape(4, 16, 16)] * 2
+# Keys carry a rotary part besides what values are made of.
+LATENT = [LayerShape(4, 16 + 8, 12)] * 2
+
+CACHED = {
+    "deepseek_v2": LATENT,
+    "deepseek_v3": LATENT,
+    "gemma3n": [LayerShape(2, 16, 16)] * 4,
+    "gemma4": [LayerShape(2, 16, 16), LayerShape(2, 32, 32)],
+    "gemma4-moe": [LayerShape(2, 16, 16), LayerShape(2, 32, 32)],
+    "gpt_bigcode": [LayerShape(1, 16, 16)] * 2,
+    "gpt_neox": EVERY_HEAD,
+    "modernbert-decoder": EVERY_HEAD,
+    "opt": EVERY_HEAD,
+    "youtu": LATENT,
+}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -128,9 +187,12 @@ def test_accepted(family: str, tmp_path: Path) -> None:
     config.architectures = None
     config.save_pretrained(tmp_path)
     found = description(tmp_path)
-    heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    assert found.layers == [LayerShape(heads, width, width)] * 2
+    if family in CACHED:
+        assert found.layers == CACHED[family]
+    else:
+        heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        head = getattr(config, "head_dim", None) or 64 // config.num_attention_heads
+        assert found.layers == [LayerShape(heads, head, head)] * 2
     assert all(p.is_meta for p in found.module.parameters()), "nothing is allocated yet"
 
 
@@ -160,13 +222,132 @@ def ungated_error(module: Any, oracle: Any, layers: list[LayerShape]) -> float:
     return float((got - want).abs().max())
 
 
-@pytest.mark.parametrize("case", ["bloom", "bert"])
-def test_without_the_gate_logits_are_wrong(case: str) -> None:
-    """bloom never reads the cache; bert would, and looks at later tokens too."""
-    values, _ = REFUSED[case]
-    oracle, module = build(values, "eager"), build(values, ATTENTION_NAME)
+def unchecked(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    **more: Any,
+) -> tuple[torch.Tensor, None]:
+    """Our attention function without its own refusals: what it does not know it leaves out."""
+    known = ("scaling", "sliding_window", "softcap", "s_aux")
+    given = {name: more.get(name) for name in known}
+    return attention._dispatch(module, query, key, value, None, **given)
+
+
+AttentionInterface.register("unchecked", unchecked)
+
+
+class Shapes:
+    """Attention that only notes which shapes each layer caches."""
+
+    def __init__(self) -> None:
+        self.layers = [LayerShape(4, 16, 16)] * 2
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **_: object
+    ) -> torch.Tensor:
+        self.layers[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
+        return query.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+
+def ungated(values: dict[str, Any]) -> float:
+    """Largest logit error of a family that runs although the gate would refuse it."""
+    oracle, module = build(values, "eager"), build(values, "unchecked")
     module.load_state_dict(oracle.state_dict())
-    assert ungated_error(module, oracle, [LayerShape(4, 16, 16)] * 2) > 0.1
+    shapes = Shapes()
+    attention.attach(module, shapes)
+    with torch.inference_mode():
+        module(torch.tensor([[5, 17, 31]]), position_ids=torch.arange(3)[None], use_cache=False)
+    return ungated_error(module, oracle, shapes.layers)
+
+
+SPARSE = _COMMON | {
+    "model_type": "minimax_m3_vl_text",
+    "layer_types": ["minimax_m3_sparse"] * 2,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_block_size": 2,
+    "index_topk_blocks": 1,
+    "index_local_blocks": 1,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_intermediate_size": 32,
+    "dense_intermediate_size": 64,
+}
+
+WRONG: dict[str, dict[str, Any]] = {
+    # Never reads the cache.
+    "own-attention": REFUSED["bloom"][0],
+    # Would read it, and looks at later tokens too.
+    "bidirectional": REFUSED["bert"][0],
+    "layer-type-chunked": _COMMON
+    | {
+        "model_type": "llama4_text",
+        "attention_chunk_size": 2,
+        "head_dim": 16,
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "no_rope_layers": [1, 1],
+    },
+    "layer-type-linear": _COMMON
+    | {
+        "model_type": "qwen3_next",
+        "layer_types": ["linear_attention", "full_attention"],
+        "head_dim": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
+    },
+    "convolution": REFUSED["lfm2"][0],
+    "two-calls-a-layer": REFUSED["diffllama"][0],
+    "own-mask": REFUSED["doge"][0],
+}
+
+
+@pytest.mark.parametrize("rule", WRONG)
+def test_without_the_gate_logits_are_wrong(rule: str) -> None:
+    assert ungated(WRONG[rule]) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (WRONG["convolution"], "lfm2 mixes neighbouring tokens by convolution"),
+        (SPARSE, "its layers ask for attention with block_indices"),
+    ],
+    ids=["convolution", "unknown-argument"],
+)
+def test_rules_behind_the_one_for_layer_types(values: dict[str, Any], reason: str) -> None:
+    """Not every config names its layers' types."""
+    with torch.device("meta"):
+        module = build(values, ATTENTION_NAME)
+    with pytest.raises(Unsupported, match=reason):
+        probe(module, "m")
+
+
+@pytest.mark.parametrize("case", ["rope-dynamic", "rope-longrope"])
+def test_without_the_gate_neighbours_change_logits(case: str) -> None:
+    """A short sequence alone, and beside one past the length at which the table changes."""
+    short = {"max_position_embeddings": 16, "original_max_position_embeddings": 16}
+    module = build(REFUSED[case][0] | short, ATTENTION_NAME)
+    model = PagedModel(module, KVCache([LayerShape(2, 16, 16)] * 2, 40, 4, torch.float32, CPU))
+    allocator = BlockAllocator(40, 4)
+    seqs = [Sequence(i, list(range(3, 3 + n)), n, 64) for i, n in enumerate((5, 40))]
+    for seq in seqs:
+        allocator.extend(seq.block_table, len(seq.tokens))
+    alone = model.forward([Span(seqs[0], 0, 5)], [5])
+    beside = model.forward([Span(seqs[0], 0, 5), Span(seqs[1], 0, 40)], [5, 0])
+    assert float((alone - beside).abs().max()) > 0.1
 
 
 @pytest.mark.parametrize(
@@ -177,6 +358,30 @@ def test_without_the_gate_it_crashes(case: str, crash: type[Exception]) -> None:
     oracle = build(values, "eager")
     with pytest.raises(crash):
         ungated_error(build(values, ATTENTION_NAME), oracle, [LayerShape(4, 16, 16)] * 2)
+
+
+def test_without_the_gate_an_index_of_keys_is_out_of_bounds() -> None:
+    """Of attention to chosen blocks: the index holds the keys of its own pass only."""
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        ungated(SPARSE)
+
+
+@pytest.mark.parametrize("case", ["t5", "llava", "qwen2_vl"])
+def test_without_the_gate_it_cannot_be_built(case: str) -> None:
+    """An encoder or a vision tower has no place in a causal language model."""
+    with pytest.raises(ValueError, match="Unrecognized configuration class"):
+        build(REFUSED[case][0], ATTENTION_NAME)
+
+
+def test_without_the_gate_quantised_weights_are_not_found(tmp_path: Path) -> None:
+    """They have names of their own, beside scales; where not, see the loader's tests."""
+    folder = save_tiny(tmp_path, "llama")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj"
+    tensors[f"{name}.qweight"] = tensors.pop(f"{name}.weight").to(torch.int32)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(SetupError, match=f"{name}.weight"):
+        load(description(folder), CPU)
 
 
 def test_with_the_gates_consent_the_same_driver_is_right() -> None:
@@ -197,5 +402,5 @@ def test_every_layer_must_call_exactly_once(change: str) -> None:
     else:
         once = layers[1].forward
         layers[1].forward = lambda x, **more: once(once(x, **more), **more)
-    with pytest.raises(Unsupported, match="attention calls come through"):
+    with pytest.raises(Unsupported, match="does not attend once in each of its 2 layers"):
         probe(module, "m")

@@ -1,14 +1,22 @@
 """Synthetic acceptance reproduces the rates it is given, on a real engine, at any temperature."""
 
+import io
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
-from specdec_cli.engine.loop import Request
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams
-from tests.support import make_engine, save_tiny
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.errors import UsageError
+from specdec_cli.render import summary_table
+from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
+from tests.engine.fakes import rounds_of
+from tests.support import CPU, make_engine, ngram_engine, save_tiny
 
 RATES = (0.8, 0.64, 0.4, 0.1)
 
@@ -27,29 +35,101 @@ def test_marginal_rates_become_conditional_ones() -> None:
     assert found == pytest.approx((0.8, 0.5, 0.0, 0.0))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_measured_rates_are_the_given_ones(temperature: float, tmp_path: Path) -> None:
-    """An unrelated draft, which rejection sampling would accept next to nothing of."""
-    engine = make_engine(
-        save_tiny(tmp_path / "target", "llama"),
-        save_tiny(tmp_path / "draft", "llama", seed=1),
-        batch_size=16,
-        num_blocks=2000,
-    )
-    engine.synthetic = SyntheticAcceptance.from_rates(RATES)
+@pytest.fixture(scope="module", params=["draft", "ngram"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    """With an unrelated draft, of which rejection sampling would accept next to nothing; and with
+    prompt lookup."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = save_tiny(folder / "target", "llama")
+    sizes = {"batch_size": 16, "num_blocks": 2000}
+    if request.param == "ngram":
+        return ngram_engine(target, **sizes)
+    return make_engine(target, save_tiny(folder / "draft", "llama", seed=1), **sizes)
+
+
+def rounds(engine: Engine, k: int, temperature: float) -> list[tuple[int, int]]:
+    """Proposed and accepted of every round of a run over random prompts."""
     prompts = torch.randint(3, 90, (64, 9), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=temperature, max_new_tokens=60)
-    result = engine.run([Request(i, tuple(p)) for i, p in enumerate(prompts)], 4, params)
-    full = [
-        a
-        for s in result.seqs
-        for k, a in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
-        if k == 4
-    ]
-    assert len(full) > 800
-    for place, rate in enumerate(RATES):
-        measured = sum(a > place for a in full) / len(full)
-        deviation = (rate * (1 - rate) / len(full)) ** 0.5
-        # Rounds cut short by the last token leave fewer long ones: allow 4 deviations.
-        assert abs(measured - rate) < 4 * deviation, f"place {place + 1}"
+    result = engine.run([Request(i, tuple(p)) for i, p in enumerate(prompts)], k, params)
     assert all(s.num_new_tokens == 60 for s in result.seqs)
+    return [r for s in result.seqs for r in rounds_of(s)]
+
+
+def check_rates(found: list[tuple[int, int]], conditional: tuple[float, ...]) -> None:
+    """Every place within 3 sigma, over the rounds that reached it.
+
+    Which rounds reach a place is settled before it is drawn, so each counts as a fair coin.
+    """
+    for place, rate in enumerate(conditional):
+        coins = [a > place for proposed, a in found if proposed > place and a >= place]
+        assert len(coins) > 100
+        sigma = (rate * (1 - rate) * len(coins)) ** 0.5
+        assert abs(sum(coins) - rate * len(coins)) <= 3 * sigma, f"place {place + 1}"
+
+
+@pytest.mark.parametrize(("k", "temperature"), [(2, 0.0), (4, 0.8)], ids=["shorter", "as long"])
+def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: Engine) -> None:
+    """A list that is longer than k is cut."""
+    engine.synthetic = SyntheticAcceptance.from_rates(RATES)
+    found = rounds(engine, k, temperature)
+    check_rates(found, (0.8, 0.8, 0.625, 0.25)[:k])
+    # Marginal rates, as reported, over the rounds that were not cut short.
+    full = [a for proposed, a in found if proposed == k]
+    assert len(full) > 500
+    for place, rate in enumerate(RATES[:k]):
+        sigma = (rate * (1 - rate) / len(full)) ** 0.5
+        assert abs(sum(a > place for a in full) / len(full) - rate) < 3 * sigma
+
+
+@pytest.mark.parametrize(
+    ("k", "temperature"), [(2, 0.8), (4, 0.0), (7, 0.8)], ids=["shorter", "as long", "longer"]
+)
+def test_measured_length_is_the_given_one(k: int, temperature: float, engine: Engine) -> None:
+    """3.0 tokens a round at k = 4 fix the rate, which then holds for every k."""
+    engine.synthetic = SyntheticAcceptance.from_length(3.0, 4)
+    rate = engine.synthetic.conditional[0]
+    found = rounds(engine, k, temperature)
+    check_rates(found, (rate,) * min(k, 4))
+    lengths = torch.tensor([1.0 + a for proposed, a in found if proposed == k])
+    assert len(lengths) > 400
+    want = sum(rate**i for i in range(k + 1))
+    if k == 4:
+        assert want == pytest.approx(3.0)
+    sigma = float(lengths.std()) / len(lengths) ** 0.5
+    assert abs(float(lengths.mean()) - want) < 3 * sigma
+
+
+def test_more_places_than_rates_are_refused(engine: Engine) -> None:
+    engine.synthetic = SyntheticAcceptance.from_rates(RATES[:1])
+    with pytest.raises(UsageError, match="there are 1 synthetic_acceptance_rates"):
+        rounds(engine, 3, 0.0)
+
+
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_the_text_is_labelled(
+    method: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """On the terminal and in the document; not where nothing is proposed."""
+    given = ("--set", "speculation.acceptance=synthetic")
+    given += ("--set", "speculation.synthetic_acceptance_length=2.5")
+    options = ("demo-sampled", *prompt_options(*PROMPTS[:1]), "--max-new-tokens", "12")
+    options += ("--set", f"speculation.method={method}", "-o", tmp_path / "run")
+    result = generate(capsys, *options, *given)
+    label = "the text is not the target's"
+    assert result.code == 0 and label in result.err
+    document = json.loads((tmp_path / "run/summary.json").read_text())
+    assert label in document["environment"]["acceptance"]
+    assert label not in generate(capsys, *options[:-2], *given, "-k", "0").err
+    assert label not in generate(capsys, *options[:-2]).err
+
+
+def test_the_table_is_labelled() -> None:
+    clock = RunClock(CPU)
+    clock.num_rounds, clock.decode_seconds = 1, 1.0
+    seq = Sequence(0, [1, 2, 3], 1, 3, proposed_per_round=[1], accepted_per_round=[1])
+    metrics = summarise([seq], clock, 1, 1)
+    for synthetic in (False, True):
+        out = Console(file=io.StringIO(), width=100)
+        out.print(summary_table(metrics, None, tinted=False, synthetic=synthetic))
+        assert ("not the target's" in out.file.getvalue()) == synthetic  # type: ignore[attr-defined]

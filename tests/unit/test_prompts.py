@@ -1,15 +1,15 @@
-"""Prompts from options, files and pipes, the malformed ones above all."""
+"""Prompts from options, files and pipes; malformed files are in `test_prompt_errors`."""
 
 import gzip
 import io
-import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import MAX_LINE_BYTES, Prompt, read_prompts
+from specdec_cli.prompts import Prompt, as_conversations, read_prompts
 
 
 def from_file(path: Path, content: bytes) -> list[Prompt]:
@@ -77,94 +77,55 @@ def test_no_prompts_anywhere() -> None:
         read_prompts([], "-", io.StringIO(""))
 
 
-BAD_TEXT: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", ":1: no prompts in it"),
-    "only-blank": (b"\n  \n\r\n", ":1: no prompts in it"),
-    "only-bom": (b"\xef\xbb\xbf", ":1: no prompts in it"),
-    "nul": (b"good\nb\0d\n", ":2: holds a NUL byte"),
-    "utf16": ("good\n".encode("utf-16"), ":1: holds a NUL byte"),
-    "latin-1": (b"good\ncaf\xe9\n", ":2: not UTF-8 text (byte 4 of the line)"),
-    "long-line": (b"good\n" + b"x" * (10 * 2**20) + b"\ngood", ":2: longer than 8 MiB"),
-    "long-last-line": (b"x" * (MAX_LINE_BYTES + 1), ":1: longer than 8 MiB"),
-    "gzip": (gzip.compress(b"hello"), ": is compressed with gzip"),
-}
-BAD_JSONL: dict[str, tuple[bytes, str]] = {
-    "empty": (b"", ":1: no prompts in it"),
-    "not-json": (b'{"prompt": "a"}\nhello\n', ":2: not JSON"),
-    "cut-short": (b'{"prompt": "a', ":1: not JSON: Unterminated string"),
-    "two-objects": (b'{"prompt": "a"} {"prompt": "b"}', ":1: not JSON: Extra data"),
-    "a-list": (b'["a"]', ":1: should be a JSON object"),
-    "a-string": (b'"a"', ":1: should be a JSON object"),
-    "no-key": (b'{"promt": "a"}', ":1: has no prompt: none of the keys prompt, text"),
-    "only-messages": (b'{"messages": []}', ":1: has no prompt"),
-    "number": (b'{"prompt": 5}', ":1: prompt should be text"),
-    "list-prompt": (b'{"text": ["a"]}', ":1: text should be text"),
-    "empty-prompt": (b'{"prompt": ""}', ":1: empty prompt (prompt)"),
-    "empty-turns": (b'{"turns": []}', ":1: turns[0] should be text"),
-    "turns-number": (b'{"turns": [1]}', ":1: turns[0] should be text"),
-    "turns-text": (b'{"turns": "a"}', ":1: turns[0] should be text"),
-    "ids-text": (b'{"prompt_token_ids": "1 2"}', ":1: prompt_token_ids should be a list"),
-    "ids-negative": (b'{"prompt_token_ids": [1, -2]}', ":1: prompt_token_ids should be a list"),
-    "ids-bool": (b'{"prompt_token_ids": [true]}', ":1: prompt_token_ids should be a list"),
-    "ids-float": (b'{"prompt_token_ids": [1.0]}', ":1: prompt_token_ids should be a list"),
-    "ids-empty": (b'{"prompt_token_ids": []}', ":1: empty prompt"),
-    "category": (b'{"prompt": "a", "category": [1]}', ":1: category should be text"),
-    "surrogate": (b'{"prompt": "\\ud800"}', ":1: not valid Unicode"),
-    "deep": (b'{"prompt": ' + b"[" * 100_000, ":1: not usable JSON: nested too deeply"),
-    "digits": (b'{"prompt": ' + b"9" * 5000 + b"}", ":1: not usable JSON: a number is too long"),
-    "nul": (b'{"prompt": "a"}\n\0', ":2: holds a NUL byte"),
-    "invalid-utf8": (b'{"prompt": "\xff"}', ":1: not UTF-8"),
-    "long-line": (b'{"prompt": "' + b"x" * MAX_LINE_BYTES + b'"}', ":1: longer than 8 MiB"),
-}
+def test_every_prompt_knows_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('\n{"prompt": "a"}\n\n{"messages": [{"role": "user", "content": "b"}]}\n')
+    found = read_prompts(["x"], str(path), None)
+    assert [prompt.where for prompt in found] == ["--prompt", f"{path}:2", f"{path}:4"]
+    (piped,) = read_prompts([], None, io.StringIO("\nb\n"))
+    assert piped.where == "standard input:2"
 
 
-@pytest.mark.parametrize("case", BAD_TEXT)
-def test_bad_text_files(case: str, tmp_path: Path) -> None:
-    content, words = BAD_TEXT[case]
-    with pytest.raises(UsageError) as caught:
-        from_file(tmp_path / "p.txt", content)
-    assert caught.value.message.startswith(f"{tmp_path / 'p.txt'}{words}")
+def test_compressed_standard_input() -> None:
+    with pytest.raises(UsageError, match="standard input: is compressed with gzip"):
+        read_prompts([], None, io.BytesIO(gzip.compress(b"hello")))
 
 
-@pytest.mark.parametrize("case", BAD_JSONL)
-def test_bad_jsonl_files(case: str, tmp_path: Path) -> None:
-    content, words = BAD_JSONL[case]
-    with pytest.raises(UsageError) as caught:
-        from_file(tmp_path / "p.jsonl", content)
-    assert caught.value.message.startswith(f"{tmp_path / 'p.jsonl'}{words}")
+# Conversations
+
+USER = {"role": "user", "content": "a"}
+SYSTEM = {"role": "system", "content": "s"}
+TEXT = Prompt(0, "a", category="c")
+ASKED = Prompt(1, None, messages=(USER,))
+IDS = Prompt(2, None, token_ids=(1,))
 
 
-def test_bad_lines_are_listed_up_to_five(tmp_path: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        from_file(tmp_path / "p.jsonl", b'{"prompt": "a"}\n' + b"x\n" * 9)
-    lines = caught.value.message.splitlines()
-    assert [line.split(":")[1] for line in lines[:5]] == ["2", "3", "4", "5", "6"]
-    assert lines[5:] == [f"{tmp_path / 'p.jsonl'}: and 4 more bad lines"]
+def messages_of(chat: str, system: str | None, *prompts: Prompt) -> list[object]:
+    return [prompt.messages for prompt in as_conversations(prompts, chat, system)]
 
 
-@pytest.mark.timeout(10)
-def test_not_a_prompt_file(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe.txt")
-    (tmp_path / "p.csv").write_text("prompt\nhello\n")
-    (tmp_path / "noextension").write_text("hello\n")
-    (tmp_path / "folder.txt").mkdir()
-    (tmp_path / "p.txt.gz").write_bytes(gzip.compress(b"hello"))
-    for name, words in {
-        "pipe.txt": "not a regular file",
-        "p.csv": "unknown extension '.csv'",
-        "noextension": "unknown extension '(none)'",
-        "folder.txt": "is a directory",
-        "p.txt.gz": "is compressed with gzip",
-        "missing.txt": "no such prompt file",
-        "a" * 300 + ".txt": "cannot be read",
-        "a\0b.txt": "cannot be read",
-    }.items():
-        with pytest.raises(UsageError) as caught:
-            read_prompts([], str(tmp_path / name), None)
-        assert words in caught.value.message
+def test_conversations() -> None:
+    assert as_conversations([TEXT, ASKED, IDS], "auto") == [TEXT, ASKED, IDS]
+    assert as_conversations([TEXT, IDS], "off") == [TEXT, IDS]
+    (wrapped,) = as_conversations([TEXT], "on")
+    assert wrapped == Prompt(0, None, category="c", messages=(USER,))
+    assert messages_of("on", "s", TEXT, ASKED) == [(SYSTEM, USER)] * 2
+    assert messages_of("auto", "s", TEXT) == [(SYSTEM, USER)]
 
 
-def test_bad_prompt_options() -> None:
-    for text, words in {"": "--prompt: empty prompt", "\udcff": "--prompt: not valid"}.items():
-        with pytest.raises(UsageError, match=words):
-            read_prompts(["good", text], None, None)
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_conversation_keeps_its_own_system_message(role: str) -> None:
+    own = {"role": role, "content": "mine"}
+    prompt = Prompt(0, None, messages=(own, USER))
+    assert messages_of("on", "s", prompt) == [(own, USER)]
+
+
+def test_conversations_that_cannot_be() -> None:
+    for prompt, chat, words in [
+        (ASKED, "off", "has messages, and the chat template is off"),
+        (IDS, "on", "token ids cannot go through a chat template"),
+    ]:
+        with pytest.raises(UsageError, match=f"p.jsonl:3: {words}"):
+            as_conversations([replace(prompt, where="p.jsonl:3")], chat)
+    with pytest.raises(UsageError, match="token ids cannot"):
+        as_conversations([IDS], "auto", "s")

@@ -36,6 +36,7 @@ def write(tmp_path: Path) -> Write:
 
 def test_contract_keys_and_defaults(write: Write) -> None:
     written = yaml.safe_load(CONTRACT)
+    written["data"]["system"] = None  # came later
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}
@@ -59,6 +60,7 @@ def test_bundled_recipes_are_valid() -> None:
     assert names == [
         "bench-8b-1b-dummy",
         "demo",
+        "demo-ngram",
         "demo-sampled",
         "llama-3.1-70b-8b-tp4",
         "llama-3.1-8b-1b",
@@ -66,7 +68,7 @@ def test_bundled_recipes_are_valid() -> None:
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))
-        assert recipe.draft is not None
+        assert (recipe.draft is None) == (recipe.speculation.method == "ngram")
         assert len(bundled.description) > 20
 
 

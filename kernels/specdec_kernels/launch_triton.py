@@ -1,0 +1,74 @@
+"""What kernels that follow each other closely share: dependent launches, prefetches, counters.
+
+Programmatic dependent launch: a kernel marked so starts while its predecessor in the stream still
+runs. Everything it does before `after_predecessor` may touch only what no recent kernel writes:
+weights, and what was ready when the predecessor itself began. `after_predecessor` waits until the
+predecessor has completed and its writes are visible. Every program of every kernel calls it, also
+one without work, so completion is transitive: the predecessor completed only after it had waited
+for its own. From there on order is that of an ordinary stream, and memory may be reused as freely.
+The successor is let in only after the wait, so at most one kernel runs ahead, and what it may read
+early includes all that was written before the predecessor.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COUNTERS = 1 << 16
+_counters: dict[torch.device, Tensor] = {}
+
+
+def dependent_launch(tensor: Tensor) -> bool:
+    """Whether a kernel over `tensor` can be launched before its predecessor ends."""
+    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+
+
+def counters(device: torch.device) -> Tensor:
+    """[COUNTERS] int32 zeros for kernels whose last program finishes what others began.
+
+    Every kernel leaves them at zero. Kernels of one device share them, so they run on one stream.
+    """
+    if device not in _counters:
+        # In a graph's capture this would become a memset of each replay, in the graph's own pool.
+        assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
+            "run once before capturing"
+        )
+        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+    return _counters[device]
+
+
+@triton.jit
+def after_predecessor(DEPENDENT: tl.constexpr):
+    """Wait for the predecessor's writes, then let the successor start."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch_l2(pointers):
+    """Ask for the 128-byte lines of a tensor of pointers, without waiting for them."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def is_last(counter_ptr, expected):
+    """True in the last of `expected` programs that call it; what the others stored is visible then.
+
+    Leaves the counter at zero. The others' results must be loaded past L1 (".cg").
+    """
+    tl.debug_barrier()  # the stores of all threads come before the count
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last

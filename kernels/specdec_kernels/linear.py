@@ -1,0 +1,80 @@
+"""The products of a decoder layer with what surrounds them: torch references.
+
+A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
+attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
+again a product added to the residual. Norms are rounded as transformers' LlamaRMSNorm does.
+
+Does not know layers or models.
+Legend: T packed tokens, K features read, N features written, F the MLP's features.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`."""
+    wide = x.double() if x.dtype == torch.float64 else x.float()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return wide.to(x.dtype) * weight
+
+
+def gate_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.gate`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return F.silu(gate) * up
+    assert activation == "gelu_tanh", activation
+    return F.gelu(gate, approximate="tanh") * up
+
+
+class Normed(NamedTuple):
+    """A residual stream on its way into a norm and a product."""
+
+    hidden: Tensor
+    """[T, K], the stream itself."""
+    scaled: Tensor
+    """[T, K], its RMS norm; with `squares`, only `hidden` times the norm's weight."""
+    squares: Tensor | None
+    """[T, P] fp32, sums of squares of P parts of each row: the product that follows divides."""
+    eps: float
+
+
+def norm_reference(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.norm`."""
+    return Normed(x, rms_norm_reference(x, norm_weight, eps), None, eps)
+
+
+def linear_add_norm_reference(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """See `ops.linear_add_norm`."""
+    return norm_reference(linear_add_reference(x, weight, residual, bias), norm_weight, eps)
+
+
+def norm_linear_reference(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `ops.norm_linear`."""
+    assert x.squares is None
+    return F.linear(x.scaled, weight, bias)
+
+
+def linear_add_reference(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear_add`."""
+    return residual + F.linear(x, weight, bias)
+
+
+def norm_gate_up_reference(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.norm_gate_up`."""
+    return gate_reference(norm_linear_reference(x, weight), activation)

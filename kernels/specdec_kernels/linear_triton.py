@@ -1,0 +1,483 @@
+"""The products of a decoder layer for few rows, bound by reading the weights once.
+
+A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
+memory. The norm needs no pass of its own: its factor is one number a row, so the kernel that writes
+the residual stream also writes it times the norm's weight, and sums of squares, and the next one
+scales its product at the end. Before it waits for its predecessor, a program asks
+for its first weights, so that memory stays busy from one kernel to the next.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    dependent_launch,
+    is_last,
+    prefetch_l2,
+)
+from specdec_kernels.linear import ACTIVATIONS, Normed
+
+LINE = tl.constexpr(128)  # bytes of a cache line
+FEW_ROWS = 64
+MULTIPROCESSORS = 132  # of an H100 or H200
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """SiLU, or GELU in its tanh form; tanh(x) = 2 sigmoid(2x) - 1, which cannot overflow."""
+    if ACTIVATION == "silu":
+        slope = 1.0
+    else:
+        slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)
+    return gate * tl.sigmoid(slope * gate)
+
+
+@triton.jit
+def product(x, weight, acc, SLICES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    if UPCAST:
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
+    if SLICES == 1:
+        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    else:
+        acc = tl.dot(x, tl.permute(weight, (0, 2, 1)), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_linear_kernel(
+    x_ptr,  # [T, K]
+    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
+    bias_ptr,  # [N]; only with HAS_BIAS
+    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
+    norm_ptr,  # [N]; only with FOR_NORM
+    out_ptr,  # [T, N], out
+    scaled_ptr,  # [T, N], out times norm, out; only with FOR_NORM
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with FOR_NORM
+    partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
+    counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    num_rows,
+    num_features,  # N
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    ACTIVATION: tl.constexpr,  # "" for a plain product
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FOR_NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps: narrow tiles have too few columns
+    SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # features of every weight row to ask for before the wait
+    DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION != ""
+    WIDTH: tl.constexpr = BLOCK_K // SLICES
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
+    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+
+    split = tl.program_id(1)
+    first = split * SHARE
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_live = column < num_features
+    weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
+    up_ptr = weight_ptr + num_features.to(tl.int64) * K
+    if PREFETCH > 0:
+        PER_LINE: tl.constexpr = LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
+        ahead = first + tl.arange(0, PREFETCH // PER_LINE) * PER_LINE
+        prefetch_l2(weight_ptr[:, None] + ahead[None, :])
+        if GATED:
+            prefetch_l2(up_ptr[:, None] + ahead[None, :])
+    row = tl.arange(0, BLOCK_M)
+    row_live = row < num_rows
+    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    mask = row_live[:, None] & column_live[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
+    if FOR_NORM:
+        norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
+    after_predecessor(DEPENDENT)
+
+    # What the end needs is asked for before the loop, so that nobody waits for it there.
+    if HAS_RESIDUAL:
+        residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(residual_ptr, mask=mask, other=0.0)
+    if PARTS > 0:
+        part = tl.arange(0, BLOCK_P)
+        squares = tl.load(
+            squares_ptr + row[:, None] * PARTS + part[None, :],
+            mask=row_live[:, None] & (part < PARTS)[None, :],
+            other=0.0,
+        )
+
+    x_ptr += row.to(tl.int64) * x_stride
+    if SLICES == 1:
+        inside = tl.arange(0, BLOCK_K)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        inside = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+        acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = acc
+    for start in range(first, first + SHARE, BLOCK_K):
+        k = start + inside
+        # Dimensions: slice of K (with SLICES > 1), row or column, feature read.
+        if SLICES == 1:
+            x_at = x_ptr[:, None] + k[None, :]
+            x_mask = row_live[:, None] & (k < K)[None, :]
+            weight_at = weight_ptr[:, None] + k[None, :]
+            up_at = up_ptr[:, None] + k[None, :]
+            weight_mask = (k < K)[None, :]
+        else:
+            x_at = x_ptr[None, :, None] + k[:, None, :]
+            x_mask = row_live[None, :, None] & (k < K)[:, None, :]
+            weight_at = weight_ptr[None, :, None] + k[:, None, :]
+            up_at = up_ptr[None, :, None] + k[:, None, :]
+            weight_mask = (k < K)[:, None, :]
+        x = tl.load(x_at, mask=x_mask, other=0.0)
+        if EVEN:
+            weight = tl.load(weight_at)
+        else:
+            weight = tl.load(weight_at, mask=weight_mask, other=0.0)
+        acc = product(x, weight, acc, SLICES, PRECISION, UPCAST)
+        if GATED:
+            if EVEN:
+                up = tl.load(up_at)
+            else:
+                up = tl.load(up_at, mask=weight_mask, other=0.0)
+            acc_up = product(x, up, acc_up, SLICES, PRECISION, UPCAST)
+
+    if SLICES > 1:
+        acc = tl.sum(acc, axis=0)
+        acc_up = tl.sum(acc_up, axis=0)
+    if SPLITS > 1:
+        size = num_rows.to(tl.int64) * num_features
+        tl.store(partial_ptr + split * size + place, acc, mask=mask)
+        if not is_last(counters_ptr + tl.program_id(0), SPLITS):
+            return
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for other in tl.static_range(SPLITS):
+            at = partial_ptr + other * size + place
+            acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    if PARTS > 0:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        acc_up *= factor
+    if HAS_BIAS:
+        acc += bias.to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    if GATED:
+        acc = activate(acc, ACTIVATION) * acc_up
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, out, mask=mask)
+    if FOR_NORM:
+        # The norm is of the rounded values, as they will be read.
+        wide = tl.where(mask, out.to(tl.float32), 0.0)
+        scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
+        tl.store(scaled_ptr + place, scaled, mask=mask)
+        at = row * tl.num_programs(0) + tl.program_id(0)
+        tl.store(out_squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
+
+
+class Tiles(NamedTuple):
+    """How one product is cut; see `few_rows_linear_kernel`."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    slices: int
+    splits: int
+    prefetch: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
+    """Tiles for a product of `kind` "norm", "gate" or "add", by measurement; None for cuBLAS.
+
+    scripts/bench/kernels.py measures them. Up to FEW_ROWS rows these kernels win, since with cuBLAS
+    the norm, the gate and the sum are further kernels. Up to 16 rows the small M of mma.sync is
+    best; beyond, M of 64, which the compiler gives to wgmma.
+    """
+    num_rows, width = x.shape
+    num_features = weight.shape[0]
+    if num_rows > FEW_ROWS:
+        return None
+    if num_rows <= 16:
+        if kind == "add":
+            # Few features: narrow tiles make enough programs, more stages fill the rest.
+            stages = 6 if num_features > 16 * MULTIPROCESSORS else 8
+            tiles = Tiles(16, 16, 256, 4, 1, 512, 4, stages)
+        elif width < 4096 and num_features > 4096:
+            tiles = Tiles(16, 32, 128, 1, 1, 256, 4, 5)
+        else:
+            tiles = Tiles(16, 32, 256, 1, 1, 256, 4, 3 if kind == "gate" else 4)
+    elif kind == "add":
+        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
+        tiles = Tiles(64, 32, 128, 1, splits, 512, 4, 8)
+    elif kind == "gate":
+        tiles = Tiles(64, 64, 64, 1, 1, 256, 4, 5)
+    elif num_features <= 4096:
+        tiles = Tiles(64, 32, 128, 1, 1, 256, 4, 5)
+    else:
+        tiles = Tiles(64, 64, 128, 1, 1, 256, 4, 4)
+    if x.dtype == torch.float32:
+        tiles = tiles._replace(block_k=tiles.block_k // 2)
+    return tiles
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One launch. x [T, K], weight [N, K] (or [2N, K] with an activation), squares [T, P] of x.
+
+    Returns [T, N]; with `norm_weight` [N] also the same times it, and squares [T, N / block_n].
+    """
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if activation else 1)
+    blocks = triton.cdiv(num_features, tiles.block_n)
+    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
+    assert num_rows <= tiles.block_m and activation in ("", *ACTIVATIONS)
+    assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
+    assert bias is None or bias.shape == (num_features,)
+    assert norm_weight is None or norm_weight.shape == (num_features,)
+    out = scaled = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    out_squares = partial = counts = out
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    if norm_weight is not None:
+        scaled = torch.empty_like(out)
+        out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
+    if tiles.splits > 1:
+        assert not activation and blocks <= COUNTERS
+        partial = torch.empty((tiles.splits, *out.shape), dtype=torch.float32, device=x.device)
+        counts = counters(x.device)
+    parts = 0 if squares is None else squares.shape[1]
+    # A request past the end of the weight would be none of ours.
+    share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
+    prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
+    dependent = dependent_launch(x)
+    few_rows_linear_kernel[(blocks, tiles.splits)](
+        x,
+        x if squares is None else squares,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        x if norm_weight is None else norm_weight,
+        out,
+        scaled,
+        out_squares,
+        partial,
+        counts,
+        num_rows,
+        num_features,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        float(eps),
+        K=width,
+        PARTS=parts,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        FOR_NORM=norm_weight is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        BLOCK_P=triton.next_power_of_2(max(parts, 1)),
+        SLICES=tiles.slices,
+        SPLITS=tiles.splits,
+        PREFETCH=prefetch if dependent else 0,
+        DEPENDENT=dependent,
+        PRECISION="ieee",
+        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
+        UPCAST=not x.is_cuda,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return out, scaled, out_squares
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [T, K]
+    residual_ptr,  # [T, K]; only with HAS_RESIDUAL
+    norm_ptr,  # [K]
+    hidden_ptr,  # [T, K], x + residual, out; only with HAS_RESIDUAL
+    out_ptr,  # [T, K], out
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    eps = tl.full([], eps, tl.float32)
+    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    after_predecessor(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(hidden_ptr + row * K + k, x, mask=k < K)
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
+    tl.store(out_ptr + row * K + k, (wide * norm.to(tl.float32)).to(x.dtype), mask=k < K)
+
+
+@triton.jit
+def gate_kernel(
+    gate_up_ptr,  # [T, 2 F], gate first
+    out_ptr,  # [T, F], out
+    num_features,
+    gate_up_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(DEPENDENT)
+    at = gate_up_ptr + row * gate_up_stride + feature
+    gate = tl.load(at, mask=feature < num_features, other=0.0).to(tl.float32)
+    up = tl.load(at + num_features, mask=feature < num_features, other=0.0).to(tl.float32)
+    out = (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_features + feature, out, mask=feature < num_features)
+
+
+def add_norm(
+    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """x (+ residual) [T, K], and its RMS norm."""
+    num_rows, width = x.shape
+    assert x.stride(1) == 1 and norm_weight.shape == (width,)
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    hidden = x if residual is None else torch.empty_like(out)
+    dependent = dependent_launch(x)
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        norm_weight,
+        hidden,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        float(eps),
+        K=width,
+        HAS_RESIDUAL=residual is not None,
+        BLOCK=block,
+        DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 512)),
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return hidden, out
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`."""
+    return add_norm(x.reshape(-1, x.shape[-1]), None, weight, eps)[1].view(x.shape)
+
+
+def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.gate`."""
+    num_rows, num_features = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1 and activation in ACTIVATIONS
+    out = torch.empty((num_rows, num_features), dtype=gate_up.dtype, device=gate_up.device)
+    dependent = dependent_launch(gate_up)
+    gate_kernel[(num_rows, triton.cdiv(num_features, 1024))](
+        gate_up,
+        out,
+        num_features,
+        gate_up.stride(0),
+        ACTIVATION=activation,
+        BLOCK=1024,
+        DEPENDENT=dependent,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return out
+
+
+def norm_triton(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.norm`."""
+    return Normed(x, add_norm(x, None, norm_weight, eps)[1], None, eps)
+
+
+def norm_linear_triton(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `ops.norm_linear`."""
+    tiles = choose_tiles("norm", x.scaled, weight)
+    if tiles is None:
+        assert x.squares is None
+        return F.linear(x.scaled, weight, bias)
+    return few_rows_linear(x.scaled, weight, tiles, squares=x.squares, eps=x.eps, bias=bias)[0]
+
+
+def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.norm_gate_up`."""
+    tiles = choose_tiles("gate", x.scaled, weight)
+    if tiles is None:
+        assert x.squares is None
+        return gate_triton(F.linear(x.scaled, weight), activation)
+    return few_rows_linear(
+        x.scaled, weight, tiles, squares=x.squares, eps=x.eps, activation=activation
+    )[0]
+
+
+def linear_add_triton(
+    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear_add`."""
+    tiles = choose_tiles("add", x, weight)
+    if tiles is None:
+        return residual + F.linear(x, weight, bias)
+    return few_rows_linear(x, weight, tiles, bias=bias, residual=residual)[0]
+
+
+def linear_add_norm_triton(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """See `ops.linear_add_norm`."""
+    tiles = choose_tiles("add", x, weight)
+    if tiles is None:
+        hidden, scaled = add_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+        return Normed(hidden, scaled, None, eps)
+    hidden, scaled, squares = few_rows_linear(
+        x, weight, tiles, bias=bias, residual=residual, norm_weight=norm_weight
+    )
+    return Normed(hidden, scaled, squares, eps)

@@ -1,0 +1,115 @@
+"""From logits to a distribution and to tokens drawn from it: torch reference, and the CPU path.
+
+`to_probs` is the only definition in the project of what temperature, top-k and top-p mean; the
+draft's q and the target's p both come from it, so that the acceptance test compares like with like.
+Legend: R rows, V vocabulary, B sequences, K draft tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.rejection import rejection_sample_reference, sample_categorical_reference
+
+TINY = torch.finfo(torch.float32).tiny  # fp32 has no smaller number to divide by
+INF = float("inf")
+
+
+class LogitRows(NamedTuple):
+    """What makes rows of logits distributions, see `ops.logit_rows`.
+
+    rows: [R, 4] fp32. Maximum m; normaliser, the sum of exp((x - m) / T) over what is kept, NaN
+        where the row is void; threshold t and index c: x is kept iff x > t, or x == t and its
+        index is c or more.
+    parts: [R, P] fp32, the normaliser's share of each of P equal parts of the vocabulary.
+    """
+
+    rows: Tensor
+    parts: Tensor
+
+
+def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """(x - maximum) / T of `logits` [..., V], -inf where top-k or top-p drop: fp32."""
+    logits = logits.float()
+    # Shifting first keeps tiny temperatures finite: the maximum stays 0.
+    scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
+    vocab = logits.shape[-1]
+    # What is equal and what is more is said of the logits: scores may round to the same number.
+    if 0 < top_k < vocab:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        scores = scores.masked_fill(logits < kth, -INF)
+    if top_p < 1.0:
+        order = logits.argsort(dim=-1, stable=True)
+        mass = scores.gather(-1, order).softmax(dim=-1).cumsum(dim=-1)
+        drop = mass <= 1.0 - top_p
+        drop[..., -1] = False
+        scores = scores.masked_fill(drop.scatter(-1, order, drop), -INF)
+    return scores
+
+
+def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
+
+    Temperature, then top-k, then top-p, in the order and with the tie rules of transformers'
+    generation: top-k keeps ties with the k-th value, top-p keeps the smallest set whose mass
+    reaches `top_p` and at least one token; of equal tokens at its border those of higher index.
+    Temperature 0 is the one-hot at the first maximum. A row with a NaN or +inf, or of -inf alone,
+    has a NaN for its sum, which verification reports.
+    """
+    if temperature == 0.0:
+        logits = logits.float()
+        best = logits.argmax(dim=-1, keepdim=True)
+        # NaN compares as the maximum; its value, copied in, marks the row.
+        value = logits.gather(-1, best)
+        return torch.zeros_like(logits).scatter_(-1, best, value - value + 1.0)
+    return masked_scores(logits, temperature, top_k, top_p).softmax(dim=-1)
+
+
+def logit_rows_reference(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
+    """See `ops.logit_rows`; one part."""
+    assert temperature > 0.0
+    scores = masked_scores(logits, temperature, top_k, top_p)
+    logits = logits.float()
+    total = scores.exp().sum(dim=-1)
+    kept = scores > -INF
+    threshold = logits.masked_fill(~kept, INF).amin(dim=-1)
+    at_border = kept & (logits == threshold[:, None])
+    first = at_border.to(torch.int32).argmax(dim=-1).float()
+    rows = torch.stack((logits.amax(dim=-1), total, threshold, first), dim=1)
+    return LogitRows(rows, total[:, None])
+
+
+def sample_logits_reference(
+    logits: Tensor, temperature: float, top_k: int, top_p: float, noise: Tensor
+) -> Tensor:
+    """See `ops.sample_logits`."""
+    return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
+
+
+def reject_logits_reference(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_logits: Tensor,
+    target_logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `ops.reject_logits`."""
+    missing = target_logits.shape[2] - draft_logits.shape[2]
+    draft_logits = F.pad(draft_logits, (0, missing), value=-INF)
+    tokens, accepted = rejection_sample_reference(
+        draft_tokens.clamp(min=0),
+        lens,
+        to_probs(draft_logits, temperature, top_k, top_p),
+        to_probs(target_logits, temperature, top_k, top_p),
+        accept_noise,
+        sample_noise,
+    )
+    place = torch.arange(draft_tokens.shape[1], device=lens.device)
+    spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
+    return tokens, accepted.long().masked_fill(spoilt, -2)

@@ -1,0 +1,73 @@
+"""Rotary embedding, KV write and paged attention of one layer: torch reference.
+
+Rotary embedding (Su et al., arXiv 2104.09864) in the layout of transformers' Llama: the first and
+the second half of a head form the pairs that are rotated. Per-head norms are Qwen 3's.
+
+Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
+of BS slots, MB block-table columns.
+"""
+
+from torch import Tensor
+
+from specdec_kernels.attention import gather_attention, gather_plan
+from specdec_kernels.kv import write_kv_reference
+from specdec_kernels.linear import rms_norm_reference
+
+
+def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, H, D], cos and sin [T, D]: [T, H, D]."""
+    half = x.shape[2] // 2
+    turned = x.roll(half, dims=2)
+    turned[:, :, :half].neg_()
+    return x * cos[:, None] + turned * sin[:, None]
+
+
+def split_heads_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    kv_heads: int,
+    head_dim: int,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Query [T, H, D] and key [T, Hkv, D], normed and rotated, and value [T, Hkv, D]."""
+    heads = qkv.view(qkv.shape[0], -1, head_dim)
+    query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    if query_norm is not None:
+        query = rms_norm_reference(query, query_norm, eps)
+    if key_norm is not None:
+        key = rms_norm_reference(key, key_norm, eps)
+    return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin), value
+
+
+def rope_attention_reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """See `ops.rope_attention`."""
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    query, key, value = split_heads_reference(
+        qkv, cos, sin, kv_heads, head_dim, query_norm, key_norm, eps
+    )
+    write_kv_reference(key, value, key_cache, value_cache, slots)
+    plan = gather_plan(block_tables, query_start, context_lens, block_size)
+    out = gather_attention(
+        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
+    )
+    return out.view(qkv.shape[0], -1)

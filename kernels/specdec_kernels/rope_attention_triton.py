@@ -1,0 +1,679 @@
+"""Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
+
+A program holds all rows (query token x query head of one key head) of a sequence and one part of
+its context (Flash-Decoding). The sequence's new keys and values come from the projection itself
+and are stored on the way; the older ones come from the cache and never depend on the kernel before,
+so the first of them are loaded while that one still runs. The last program of a key head to finish
+combines the parts. How many parts there can be is decided from shapes, how many there are from the
+lengths on the device: a short context takes few, whatever the width of the block table.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.attention_triton import LOG2E, paged_attention_triton
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    dependent_launch,
+    is_last,
+)
+
+# Programs wanted on the 132 multiprocessors of an H100 or H200, and the shortest part.
+TARGET_PROGRAMS = 264
+MAX_SPLITS = 16
+MIN_KEYS = 128
+MAX_ROWS = 128
+
+
+@triton.jit
+def normed(first, second, norm_first, norm_second, eps, D: tl.constexpr):
+    """RMS norm of rows [R, D] given as halves."""
+    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
+    factor = tl.rsqrt(mean + eps)[:, None]
+    return first * factor * norm_first[None, :], second * factor * norm_second[None, :]
+
+
+@triton.jit
+def attend(
+    row_max,  # [M], in units of log2
+    row_sum,  # [M]
+    acc,  # [M, D]
+    query_first,
+    query_second,
+    key_first,
+    key_second,
+    value,
+    visible,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of keys, as halves [N, D / 2], joins the softmax."""
+    if UPCAST:
+        query_first = query_first.to(tl.float32)
+        query_second = query_second.to(tl.float32)
+        key_first = key_first.to(tl.float32)
+        key_second = key_second.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
+    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION) * scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    keep = tl.exp2(row_max - base)
+    acc = acc * keep[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return new_max, row_sum * keep + tl.sum(weights, axis=1), acc
+
+
+@triton.jit
+def combined(
+    partial_ptr,  # [PARTS, M, D] fp32
+    stats_ptr,  # [PARTS, 2, M] fp32
+    parts,
+    inside,  # [M, BLOCK_D], place in one part
+    mask,  # [M, BLOCK_D]
+    row,  # [M]
+    D: tl.constexpr,
+    BATCH: tl.constexpr,
+):
+    """Maximum, sum and weighted values of all parts of a softmax, the loads of BATCH at a time."""
+    BLOCK_M: tl.constexpr = row.shape[0]
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros(inside.shape, tl.float32)
+    for start in range(0, parts, BATCH):
+        new_max = row_max
+        for place in tl.static_range(BATCH):
+            at = stats_ptr + (start + place) * (2 * BLOCK_M) + row
+            live = row < tl.where(start + place < parts, BLOCK_M, 0)
+            maximum = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+            new_max = tl.maximum(new_max, maximum)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        keep = tl.exp2(row_max - base)
+        row_sum *= keep
+        acc *= keep[:, None]
+        for place in tl.static_range(BATCH):
+            at = stats_ptr + (start + place) * (2 * BLOCK_M) + row
+            live = row < tl.where(start + place < parts, BLOCK_M, 0)
+            maximum = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+            weight = tl.exp2(maximum - base)
+            total = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                partial_ptr + (start + place) * (BLOCK_M * D) + inside,
+                mask=mask & live[:, None],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            row_sum += total * weight
+            acc += values * weight[:, None]
+        row_max = new_max
+    return row_max, row_sum, acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "min_keys", "table_stride"])
+def rope_attention_kernel(
+    qkv_ptr,  # [T, (H + 2 Hkv) D]
+    cos_ptr,  # [T, >= D / 2]
+    sin_ptr,  # [T, >= D / 2]
+    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
+    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
+    value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
+    slots_ptr,  # [T] int64
+    block_tables_ptr,  # [B, MB] int32
+    query_start_ptr,  # [B + 1] int32
+    context_lens_ptr,  # [B] int32
+    sinks_ptr,  # [H]; only with HAS_SINKS
+    out_ptr,  # [T, H, D], out
+    partial_ptr,  # [B, Hkv, SPLITS + 1, BLOCK_M, D] fp32, out; only with SPLITS > 1
+    stats_ptr,  # [B, Hkv, SPLITS + 1, 2, BLOCK_M] fp32, maxima, sums, out; only with SPLITS > 1
+    counters_ptr,  # [>= B Hkv] int32, zeros; only with SPLITS > 1
+    scale,
+    softcap,
+    eps,
+    num_tokens,
+    num_sequences,
+    min_keys,
+    qkv_stride,
+    rope_stride,
+    key_stride_b,
+    key_stride_s,
+    key_stride_h,
+    value_stride_b,
+    value_stride_s,
+    value_stride_h,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_QUERY_NORM: tl.constexpr,
+    HAS_KEY_NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BATCH: tl.constexpr,  # parts combined at a time
+    BLOCK_M: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    # A Python float reaches a kernel inside torch.compile as fp64.
+    scale = tl.full([], scale, tl.float32)
+    softcap = tl.full([], softcap, tl.float32)
+    eps = tl.full([], eps, tl.float32)
+
+    query_begin = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
+    end_of_all = tl.load(query_start_ptr + num_sequences)
+    context = tl.load(context_lens_ptr + sequence)
+
+    # Older keys that some query sees: [low, old). Split, they are in parts of a share each, and
+    # the new keys are part 0: they are there later than the others, and need more work.
+    old = tl.maximum(context - query_len, 0)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(old - WINDOW + 1, 0)
+    share = tl.cdiv(tl.cdiv(old - low, SPLITS), 16) * 16
+    share = tl.maximum(share, min_keys)
+    if SPLITS > 1:
+        parts = tl.cdiv(old - low, share) + 1
+        first = low + (split - 1) * share
+        high = tl.where(split > 0, tl.minimum(old, first + share), first)
+        newest = split == 0
+    else:
+        parts = 1
+        first = low
+        high = old
+        newest = True
+
+    dim = tl.arange(0, BLOCK_D)
+    half = tl.arange(0, BLOCK_HALF)
+    half_live = half < HALF
+    key_cache_head = key_cache_ptr + kv_head * key_stride_h
+    value_cache_head = value_cache_ptr + kv_head * value_stride_h
+    table = block_tables_ptr + sequence.to(tl.int64) * table_stride
+    position = first + tl.arange(0, BLOCK_N)
+    stored = position < high
+    block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+    key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
+    key_at = key_cache_head + key_at[:, None] + half[None, :]
+    key_mask = stored[:, None] & half_live[None, :]
+    key_first = tl.load(key_at, mask=key_mask, other=0.0)
+    key_second = tl.load(key_at + HALF, mask=key_mask, other=0.0)
+    value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
+    value_at = value_cache_head + value_at[:, None] + dim[None, :]
+    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+
+    row = tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_live = token < query_len
+    packed = (query_begin + token).to(tl.int64)
+    row_mask = row_live[:, None] & half_live[None, :]
+    query_rope = packed[:, None] * rope_stride + half[None, :]
+    query_cos = tl.load(cos_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
+    query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
+    fresh = tl.arange(0, BLOCK_NEW)
+    fresh_live = fresh < tl.where(split == 0, query_len, 0)
+    fresh_packed = (query_begin + fresh).to(tl.int64)
+    fresh_mask = fresh_live[:, None] & half_live[None, :]
+    fresh_rope = fresh_packed[:, None] * rope_stride + half[None, :]
+    fresh_cos = tl.load(cos_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
+    fresh_sin = tl.load(sin_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
+    slot = tl.load(slots_ptr + fresh_packed, mask=fresh_live, other=0)
+
+    after_predecessor(DEPENDENT)
+
+    if split == 0:
+        if sequence == 0:
+            # Padding behind the last sequence is no program's token; its output is zero.
+            zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
+            for tail in range(end_of_all, num_tokens):
+                for member in tl.static_range(GROUP):
+                    place = (tl.full([], HEADS, tl.int64) * tail + kv_head * GROUP + member) * D
+                    tl.store(out_ptr + place + dim, zeros, mask=dim < D)
+    if split >= parts:
+        return
+    if query_len <= 0:
+        return
+
+    query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
+    query_first = tl.load(query_at, mask=row_mask, other=0.0).to(tl.float32)
+    query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0).to(tl.float32)
+    fresh_at = qkv_ptr + fresh_packed * qkv_stride + (HEADS + kv_head) * D
+    new_at = fresh_at[:, None] + half[None, :]
+    new_first = tl.load(new_at, mask=fresh_mask, other=0.0).to(tl.float32)
+    new_second = tl.load(new_at + HALF, mask=fresh_mask, other=0.0).to(tl.float32)
+    new_value = tl.load(
+        (fresh_at + KV_HEADS * D)[:, None] + dim[None, :],
+        mask=fresh_live[:, None] & (dim < D)[None, :],
+        other=0.0,
+    )
+    if HAS_QUERY_NORM:
+        norm_first = tl.load(query_norm_ptr + half, mask=half_live, other=0.0)
+        norm_second = tl.load(query_norm_ptr + HALF + half, mask=half_live, other=0.0)
+        query_first, query_second = normed(
+            query_first,
+            query_second,
+            norm_first.to(tl.float32),
+            norm_second.to(tl.float32),
+            eps,
+            D,
+        )
+    turned = query_second * query_cos + query_first * query_sin
+    query_first = (query_first * query_cos - query_second * query_sin).to(value.dtype)
+    query_second = turned.to(value.dtype)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    query_position = old + token
+    if first < high:
+        visible = stored[None, :] & row_live[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+        row_max, row_sum, acc = attend(
+            row_max,
+            row_sum,
+            acc,
+            query_first,
+            query_second,
+            key_first,
+            key_second,
+            value,
+            visible,
+            scale,
+            softcap,
+            HAS_SOFTCAP,
+            PRECISION,
+            UPCAST,
+        )
+    for start in range(first + BLOCK_N, high, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        stored = position < high
+        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+        key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
+        key_at = key_cache_head + key_at[:, None] + half[None, :]
+        key_mask = stored[:, None] & half_live[None, :]
+        key_first = tl.load(key_at, mask=key_mask, other=0.0)
+        key_second = tl.load(key_at + HALF, mask=key_mask, other=0.0)
+        value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
+        value_at = value_cache_head + value_at[:, None] + dim[None, :]
+        value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+        visible = stored[None, :] & row_live[:, None]
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+        row_max, row_sum, acc = attend(
+            row_max,
+            row_sum,
+            acc,
+            query_first,
+            query_second,
+            key_first,
+            key_second,
+            value,
+            visible,
+            scale,
+            softcap,
+            HAS_SOFTCAP,
+            PRECISION,
+            UPCAST,
+        )
+    if newest:
+        if HAS_KEY_NORM:
+            key_norm_first = tl.load(key_norm_ptr + half, mask=half_live, other=0.0)
+            key_norm_second = tl.load(key_norm_ptr + HALF + half, mask=half_live, other=0.0)
+            new_first, new_second = normed(
+                new_first,
+                new_second,
+                key_norm_first.to(tl.float32),
+                key_norm_second.to(tl.float32),
+                eps,
+                D,
+            )
+        new_key_first = (new_first * fresh_cos - new_second * fresh_sin).to(new_value.dtype)
+        new_key_second = (new_second * fresh_cos + new_first * fresh_sin).to(new_value.dtype)
+        key_to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s
+        key_to = key_cache_head + key_to[:, None] + half[None, :]
+        tl.store(key_to, new_key_first, mask=fresh_mask)
+        tl.store(key_to + HALF, new_key_second, mask=fresh_mask)
+        value_to = slot // BLOCK_SIZE * value_stride_b + slot % BLOCK_SIZE * value_stride_s
+        value_to = value_cache_head + value_to[:, None] + dim[None, :]
+        tl.store(value_to, new_value, mask=fresh_live[:, None] & (dim < D)[None, :])
+        seen = (fresh[None, :] <= token[:, None]) & row_live[:, None]
+        if WINDOW > 0:
+            seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
+        row_max, row_sum, acc = attend(
+            row_max,
+            row_sum,
+            acc,
+            query_first,
+            query_second,
+            new_key_first,
+            new_key_second,
+            new_value,
+            seen,
+            scale,
+            softcap,
+            HAS_SOFTCAP,
+            PRECISION,
+            UPCAST,
+        )
+
+    out_mask = row_live[:, None] & (dim < D)[None, :]
+    if SPLITS > 1:
+        if parts > 1:
+            own = (sequence * KV_HEADS + kv_head).to(tl.int64)
+            stats_ptr += own * ((SPLITS + 1) * 2 * BLOCK_M)
+            partial_ptr += own * ((SPLITS + 1) * BLOCK_M * D)
+            stat_at = stats_ptr + split * (2 * BLOCK_M) + row
+            tl.store(stat_at, row_max)
+            tl.store(stat_at + BLOCK_M, row_sum)
+            inside = row[:, None] * D + dim[None, :]
+            tl.store(partial_ptr + split * (BLOCK_M * D) + inside, acc, mask=out_mask)
+            if not is_last(counters_ptr + own, parts):
+                return
+            row_max, row_sum, acc = combined(
+                partial_ptr, stats_ptr, parts, inside, out_mask, row, D, BATCH
+            )
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(row_max, sink)
+        keep = tl.exp2(row_max - top)
+        row_sum = row_sum * keep + tl.exp2(sink - top)
+        acc = acc * keep[:, None]
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+@triton.jit
+def rope_kv_kernel(
+    qkv_ptr,  # [T, (H + 2 Hkv) D]
+    cos_ptr,  # [T, >= D / 2]
+    sin_ptr,  # [T, >= D / 2]
+    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
+    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    query_ptr,  # [T, H, D], out
+    key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
+    value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
+    slots_ptr,  # [T] int64
+    eps,
+    qkv_stride,
+    rope_stride,
+    key_stride_b,
+    key_stride_s,
+    key_stride_h,
+    value_stride_b,
+    value_stride_s,
+    value_stride_h,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_QUERY_NORM: tl.constexpr,
+    HAS_KEY_NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    half = tl.arange(0, BLOCK_HALF)
+    eps = tl.full([], eps, tl.float32)
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & (half < HALF)[None, :]
+    after_predecessor(DEPENDENT)
+
+    at = qkv_ptr + token * qkv_stride + (head * D)[:, None] + half[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    # A head that is not to be normed, or not to be turned, goes through with factors of 1 and 0.
+    if HAS_QUERY_NORM:
+        norm_first = tl.load(query_norm_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
+        norm_second = tl.load(query_norm_ptr + HALF + half, mask=half < HALF, other=0.0)
+        one, two = normed(first, second, norm_first, norm_second.to(tl.float32), eps, D)
+        first = tl.where(is_query[:, None], one, first)
+        second = tl.where(is_query[:, None], two, second)
+    if HAS_KEY_NORM:
+        norm_first = tl.load(key_norm_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
+        norm_second = tl.load(key_norm_ptr + HALF + half, mask=half < HALF, other=0.0)
+        one, two = normed(first, second, norm_first, norm_second.to(tl.float32), eps, D)
+        first = tl.where(is_key[:, None], one, first)
+        second = tl.where(is_key[:, None], two, second)
+    cos = tl.load(cos_ptr + token * rope_stride + half, mask=half < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * rope_stride + half, mask=half < HALF, other=0.0)
+    cos = tl.where(is_value[:, None], 1.0, cos.to(tl.float32)[None, :])
+    sin = tl.where(is_value[:, None], 0.0, sin.to(tl.float32)[None, :])
+    turned = (second * cos + first * sin).to(dtype)
+    rotated = (first * cos - second * sin).to(dtype)
+
+    slot = tl.load(slots_ptr + token)
+    block = slot // BLOCK_SIZE
+    inside = slot % BLOCK_SIZE
+    to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
+    tl.store(to, rotated, mask=mask & is_query[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_query[:, None])
+    to = key_cache_ptr + block * key_stride_b + inside * key_stride_s
+    to += (head - HEADS)[:, None] * key_stride_h + half[None, :]
+    tl.store(to, rotated, mask=mask & is_key[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_key[:, None])
+    to = value_cache_ptr + block * value_stride_b + inside * value_stride_s
+    to += (head - HEADS - KV_HEADS)[:, None] * value_stride_h + half[None, :]
+    tl.store(to, rotated, mask=mask & is_value[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_value[:, None])
+
+
+def rope_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Store every token's rotated key and its value; the rotated query [T, H, D]."""
+    num_tokens, width = qkv.shape
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    heads = width // head_dim - 2 * kv_heads
+    query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    dependent = dependent_launch(qkv)
+    block_heads = 8
+    rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
+        qkv,
+        cos,
+        sin,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        query,
+        key_cache,
+        value_cache,
+        slots,
+        float(eps),
+        qkv.stride(0),
+        cos.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=block_size,
+        HAS_QUERY_NORM=query_norm is not None,
+        HAS_KEY_NORM=key_norm is not None,
+        BLOCK_HEADS=block_heads,
+        DEPENDENT=dependent,
+        num_warps=2,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return query
+
+
+def num_splits(programs: int, max_context: int) -> int:
+    """Parts to cut a context into at most: a power of two, so that few variants are compiled."""
+    wanted = min(TARGET_PROGRAMS // programs, triton.cdiv(max_context, MIN_KEYS), MAX_SPLITS)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def rope_attention_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    splits: int | None = None,
+    min_keys: int = MIN_KEYS,
+    block_n: int | None = None,
+    num_warps: int | None = None,
+    num_stages: int = 3,
+) -> Tensor:
+    """See `ops.rope_attention`; what follows `eps` overrides choices, `splits` a power of two."""
+    num_tokens, width = qkv.shape
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    num_sequences, num_columns = block_tables.shape
+    heads = width // head_dim - 2 * kv_heads
+    group = heads // kv_heads
+    assert width == (heads + 2 * kv_heads) * head_dim and heads == group * kv_heads > 0
+    assert value_cache.shape == key_cache.shape and head_dim % 2 == 0
+    assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] == num_tokens
+    assert slots.shape == (num_tokens,) and cos.shape[1] in (head_dim, head_dim // 2)
+    assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
+    assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
+    assert sinks is None or sinks.shape == (heads,)
+    tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
+    assert all(t.stride(-1) == 1 for t in tensors)
+    if max_query_len * group > MAX_ROWS:
+        query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
+        out = paged_attention_triton(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            query_start,
+            context_lens,
+            scale,
+            max_query_len,
+            sliding_window,
+            softcap,
+            sinks,
+        )
+        return out.view(num_tokens, heads * head_dim)
+
+    device = qkv.device
+    block_m = max(16, triton.next_power_of_2(max_query_len * group))
+    block_d = max(32, triton.next_power_of_2(head_dim))
+    row_bytes = block_d * qkv.element_size()
+    block_n = block_n or (64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16)
+    programs = num_sequences * kv_heads
+    if splits is None:
+        splits = num_splits(programs, num_columns * block_size)
+    out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)
+    partial = stats = counts = out
+    if splits > 1:
+        assert programs <= COUNTERS
+        size = (num_sequences, kv_heads, splits + 1)
+        partial = torch.empty((*size, block_m, head_dim), dtype=torch.float32, device=device)
+        stats = torch.empty((*size, 2, block_m), dtype=torch.float32, device=device)
+        counts = counters(device)
+    num_warps = num_warps or (8 if block_m * block_d > 64 * 128 else 4)
+    dependent = dependent_launch(qkv)
+    programs_each = splits + 1 if splits > 1 else 1
+    rope_attention_kernel[(programs_each, kv_heads, num_sequences)](
+        qkv,
+        cos,
+        sin,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        key_cache,
+        value_cache,
+        slots,
+        block_tables,
+        query_start,
+        context_lens,
+        qkv if sinks is None else sinks,
+        out,
+        partial,
+        stats,
+        counts,
+        float(scale),
+        float(softcap),
+        float(eps),
+        num_tokens,
+        num_sequences,
+        min_keys,
+        qkv.stride(0),
+        cos.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=block_d,
+        BLOCK_HALF=block_d // 2,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_QUERY_NORM=query_norm is not None,
+        HAS_KEY_NORM=key_norm is not None,
+        SPLITS=splits,
+        BATCH=max(2, min(8, 2**11 * num_warps // (block_m * block_d) * 2)),
+        BLOCK_M=block_m,
+        BLOCK_NEW=max(16, triton.next_power_of_2(max_query_len)),
+        BLOCK_N=block_n,
+        DEPENDENT=dependent,
+        PRECISION="ieee",
+        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
+        UPCAST=not qkv.is_cuda,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return out

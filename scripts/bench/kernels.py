@@ -1,0 +1,401 @@
+"""Time the kernels of a decode pass against memory bandwidth, one by one and as whole passes.
+
+    PYTHONPATH=.:kernels python scripts/bench/kernels.py --models 1b 8b --batches 1x1 1x6 16x1
+
+Needs a CUDA device; weights are random and of the real shapes. Every time is that of a CUDA graph
+over buffers larger together than the L2 cache. "bytes" counts weights, and the keys and values of
+the context; "of peak" is what moving them at --bandwidth would take, over the time. "library" is
+the same step from cuBLAS products, with our small kernels for the rest. Errors are against fp64.
+"""
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from specdec_kernels import ops
+from specdec_kernels.linear import gate_reference, rms_norm_reference
+from torch import Tensor
+
+BLOCK_SIZE = 16
+EPS = 1e-5
+L2_BYTES = 60e6
+
+
+@dataclass(frozen=True)
+class Model:
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int = 128256
+
+
+MODELS = {
+    "1b": Model(2048, 8192, 16, 32, 8, 64),
+    "8b": Model(4096, 14336, 32, 32, 8, 128),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    name: str
+    rows: int
+    context: int
+    microseconds: float
+    num_bytes: float
+    library: float | None = None
+    error: float | None = None
+
+
+def timed(step: Callable[[int], object], launches: int) -> float:
+    """Microseconds of one of `launches` calls, each with its number, captured as one graph."""
+    step(0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(launches):
+            step(number)
+    graph.replay()
+    times = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / launches)
+    return median(times)
+
+
+def error_of(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+class Bench:
+    """Random tensors of one dtype, and the rows measured with them."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.rows: list[Row] = []
+
+    def normal(self, *size: int, scale: float = 1.0) -> Tensor:
+        return torch.empty(size, dtype=self.dtype, device="cuda").normal_(std=scale)
+
+    def weights(self, features: int, width: int) -> list[Tensor]:
+        """Enough copies that none is still in the cache when it is read again."""
+        size = features * width * self.dtype.itemsize
+        copies = max(2, int(4 * L2_BYTES / size) + 1)
+        return [self.normal(features, width, scale=width**-0.5) for _ in range(copies)]
+
+    def product(
+        self,
+        name: str,
+        weights: list[Tensor],
+        rows: int,
+        ours: Callable[[Tensor], Tensor],
+        library: Callable[[Tensor], Tensor],
+        expected: Tensor | None,
+    ) -> None:
+        launches = max(8, len(weights))
+        self.rows.append(
+            Row(
+                name,
+                rows,
+                0,
+                timed(lambda i: ours(weights[i % len(weights)]), launches),
+                weights[0].numel() * weights[0].itemsize,
+                timed(lambda i: library(weights[i % len(weights)]), launches),
+                None if expected is None else error_of(ours(weights[0]), expected),
+            )
+        )
+
+    def products(self, name: str, model: Model, all_rows: list[int]) -> None:
+        """The four products of a layer and the head, on a residual stream that a kernel wrote."""
+        width = model.hidden
+        heads = (model.heads + 2 * model.kv_heads) * model.head_dim
+        norm = 1 + self.normal(width, scale=0.1)
+        square = self.normal(width, width, scale=width**-0.5)
+
+        qkv, head = self.weights(heads, width), self.weights(model.vocabulary, width)[:2]
+        for label, weights in (("qkv", qkv), ("head", head)):
+            for rows in all_rows:
+                x = ops.linear_add_norm(
+                    self.normal(rows, width), square, self.normal(rows, width), norm, EPS
+                )
+                normed = rms_norm_reference(x.hidden.double(), norm.double(), EPS)
+                self.product(
+                    f"{name} {label}",
+                    weights,
+                    rows,
+                    lambda w, x=x: ops.norm_linear(x, w),
+                    lambda w, x=x: F.linear(ops.rms_norm(x.hidden, norm, EPS), w),
+                    # The head in fp64 would take 4 GB, and is the same kernel.
+                    F.linear(normed, weights[0].double()) if label == "qkv" else None,
+                )
+        del qkv, head, weights
+
+        outs = self.weights(width, model.heads * model.head_dim)
+        downs = self.weights(width, model.ffn)
+        for label, weights in (("out", outs), ("down", downs)):
+            for rows in all_rows:
+                x, residual = self.normal(rows, weights[0].shape[1]), self.normal(rows, width)
+                self.product(
+                    f"{name} {label}",
+                    weights,
+                    rows,
+                    lambda w, x=x, r=residual: ops.linear_add_norm(x, w, r, norm, EPS).hidden,
+                    lambda w, x=x, r=residual: F.linear(x, w) + r,
+                    residual.double() + F.linear(x.double(), weights[0].double()),
+                )
+        del outs, downs, weights
+
+        weights = self.weights(2 * model.ffn, width)
+        for rows in all_rows:
+            x = ops.linear_add_norm(
+                self.normal(rows, width), square, self.normal(rows, width), norm, EPS
+            )
+            normed = rms_norm_reference(x.hidden.double(), norm.double(), EPS)
+            self.product(
+                f"{name} gate_up",
+                weights,
+                rows,
+                lambda w, x=x: ops.norm_gate_up(x, w),
+                lambda w, x=x: ops.gate(F.linear(ops.rms_norm(x.hidden, norm, EPS), w)),
+                gate_reference(F.linear(normed, weights[0].double())),
+            )
+
+    def argmax(self, name: str, model: Model, all_rows: list[int]) -> None:
+        for rows in all_rows:
+            logits = [self.normal(rows, model.vocabulary) for _ in range(8)]
+            time = timed(lambda i, z=logits: ops.greedy_argmax(z[i % 8]), 16)
+            library = timed(lambda i, z=logits: z[i % 8].argmax(1), 16)
+            size = logits[0].numel() * logits[0].itemsize
+            self.rows.append(Row(f"{name} argmax", rows, 0, time, size, library))
+
+    def attention(self, name: str, model: Model, batch: "Batch") -> None:
+        size = batch.cache_bytes(model, self.dtype)
+        copies = max(2, min(16, int(4 * L2_BYTES / size) + 1))
+        caches = [self.caches(model, batch) for _ in range(copies)]
+        width = (model.heads + 2 * model.kv_heads) * model.head_dim
+        qkv = self.normal(batch.rows, width)
+        cos, sin = self.rotation(model, batch)
+        query = self.normal(batch.rows, model.heads, model.head_dim)
+
+        def ours(number: int) -> Tensor:
+            return batch.attend(qkv, cos, sin, caches[number % copies])
+
+        def library(number: int) -> Tensor:
+            return ops.paged_attention(
+                query,
+                *caches[number % copies],
+                batch.block_tables,
+                batch.query_start,
+                batch.context_lens,
+                model.head_dim**-0.5,
+                batch.queries,
+            )
+
+        error = None
+        if size < 1e8:  # the reference takes its time
+            error = error_of(ours(0), batch.expected(qkv, cos, sin, caches[0]))
+        times = timed(ours, 16), timed(library, 16)
+        label = f"{name} attention {batch.sequences}x{batch.queries}"
+        self.rows.append(Row(label, batch.rows, batch.context, times[0], size, times[1], error))
+
+    def caches(self, model: Model, batch: "Batch") -> tuple[Tensor, Tensor]:
+        shape = (batch.num_blocks, BLOCK_SIZE, model.kv_heads, model.head_dim)
+        return self.normal(*shape), self.normal(*shape)
+
+    def rotation(self, model: Model, batch: "Batch") -> tuple[Tensor, Tensor]:
+        power = torch.arange(0, model.head_dim, 2, device="cuda") / model.head_dim
+        angle = batch.positions[:, None] * 500000**-power
+        angle = torch.cat([angle, angle], 1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+
+    def passes(self, name: str, model: Model, batches: list["Batch"]) -> None:
+        """All layers, the head and the argmax, as one graph."""
+        width, heads = model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim
+        norm = 1 + self.normal(width, scale=0.1)
+        layers = [
+            [
+                self.normal(*size, scale=size[1] ** -0.5)
+                for size in (
+                    (heads, width),
+                    (width, model.heads * model.head_dim),
+                    (2 * model.ffn, width),
+                    (width, model.ffn),
+                )
+            ]
+            for _ in range(model.layers)
+        ]
+        head = self.normal(model.vocabulary, width, scale=width**-0.5)
+        weight_bytes = sum(w.numel() for layer in layers for w in layer) + head.numel()
+        weight_bytes *= self.dtype.itemsize
+        for batch in batches:
+            caches = [self.caches(model, batch) for _ in layers]
+            weights = list(zip(layers, caches, strict=True))
+            hidden = self.normal(batch.rows, width)
+            rotation = self.rotation(model, batch)
+            moved = weight_bytes + model.layers * batch.cache_bytes(model, self.dtype)
+            times = [
+                timed(
+                    lambda _, *, f=f, args=(hidden, weights, head, norm, batch, rotation): f(*args),
+                    1,
+                )
+                for f in (fused_pass, library_pass)
+            ]
+            label = f"{name} pass {batch.sequences}x{batch.queries}"
+            self.rows.append(Row(label, batch.rows, batch.context, times[0], moved, times[1]))
+
+
+class Batch:
+    """Sequences of one context length, the last positions of which are the queries."""
+
+    def __init__(self, sequences: int, queries: int, context: int) -> None:
+        self.sequences, self.queries, self.context = sequences, queries, context
+        self.rows = sequences * queries
+        blocks = -(-context // BLOCK_SIZE)
+        self.num_blocks = sequences * blocks + 1
+        order = torch.randperm(sequences * blocks, device="cuda", dtype=torch.int32) + 1
+        # As wide as a context of 128k tokens needs.
+        self.block_tables = torch.zeros(sequences, 8192, dtype=torch.int32, device="cuda")
+        self.block_tables[:, :blocks] = order.view(sequences, blocks)
+        starts = torch.arange(0, self.rows + 1, queries, dtype=torch.int32, device="cuda")
+        self.query_start = starts
+        self.context_lens = torch.full((sequences,), context, dtype=torch.int32, device="cuda")
+        position = torch.arange(context - queries, context, device="cuda")
+        slots = self.block_tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE
+        self.slots = (slots + position % BLOCK_SIZE).flatten()
+        self.positions = position.repeat(sequences)
+
+    def cache_bytes(self, model: Model, dtype: torch.dtype) -> int:
+        tokens = self.sequences * self.context
+        return tokens * 2 * model.kv_heads * model.head_dim * dtype.itemsize
+
+    def attend(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        return ops.rope_attention(
+            qkv,
+            cos,
+            sin,
+            *caches,
+            self.slots,
+            self.block_tables,
+            self.query_start,
+            self.context_lens,
+            cos.shape[1] ** -0.5,
+            self.queries,
+        )
+
+    def expected(
+        self, qkv: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor]
+    ) -> Tensor:
+        """In fp64, by the function's reference on the CPU."""
+        tensors = [t.cpu().double() for t in (qkv, cos, sin, *caches)]
+        indices = (self.slots, self.block_tables, self.query_start, self.context_lens)
+        scale = cos.shape[1] ** -0.5
+        out = ops.rope_attention(*tensors, *(t.cpu() for t in indices), scale, self.queries)
+        return out.cuda()
+
+
+Layer = tuple[list[Tensor], tuple[Tensor, Tensor]]
+
+
+def fused_pass(
+    hidden: Tensor,
+    layers: list[Layer],
+    head: Tensor,
+    norm: Tensor,
+    batch: Batch,
+    rotation: tuple[Tensor, Tensor],
+) -> Tensor:
+    x = ops.norm(hidden, norm, EPS)
+    for (qkv, out, gate_up, down), cache in layers:
+        attended = batch.attend(ops.norm_linear(x, qkv), *rotation, cache)
+        x = ops.linear_add_norm(attended, out, x.hidden, norm, EPS)
+        inner = ops.norm_gate_up(x, gate_up)
+        x = ops.linear_add_norm(inner, down, x.hidden, norm, EPS)
+    return ops.greedy_argmax(ops.norm_linear(x, head))
+
+
+def library_pass(
+    hidden: Tensor,
+    layers: list[Layer],
+    head: Tensor,
+    norm: Tensor,
+    batch: Batch,
+    rotation: tuple[Tensor, Tensor],
+) -> Tensor:
+    """Products by cuBLAS, our kernels for the rest."""
+    x = hidden
+    for (qkv, out, gate_up, down), cache in layers:
+        projected = F.linear(ops.rms_norm(x, norm, EPS), qkv)
+        x = F.linear(batch.attend(projected, *rotation, cache), out) + x
+        x = F.linear(ops.gate(F.linear(ops.rms_norm(x, norm, EPS), gate_up)), down) + x
+    return F.linear(ops.rms_norm(x, norm, EPS), head).argmax(1)
+
+
+def table(rows: list[Row], bandwidth: float) -> str:
+    head = ("kernel", "rows", "context", "us", "MB", "of peak", "library us", "error")
+    lines = [head]
+    for row in rows:
+        floor = row.num_bytes / bandwidth / 1e6
+        lines.append(
+            (
+                row.name,
+                str(row.rows),
+                str(row.context or ""),
+                f"{row.microseconds:.2f}",
+                f"{row.num_bytes / 1e6:.1f}",
+                f"{floor / row.microseconds:.0%}",
+                "" if row.library is None else f"{row.library:.2f}",
+                "" if row.error is None else f"{row.error:.1e}",
+            )
+        )
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if place == 0 else cell.rjust(width)
+            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
+        )
+        for line in lines
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    batches = ["1x1", "1x2", "1x6", "8x1", "16x1", "32x1", "8x6"]
+    parser.add_argument("--batches", nargs="+", default=batches, metavar="SEQUENCESxQUERIES")
+    parser.add_argument("--contexts", nargs="+", type=int, default=[300, 4096])
+    parser.add_argument("--parts", nargs="+", default=["products", "argmax", "attention", "passes"])
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, of a device copy")
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    bench = Bench(getattr(torch, arguments.dtype))
+    sizes = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]
+    rows = sorted({sequences * queries for sequences, queries in sizes})
+    for name in arguments.models:
+        model = MODELS[name]
+        all_batches = [Batch(*size, context) for context in arguments.contexts for size in sizes]
+        if "products" in arguments.parts:
+            bench.products(name, model, rows)
+        if "argmax" in arguments.parts:
+            bench.argmax(name, model, rows)
+        if "attention" in arguments.parts:
+            for batch in all_batches:
+                bench.attention(name, model, batch)
+        if "passes" in arguments.parts:
+            bench.passes(name, model, all_batches)
+    print(table(bench.rows, arguments.bandwidth))
+
+
+if __name__ == "__main__":
+    main()

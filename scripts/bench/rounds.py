@@ -1,0 +1,168 @@
+"""Milliseconds a round of a recipe's pair on this GPU, by proposal length and batch size.
+
+Prompts are random ids and nothing is read but the recipe's models, so that with dummy weights and
+synthetic acceptance every engine does the same work a round. Prints one markdown row a setting:
+median over repeats (least to most), stage times, tokens a second, ratio to k = 0 and to the floor
+of reading every weight once a pass at the bandwidth that a device copy reaches.
+
+    python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
+"""
+
+import argparse
+import json
+import statistics
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+
+from specdec_cli.engine.build import Plan, build, plan
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.recipe import load_recipe
+
+COPY_TB_PER_S = 4.3  # read + written, device to device, H200
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="a file, or the name of a bundled recipe")
+    parser.add_argument("--k", type=numbers, default=[0, 5])
+    parser.add_argument("--batch-size", type=numbers, default=[1])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=1000, help="least rounds a row")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--profile", type=Path, help="write a table by kernel to this folder")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def weight_ms(planned: Plan, k: int) -> float:
+    """The floor: each pass reads its weights once; an untied input embedding is not read."""
+
+    def read(model: torch.nn.Module) -> int:
+        table = model.get_input_embeddings().weight  # type: ignore[operator]
+        head = model.get_output_embeddings().weight  # type: ignore[operator]
+        unread = 0 if table is head else table.numel() * table.element_size()
+        total = sum(p.numel() * p.element_size() for p in model.parameters())
+        return total - int(unread)
+
+    total = read(planned.target.module)
+    if k and planned.draft is not None:
+        total += k * read(planned.draft.module)
+    return total / COPY_TB_PER_S / 1e9
+
+
+def requests(count: int, tokens: int, vocab: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(10, vocab - 10, (count, tokens), generator=generator).tolist()
+    return [Request(i, tuple(row)) for i, row in enumerate(ids)]
+
+
+def with_batch(engine: Engine, batch_size: int) -> Engine:
+    """The same models and caches with another number of slots."""
+    return Engine(
+        engine.target,
+        engine.draft,
+        engine.allocator,
+        batch_size=batch_size,
+        max_model_len=engine.max_model_len,
+        prefill_chunk=engine.prefill_chunk,
+        eos_ids=engine.eos_ids,
+        synthetic=engine.synthetic,
+        pipelined=engine.pipelined,
+    )
+
+
+def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> list[Metrics]:
+    params = planned.params
+    vocab = engine.target.model.vocab_size
+    per_round = 3.69 if k else 1.0
+    prompts = -(-int(args.rounds * per_round * engine.batch_size) // params.max_new_tokens)
+    prompts = -(-prompts // engine.batch_size) * engine.batch_size
+    warm = replace(params, max_new_tokens=4 * (k + 1))
+    engine.run(requests(engine.batch_size, args.prompt_tokens, vocab), k, warm)
+    each = -(-prompts // args.repeats // engine.batch_size) * engine.batch_size
+    work = requests(each, args.prompt_tokens, vocab)
+    return [engine.run(work, k, params).metrics for _ in range(args.repeats)]
+
+
+def profile(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> str:
+    """Time by kernel of some rounds, and how long the device was idle."""
+    vocab = engine.target.model.vocab_size
+    work = requests(engine.batch_size, args.prompt_tokens, vocab)
+    params = replace(planned.params, max_new_tokens=24 * (k + 1))
+    kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=kinds) as found:
+        metrics = engine.run(work, k, params).metrics
+    rows = [e for e in found.key_averages() if e.self_device_time_total > 0]
+    rows.sort(key=lambda e: -e.self_device_time_total)
+    n = metrics.num_rounds
+    lines = [f"{n} rounds of {metrics.round_ms:.2f} ms, prefill included below"]
+    lines += [
+        f"{e.self_device_time_total / n:9.1f} us {e.count / n:7.1f} x  {e.key[:90]}"
+        for e in rows[:40]
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    args = arguments()
+    sets = dict(pair.split("=", 1) for pair in args.set)
+    sets |= {
+        "speculation.num_speculative_tokens": str(max(1, *args.k)),
+        "run.batch_size": str(max(args.batch_size)),
+    }
+    recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
+    planned = plan(recipe)
+    started = time.perf_counter()
+    built = build(planned, args.prompt_tokens)
+    print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
+    columns = "| batch | k | rounds | tokens a round | draft ms | verify ms | sample ms "
+    columns += "| round ms | tokens/s | x k = 0 | x floor |"
+    print(columns)
+    print("|" + "---|" * columns.count(" |"))
+    rows = []
+    for batch_size in args.batch_size:
+        engine = with_batch(built, batch_size)
+        plain = None
+        for k in args.k:
+            started = time.perf_counter()
+            engine.run(
+                requests(1, args.prompt_tokens, 100), k, replace(planned.params, max_new_tokens=1)
+            )
+            capture = time.perf_counter() - started
+            found = measure(engine, planned, k, args)
+            ms = sorted(m.round_ms for m in found)
+            speed = statistics.median(m.decode_tokens_per_second for m in found)
+            plain = speed if k == 0 else plain
+            middle = found[len(found) // 2]
+            length = statistics.mean(m.acceptance.mean_acceptance_length for m in found)
+            print(
+                f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
+                f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
+                f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
+                f"| {speed / plain if plain else 0:.2f} "
+                f"| {statistics.median(ms) / weight_ms(planned, k):.2f} | (capture {capture:.1f} s)",
+                flush=True,
+            )
+            rows.append({"batch_size": batch_size, "k": k, "metrics": [m.as_dict() for m in found]})
+            if args.profile:
+                args.profile.mkdir(parents=True, exist_ok=True)
+                table = profile(engine, planned, k, args)
+                (args.profile / f"b{batch_size}-k{k}.txt").write_text(table)
+        engine._pipelines.clear()
+    free, total = torch.cuda.mem_get_info()
+    print(f"memory in use {(total - free) / 2**30:.1f} GiB")
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+main()

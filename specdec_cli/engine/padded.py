@@ -1,0 +1,236 @@
+"""One round as tensor operations alone: propose, score, decide, advance, with nothing for the host
+to read or choose, so that it can be captured as a CUDA graph.
+
+The shapes are fixed: every slot feeds two tokens, then k - 1 single ones to the draft, and k + 1
+to the target. What a sequence does not use is padding: its keys and values go to the trash block,
+and its logits are not looked at. Computes what `Engine.step` computes with ragged passes.
+Legend: B slots, K proposal length, V vocabulary of the target, n tokens of a sequence.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.sampling import Purpose
+from specdec_cli.engine.slots import Slots
+from specdec_cli.engine.target import TargetScorer
+from specdec_cli.engine.types import RoundNoise, SamplingParams
+
+NUM_STAMPS = 4  # before drafting, before scoring, before deciding, at the end
+
+
+@dataclass(frozen=True, slots=True)
+class RoundRule:
+    """What is the same in every round of a run.
+
+    draft_max_len: the draft's context length. max_model_len: the target's. eos_ids: int64 [E],
+    the ids that end a sequence; empty where they are ignored.
+    rates: fp32 [K], for each place the chance of acceptance after those before it, or None for
+    rejection sampling.
+    """
+
+    k: int
+    params: SamplingParams
+    draft_max_len: int
+    max_model_len: int
+    eos_ids: torch.Tensor
+    rates: torch.Tensor | None
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.params.temperature == 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What a round leaves for the host, in one tensor so that one copy brings it.
+
+    flat: int64 [B * (K + 3) + NUM_STAMPS].
+    """
+
+    flat: torch.Tensor
+    batch_size: int
+    k: int
+
+    @classmethod
+    def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
+        count = batch_size * (k + 3) + NUM_STAMPS
+        return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[B, K + 3]: the K + 1 tokens, how many proposals were accepted, how many there were."""
+        return self.flat[:-NUM_STAMPS].view(self.batch_size, self.k + 3)
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        """[NUM_STAMPS] nanoseconds on the device's clock."""
+        return self.flat[-NUM_STAMPS:]
+
+
+class _Drafted(NamedTuple):
+    """What proposals were drawn from: logits [B, K, V'], and their `LogitRows.rows`."""
+
+    logits: torch.Tensor
+    rows: torch.Tensor
+
+
+def padded_round(
+    slots: Slots, draft: DraftWorker | None, target: TargetScorer, rule: RoundRule, record: Record
+) -> None:
+    """Run one round of every slot, moving `slots` on and filling `record`."""
+    ops.stamp(record.stamps, 0)
+    noise = _noise(slots, rule)
+    lens = proposal_lens(slots, rule)
+    proposed, drafted = _propose(slots, draft, lens, rule, noise)
+    ops.stamp(record.stamps, 1)
+    logits = _score(slots, target, proposed, lens, rule)
+    ops.stamp(record.stamps, 2)
+    tokens, accepted = _decide(proposed, drafted, logits, lens, rule, noise)
+    ops.advance(
+        tokens,
+        accepted,
+        lens,
+        slots.tail,
+        slots.length,
+        slots.limit,
+        slots.active,
+        rule.eos_ids,
+        record.rows,
+    )
+    ops.stamp(record.stamps, 3)
+
+
+def proposal_lens(slots: Slots, rule: RoundRule) -> torch.Tensor:
+    """k_i of each slot, int64 [B]; see `Sequence.room`."""
+    room = (slots.limit - 1).clamp(max=rule.draft_max_len) - slots.length
+    return room.clamp(0, rule.k) * slots.active
+
+
+def _noise(slots: Slots, rule: RoundRule) -> RoundNoise | None:
+    """The round's uniform numbers; None when nothing is drawn."""
+    if rule.is_greedy and rule.rates is None:
+        return None
+    noise = ops.uniform_rows(slots.seed, slots.index, slots.length, len(Purpose), rule.k + 1)
+    return RoundNoise(
+        draft=noise[Purpose.DRAFT, :, : rule.k],
+        accept=noise[Purpose.ACCEPT, :, : rule.k],
+        sample=noise[Purpose.SAMPLE],
+    )
+
+
+def _propose(
+    slots: Slots,
+    draft: DraftWorker | None,
+    lens: torch.Tensor,
+    rule: RoundRule,
+    noise: RoundNoise | None,
+) -> tuple[torch.Tensor, _Drafted | None]:
+    """K tokens a slot, int64 [B, K] (-1 where logits are not finite), and, unless decoding is
+    greedy, what they were drawn from.
+
+    The first pass feeds the last two tokens: the draft's cache lacks one of them, or both after a
+    round whose proposals were all accepted. To write a key again changes nothing.
+    """
+    batch = slots.tail.shape[0]
+    if rule.k == 0 or draft is None:
+        return slots.tail.new_zeros(batch, 0), None
+    tokens: list[torch.Tensor] = []
+    drawn: list[_Drafted] = []
+    for step in range(rule.k):
+        logits = draft.model.forward_padded(
+            slots.tail if step == 0 else tokens[-1][:, None],
+            slots,
+            lens,
+            offset=step - 1 if step else -2,
+            margin=2,
+            max_len=rule.draft_max_len,
+            last_only=True,
+        )
+        if rule.is_greedy:
+            tokens.append(greedy_pick(draft.fit(logits[:, 0])))
+        else:
+            assert noise is not None
+            # A narrower draft needs no padding here.
+            logits = logits[:, 0, : draft.target_vocab]
+            token, rows = _draw(logits, rule, noise.draft[:, step])
+            tokens.append(token)
+            drawn.append(_Drafted(logits, rows.rows))
+    if not drawn:
+        return torch.stack(tokens, dim=1), None
+    q = _Drafted(*(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)))
+    return torch.stack(tokens, dim=1), q
+
+
+def _draw(
+    logits: torch.Tensor, rule: RoundRule, noise: torch.Tensor
+) -> tuple[torch.Tensor, ops.LogitRows]:
+    """A token of every row of logits [R, V], int64 [R], and what `ops.logit_rows` found."""
+    settings = (rule.params.temperature, rule.params.top_k, rule.params.top_p)
+    rows = ops.logit_rows(logits, *settings)
+    return ops.sample_logits(logits, rows, *settings, noise), rows
+
+
+def _score(
+    slots: Slots,
+    target: TargetScorer,
+    proposed: torch.Tensor,
+    lens: torch.Tensor,
+    rule: RoundRule,
+) -> torch.Tensor:
+    """The target's logits after the last token and after each proposal, [B, K + 1, V]."""
+    return target.model.forward_padded(
+        torch.cat((slots.tail[:, 1:], proposed), dim=1),
+        slots,
+        lens,
+        offset=-1,
+        margin=1,
+        max_len=rule.max_model_len,
+        last_only=False,
+    )
+
+
+def _decide(
+    proposed: torch.Tensor,
+    drafted: _Drafted | None,
+    logits: torch.Tensor,
+    lens: torch.Tensor,
+    rule: RoundRule,
+    noise: RoundNoise | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens [B, K + 1] that the round decided and how many proposals [B] were accepted, int64.
+
+    What lies past the accepted proposals and one more token has no meaning. accepted is -1 where
+    the target's logits are not finite, -2 where the draft's are not.
+    """
+    if rule.is_greedy:
+        best = greedy_pick(logits)
+        accept_noise = None if noise is None else noise.accept
+        return ops.accept(proposed, best, lens, accept_noise, rule.rates)
+    assert noise is not None
+    if rule.rates is not None:
+        own, _ = _draw(logits.flatten(0, 1), rule, noise.sample.flatten())
+        return ops.accept(proposed, own.view(logits.shape[:2]), lens, noise.accept, rule.rates)
+    settings = (rule.params.temperature, rule.params.top_k, rule.params.top_p)
+    target = ops.logit_rows(logits.flatten(0, 1), *settings)
+    if drafted is None:
+        drafted = _Drafted(logits[:, :0], target.rows.view(*logits.shape[:2], -1)[:, :0])
+    return ops.reject_logits(
+        proposed,
+        lens,
+        drafted.logits,
+        drafted.rows,
+        logits,
+        target,
+        *settings,
+        noise.accept,
+        noise.sample,
+    )
+
+
+def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
+    """The first maximum of each row of `logits` [..., V], int64 [...]; -1 where one is a NaN."""
+    return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])

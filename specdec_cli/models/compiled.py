@@ -1,0 +1,85 @@
+"""Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
+
+Draft and target share one `forward` code object, and Dynamo gives up, without a word, on code that
+has been compiled for too many callers. So each callable here is code of its own, whole graphs only,
+and a second compilation of one is an error. Passes of one token are compiled by themselves; all
+others share one graph with a variable number of tokens, so that a sweep over proposal lengths
+compiles nothing new. What inductor makes is kept on disk, under the content of the graph: shapes,
+dtypes, constants and the handle of the model's attention are part of it.
+"""
+
+import os
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo
+
+from specdec_cli.errors import SetupError
+
+CompileError = torch._dynamo.exc.TorchDynamoException
+Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class CompiledForward:
+    """`module`'s forward over packed tokens, with logits of every token.
+
+    name: tells this model's callables from others' in logs and errors.
+    """
+
+    def __init__(self, module: Any, name: str, backend: str = "inductor") -> None:
+        keep_artifacts()
+        self._one = _compiled(module, f"{name}_one_token", backend)
+        self._many = _compiled(module, f"{name}_tokens", backend)
+        self._ready: set[bool] = set()
+
+    def __call__(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """token_ids, positions: int64 [T]. Logits [T, V], or [M, V] of `logit_rows` int64 [M].
+
+        Compiles at the first call with one token, and at the first with more. Raises what Dynamo
+        raises when the model is no whole graph, or would have to be compiled again.
+        """
+        one = len(token_ids) == 1
+        ids, places = token_ids[None], positions[None]
+        if one not in self._ready and not one:
+            for tensor in (ids, places):
+                torch._dynamo.mark_dynamic(tensor, 1)
+        with torch._dynamo.config.patch(error_on_recompile=one in self._ready):
+            logits = (self._one if one else self._many)(ids, places)
+        self._ready.add(one)
+        return logits if logit_rows is None else logits[logit_rows]
+
+
+def keep_artifacts() -> None:
+    """Keep what is compiled for the next run, beside the user's other caches."""
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(root) / "specdec" / "inductor"))
+
+
+def cannot_compile(problem: CompileError) -> SetupError:
+    """The error for a model that is no whole graph: running it slowly instead would mislead."""
+    reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+    return SetupError(
+        f"a model cannot be compiled: {reason}",
+        "--set run.compile=off runs it as it is; -v shows the whole error",
+    )
+
+
+def _compiled(module: Any, name: str, backend: str) -> Forward:
+    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        out = module(input_ids=token_ids, position_ids=positions, use_cache=False)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    own = types.FunctionType(
+        forward.__code__.replace(co_name=name), globals(), name, None, forward.__closure__
+    )
+    compiled: Forward = torch.compile(own, fullgraph=True, backend=backend)
+    return compiled

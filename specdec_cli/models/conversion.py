@@ -1,0 +1,90 @@
+"""From the tensors of a checkpoint to those of the module, by transformers' own tables.
+
+Files keep names that the classes have given up, and hold one by one the experts that the classes
+stack. transformers describes both as data, renamings and operations such as stack and concatenate;
+they are followed here for any family. Knows nothing of files.
+"""
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
+
+Read = Callable[[], torch.Tensor]
+
+
+def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
+    """Readers for the tensors of `module` by its own names, over the readers of a file's.
+
+    What the module has no place for is left out. A reader raises `ValueError` when the parts of a
+    tensor do not go together.
+    """
+    table = get_model_conversion_mapping(module, hf_quantizer=_dequantiser(module.config))
+    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
+    wanted = module.state_dict()
+    readers: dict[str, Read] = {}
+    groups: dict[str, _Group] = {}
+    # In the order of their numbers: parts are put together in the order in which they come.
+    for key in sorted(tensors, key=dot_natural_key):
+        name, pattern = rename_source_key(
+            key, renamings, converters, module.base_model_prefix, wanted
+        )
+        if name not in wanted and key in wanted:
+            name, pattern = key, None
+        if name not in wanted:
+            continue
+        if pattern is None:
+            readers[name] = tensors[key]
+            continue
+        if name not in groups:
+            groups[name] = _Group(module, name, deepcopy(by_pattern[pattern]))
+            readers |= {n: partial(groups[name].read, n) for n in groups[name].names}
+        groups[name].converter.add_tensor(name, key, pattern, tensors[key])
+    return readers
+
+
+def _dequantiser(config: Any) -> Any:
+    """What adds to the table how quantised weights become plain ones; None for plain weights."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    settings = AutoQuantizationConfig.from_dict(stored)
+    settings.dequantize = True
+    return AutoHfQuantizer.from_config(settings, pre_quantized=True)
+
+
+class _Group:
+    """Tensors of a file that become one tensor of the module, or several, together.
+
+    name: the first of the module's tensors; names: all of them.
+    """
+
+    def __init__(self, module: Any, name: str, converter: Any) -> None:
+        self.module, self.name, self.converter = module, name, converter
+        targets = converter.target_patterns
+        self.names = [name.replace(targets[0], target, 1) for target in targets]
+        self._made: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """Each of `names` can be read once; the parts are read with the first of them."""
+        if not self._made:
+            try:
+                made = self.converter.convert(
+                    self.name, model=self.module, config=self.module.config
+                )
+            except RuntimeError as problem:
+                raise ValueError(str(problem)) from problem
+            self._made = {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
+        return self._made.pop(name)

@@ -1,0 +1,309 @@
+"""`specdec generate` on conversations: messages, `--chat` and `--system`, and chat templates."""
+
+import functools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from specdec_cli.models import tokenizer as tokenizer_module
+from specdec_cli.text import inert
+from tests.cli.generate_helpers import (
+    CHAT_TEMPLATE,
+    Result,
+    Run,
+    chat_model,
+    generate,
+    on_terminal,
+    prompt_options,
+)
+
+FEW = ("-k", "0", "--max-new-tokens", "2", "--json")
+SYSTEM, ASK, ANSWER, AGAIN = (
+    {"role": role, "content": content}
+    for role, content in (
+        ("system", "You write Python."),
+        ("user", "Sum a list."),
+        ("assistant", "def total(items): ..."),
+        ("user", " Shorter.\n"),
+    )
+)
+BRIEF = {"role": "system", "content": "Be brief."}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    return lambda *arguments: generate(capsys, *arguments)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Any:
+    def write(*records: object) -> Path:
+        path = tmp_path / "p.jsonl"
+        path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
+        return path
+
+    return write
+
+
+@functools.cache
+def tokenizer_of(model: Path) -> Any:
+    return AutoTokenizer.from_pretrained(model)
+
+
+def rendered(model: Path, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
+    """Text and ids by transformers alone."""
+    tokenizer = tokenizer_of(model)
+    text, ids = (
+        tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=tokenize)
+        for tokenize in (False, True)
+    )
+    return text, ids["input_ids"]
+
+
+def plain(model: Path, text: str) -> tuple[str, list[int]]:
+    return text, tokenizer_of(model)(text)["input_ids"]
+
+
+def asked(result: Result) -> list[tuple[str, list[int]]]:
+    assert result.code == 0, result.err
+    return [(output["prompt"], output["prompt_token_ids"]) for output in result.outputs]
+
+
+# What reaches the model
+
+
+def test_messages_are_rendered_as_transformers_does(run: Run, model: Path, lines: Any) -> None:
+    conversations = [[ASK], [SYSTEM, ASK], [ASK, ANSWER, AGAIN], [SYSTEM, ASK, ANSWER, AGAIN]]
+    path = lines(*({"messages": messages} for messages in conversations))
+    found = asked(run("--target", model, "--prompt-file", path, *FEW))
+    assert found == [rendered(model, messages) for messages in conversations]
+    for text, ids in found:
+        assert text.startswith("<|endoftext|><|") and text.endswith("<|assistant|>\n")
+        assert ids.count(0) == 1, "the first token came twice"
+
+
+def test_text_and_messages_side_by_side(run: Run, model: Path, lines: Any) -> None:
+    path = lines({"prompt": "x = 1"}, {"messages": [ASK]}, {"prompt_token_ids": [310, 963]})
+    text, messages, ids = asked(run("--target", model, "--prompt-file", path, *FEW))
+    assert text == plain(model, "x = 1") and text[1][0] == 0
+    assert messages == rendered(model, [ASK])
+    assert ids[1] == [310, 963]
+
+
+def test_text_goes_before_messages(run: Run, model: Path, lines: Any) -> None:
+    """Data sets have both: the question, and beside it the conversation with its answer."""
+    path = lines({"prompt": "x", "messages": [ASK, ANSWER]}, {"turns": ["y"], "messages": [ASK]})
+    found = asked(run("--target", model, "--prompt-file", path, *FEW))
+    assert found == [plain(model, "x"), plain(model, "y")]
+
+
+def test_what_else_a_message_has_reaches_the_template(run: Run, tmp_path: Path, lines: Any) -> None:
+    model = chat_model(tmp_path / "m", "{{ messages[0].name }}: {{ messages[0].content }}")
+    path = lines({"messages": [{**ASK, "name": "Ann", "unused": None}]})
+    assert asked(run("--target", model, "--prompt-file", path, *FEW))[0][0] == "Ann: Sum a list."
+
+
+CHAT: dict[str, tuple[list[str], list[dict[str, str]] | None]] = {
+    "nothing": ([], None),
+    "chat": (["--chat"], [ASK]),
+    "no-chat": (["--no-chat"], None),
+    "system": (["--system", "Be brief."], [BRIEF, ASK]),
+    "both": (["--chat", "--system", "Be brief."], [BRIEF, ASK]),
+    "empty-system": (["--system", ""], [{"role": "system", "content": ""}, ASK]),
+    "set": (["--set", "data.chat=on"], [ASK]),
+    "set-system": (["--set", "data.system=Be brief."], [BRIEF, ASK]),
+    "option-before-set": (["--set", "data.chat=on", "--no-chat"], None),
+    "chat-before-set": (["--set", "data.chat=off", "--chat"], [ASK]),
+    "system-before-set": (
+        ["--set", "data.chat=off", "--system", "Be brief."],
+        [BRIEF, ASK],
+    ),
+    "system-of-the-recipe-stays": (["--set", "data.system=Be brief.", "--chat"], [BRIEF, ASK]),
+    "system-of-the-recipe-goes": (["--set", "data.system=Be brief.", "--no-chat"], None),
+    "system-over-system": (
+        ["--set", "data.system=No.", "--system", "Be brief."],
+        [BRIEF, ASK],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CHAT)
+def test_options_and_recipe(case: str, run: Run, model: Path, tmp_path: Path) -> None:
+    """Whatever prompts the recipe's data name, its `chat` and `system` hold for those given."""
+    options, messages = CHAT[case]
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(f"target: {{model: {model}}}\ndata: {{path: demo:prompts, limit: 1}}\n")
+    expected = plain(model, ASK["content"]) if messages is None else rendered(model, messages)
+    path = tmp_path / "p.txt"
+    path.write_text(ASK["content"])
+    result = run(recipe, *options, "--prompt-file", path, *FEW)
+    assert asked(result) == [expected]
+    # What was done is in the recipe, which gives the same prompt again.
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(result.document["recipe"]))
+    assert asked(run(again, *FEW)) == [expected]
+
+
+def test_recipe_beats_the_default(run: Run, model: Path, lines: Any, tmp_path: Path) -> None:
+    path = lines({"prompt": ASK["content"]}, {"messages": [SYSTEM, ASK]}, {"messages": [ASK]})
+    recipe = tmp_path / "r.yaml"
+    data = f"{{path: {path}, chat: auto, system: Be brief.}}"
+    recipe.write_text(f"target: {{model: {model}}}\ndata: {data}\n")
+    expected = [[BRIEF, ASK], [SYSTEM, ASK], [BRIEF, ASK]]
+    assert asked(run(recipe, *FEW)) == [rendered(model, messages) for messages in expected]
+    given = asked(run(recipe, "--prompt", ASK["content"], *FEW))
+    assert given == [rendered(model, [BRIEF, ASK])]
+
+
+def test_chat_with_no_data_in_the_recipe(run: Run, model: Path) -> None:
+    result = run("--target", model, "--chat", *prompt_options("one", "two"), *FEW)
+    assert asked(result) == [
+        rendered(model, [{"role": "user", "content": content}]) for content in ("one", "two")
+    ]
+    assert result.document["recipe"]["data"] is None
+
+
+def test_messages_through_a_pair(run: Run, model: Path) -> None:
+    """The draft proposes on the same ids; the text is the target's own."""
+    texts = []
+    for k in ("0", "3"):
+        options = ("--chat", "--prompt", "Sum a list.", "-k", k, "--max-new-tokens", "12", "--json")
+        result = run("--target", model, "--draft", "demo:draft", *options)
+        texts.append(result.outputs[0]["token_ids"])
+    assert texts[0] == texts[1]
+
+
+def test_a_default_among_several_templates(run: Run, tmp_path: Path) -> None:
+    several = [
+        {"name": "rag", "template": "no"},
+        {"name": "default", "template": CHAT_TEMPLATE},
+    ]
+    model = chat_model(tmp_path / "m", several)
+    found = asked(run("--target", model, "--chat", "--prompt", "x", *FEW))
+    assert found == [rendered(model, [{"role": "user", "content": "x"}])]
+
+
+def test_terminal_shows_what_the_model_was_asked(model: Path) -> None:
+    options = ("--target", model, "-k", "0", "--max-new-tokens", "2", "-q")
+    result = on_terminal("generate", *options, "--chat", "--prompt", "Sum.", NO_COLOR="1")
+    assert "<|endoftext|><|user|>\nSum.\n<|assistant|>\n" in result.out
+
+
+def test_a_system_message_that_a_template_leaves_out(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    model = chat_model(tmp_path / "m", template)
+    result = run("--target", model, "--system", "Be brief.", "--prompt", "x", *FEW)
+    assert asked(result)[0][0] == "x"
+    assert caplog.messages == ["--prompt: the chat template leaves the system message out"]
+
+
+# What cannot be done
+
+
+def refused(
+    run: Run, code: int, message: str, *arguments: str | Path, hint: str | None = None
+) -> None:
+    """One error line on stderr, as text and as one JSON document."""
+    result = run(*arguments, "--max-new-tokens", "2")
+    assert (result.code, result.out) == (code, ""), result.err
+    error, *rest = result.err.splitlines()
+    assert re.search(message, error), error
+    assert all(line.startswith("hint: ") for line in rest) and len(rest) <= 1
+    assert hint is None or (rest and hint in rest[0])
+    as_json = run(*arguments, "--max-new-tokens", "2", "--json")
+    assert (as_json.code, as_json.err) == (code, result.err)
+    assert list(as_json.document) == ["error"]
+    assert inert(f"error: {as_json.document['error']['message']}") == error
+
+
+@pytest.mark.parametrize("model", ["demo:target", "without a tokenizer"])
+def test_no_chat_template(model: str, run: Run, tmp_path: Path, lines: Any) -> None:
+    path = lines({"prompt": "x"}, {"messages": [ASK]})
+    options = ["--target", model]
+    if model != "demo:target":
+        (tmp_path / "config.json").write_bytes(
+            Path("specdec_cli/demo/target/config.json").read_bytes()
+        )
+        options = ["--target", str(tmp_path), "--set", "target.load_format=dummy"]
+    refused(run, 2, "p.jsonl:2: .* has no chat template", *options, "--prompt-file", path)
+    hint = "a model tuned for chat"
+    refused(run, 2, "^error: --prompt: .* has no", *options, "--chat", "--prompt", "x", hint=hint)
+
+
+def test_contradictions(run: Run, model: Path, lines: Any, tmp_path: Path) -> None:
+    to = ("--target", model)
+    path = lines({"prompt": "x"}, {"messages": [ASK]})
+    message = "p.jsonl:2: has messages, and the chat template is off"
+    refused(run, 2, message, *to, "--no-chat", "--prompt-file", path, hint="--chat")
+    refused(run, 2, "--no-chat and --system", *to, "--no-chat", "--system", "s", "--prompt", "x")
+    path = lines({"prompt_token_ids": [1]})
+    message = "p.jsonl:1: token ids cannot go through a chat template"
+    refused(run, 2, message, *to, "--chat", "--prompt-file", path)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("target: {model: t}\ndata:\n  path: p\n  system: s\n  chat: off\n")
+    refused(run, 2, "r.yaml:4: data.system: needs the chat template", recipe, "--prompt", "x")
+    refused(run, 2, "system message is not valid", *to, "--system", "\udcff", "--prompt", "x")
+
+
+NO_SYSTEM = "{{ raise_exception('System role not supported') }}"
+TEMPLATES: dict[str, tuple[object, int, str]] = {
+    "refuses": ("{{ raise_exception('roles must\\nalternate') }}", 2, "refuses .*: roles must$"),
+    "refuses-silently": ("{{ raise_exception('') }}", 2, "refuses these messages: TemplateError"),
+    "syntax": ("\n{% for m in messages %}{{ m.content ", 5, "is damaged: line 2: "),
+    "no-such-filter": ("{{ messages | frobnicate }}", 5, "is damaged: line 1: No filter"),
+    "huge-range": ("{% for i in range(10**12) %}x{% endfor %}", 5, "fails: Range too big"),
+    "endless": (
+        "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        5,
+        "does not end: no text after 0.3 seconds",
+    ),
+    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", 5, "fails: maximum recursion"),
+    "missing": ("{{ messages[7].content.x }}", 5, "fails: list object has no element 7"),
+    "undefined": ("{{ nothing() }}", 5, "fails: 'nothing' is undefined"),
+    "types": ("{{ messages + 1 }}", 5, "fails: can only concatenate list"),
+    "division": ("{{ 1 // 0 }}", 5, "fails: integer division or modulo by zero"),
+    "sandbox": ("{{ ''.__class__.__mro__ }}", 5, "fails: access to attribute '__class__'"),
+    "mutates": ("{{ messages.append(1) }}", 5, "fails: .*'append' of 'list' object is unsafe"),
+    "includes": ("{% include 'x' %}", 5, "fails: no loader for this environment"),
+    "nothing": ("{% if false %}x{% endif %}", 2, "--prompt: the chat template makes nothing"),
+    "surrogate": ("{{ '\\ud800' }}", 2, "--prompt: the chat template makes text that is not"),
+    "no-default": ([{"name": "rag", "template": "x"}], 5, "fails: This model has multiple"),
+    "escapes": ("{{ raise_exception('\x1b[31m[red]\\x07') }}", 2, r"messages: \\x1b\[31m\[red\]"),
+    "empty": ("", 2, "has no chat template"),
+    "number": (5, 5, "chat template|tokenizer"),
+}
+
+
+@pytest.mark.parametrize("case", TEMPLATES)
+def test_bad_templates(
+    case: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template, code, message = TEMPLATES[case]
+    monkeypatch.setattr(tokenizer_module, "TEMPLATE_SECONDS", 0.3)
+    model = chat_model(tmp_path / "m", template)
+    refused(run, code, message, "--target", model, "--chat", "--prompt", "x", "-k", "0")
+
+
+def test_template_that_takes_no_system_message(run: Run, tmp_path: Path) -> None:
+    template = f"{{% if messages[0].role == 'system' %}}{NO_SYSTEM}{{% endif %}}{CHAT_TEMPLATE}"
+    to = ("--target", chat_model(tmp_path / "m", template), "--prompt", "x", "-k", "0")
+    assert run(*to, "--chat", "--max-new-tokens", "1").code == 0
+    message = "^error: --prompt: .* refuses these messages: System role not supported$"
+    refused(run, 2, message, *to, "--system", "s", hint="put it into the first user message")
+
+
+def test_rendered_prompt_may_be_too_long(run: Run, model: Path) -> None:
+    options = ("--target", model, "--chat", "--prompt", "x", "--set", "cache.max_model_len=8")
+    refused(run, 2, r"the prompt has \d+ tokens; the model's context holds 8", *options)

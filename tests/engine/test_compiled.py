@@ -1,0 +1,104 @@
+"""Compiled passes: the same logits, whole graphs, and nothing compiled twice.
+
+Dynamo does here what it does with inductor; its own backends "eager" and "aot_eager" need no C++
+compiler.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.types import SamplingParams
+from specdec_cli.models.compiled import CompiledForward
+from tests.engine.test_pipeline import PROMPTS, told
+from tests.support import Request, make_engine, save_tiny
+
+CASES = ["llama", "gemma2", "gpt2", "gpt_oss"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Any:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_engine(target: Path, draft: Path, backend: str, **settings: Any) -> Engine:
+    engine = make_engine(target, draft, pipelined=True, fused=False, **settings)
+    engine.target.model.compiled = CompiledForward(engine.target.model.module, "target", backend)
+    worker: Any = engine.draft
+    worker.model.compiled = CompiledForward(worker.model.module, "draft", backend)
+    for model in (engine.target.model, worker.model):
+        for layer in model.cache.layers:
+            for tensor in layer:
+                tensor.zero_()  # padding reads what was never written, with weight zero
+    return engine
+
+
+def run(engine: Engine, k: int, **params: Any) -> Any:
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS[:4])]
+    return engine.run(requests, k, SamplingParams(max_new_tokens=9, **params))
+
+
+@pytest.mark.parametrize("family", CASES)
+def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
+    """Draft and target of the same class, which share their forward's code."""
+    target = save_tiny(tmp_path / "target", family)
+    draft = save_tiny(tmp_path / "draft", family, seed=1)
+    plain = make_engine(target, draft, batch_size=2, fused=False)
+    compiled = compiled_engine(target, draft, "aot_eager", batch_size=2)
+    for k in (3, 0):
+        assert told(run(compiled, k)) == told(run(plain, k))
+
+
+def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
+    """Whatever k and the batch's tokens; and a second run compiles none."""
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", seed=1)
+    engine = compiled_engine(target, draft, "eager")
+    for _ in range(2):
+        for k in (4, 0, 1, 2, 3, 7):
+            run(engine, k)
+        assert counters["stats"]["unique_graphs"] == 4
+        assert not counters["graph_break"]
+
+
+def test_models_of_one_shape_do_not_share_a_graph(tmp_path: Path) -> None:
+    """Nor use up, all together, what Dynamo allows one piece of code."""
+    target = save_tiny(tmp_path / "target", "llama")
+    other = save_tiny(tmp_path / "other", "llama", seed=1)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for draft in (target, other):
+            plain = make_engine(target, draft, fused=False)
+            compiled = compiled_engine(target, draft, "eager")
+            assert told(run(compiled, 2)) == told(run(plain, 2))
+    assert counters["stats"]["unique_graphs"] == 2 * 3
+
+
+def test_what_cannot_be_compiled_whole_is_an_error(tmp_path: Path) -> None:
+    """Not a slow run that looks like a compiled one."""
+    folder = save_tiny(tmp_path, "llama")
+    engine = compiled_engine(folder, folder, "eager")
+    model = engine.target.model.module.model
+
+    def peeks(hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if float(hidden.sum()) > 0 else hidden + 0
+
+    model.norm.register_forward_hook(lambda _, __, out: peeks(out))
+    with pytest.raises(torch._dynamo.exc.TorchDynamoException):
+        run(engine, 2)
+
+
+def test_a_second_compilation_is_an_error(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    engine = compiled_engine(folder, folder, "eager")
+    run(engine, 2)
+    engine.target.model.module.model.layers[0].self_attn.scaling = 0.5  # a guarded constant
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        run(engine, 2)

@@ -1,0 +1,302 @@
+"""Prompt lookup: what it finds, the rounds it makes, and that the text stays the target's.
+
+transformers' own prompt lookup is the oracle: what is proposed and accepted in every round.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import specdec_cli.engine.build
+from specdec_cli.demo import demo_path
+from specdec_cli.engine.build import build, plan
+from specdec_cli.engine.kv_cache import block_bytes
+from specdec_cli.engine.loop import Request
+from specdec_cli.engine.ngram import NgramIndex, NgramProposer
+from specdec_cli.engine.sampling import round_noise
+from specdec_cli.engine.types import Proposal, SamplingParams, Sequence
+from specdec_cli.models import loader
+from specdec_cli.recipe import load_recipe
+from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
+from tests.engine.fakes import (
+    continuation,
+    fake_engine,
+    looping,
+    random_prompt,
+    rounds_of,
+    run_checked,
+    target_rule,
+)
+from tests.support import (
+    CPU,
+    VOCAB,
+    decode,
+    greedy_reference,
+    lookup_rounds,
+    ngram_engine,
+    reference,
+    save_tiny,
+)
+
+NEW_TOKENS = 24
+FAMILIES = ["llama", "gemma2", "gpt2"]
+
+
+def random_texts(count: int) -> list[list[int]]:
+    """Texts over 2 to 6 different tokens, so that n-grams of every length recur."""
+    generator = torch.Generator().manual_seed(5)
+    texts = []
+    for number in range(count):
+        length = int(torch.randint(1, 40, (), generator=generator))
+        texts.append(torch.randint(0, 2 + number % 5, (length,), generator=generator).tolist())
+    return texts
+
+
+def found_by_transformers(text: list[int], k: int, longest: int, eos: int | None) -> list[int]:
+    ids = torch.tensor([text])
+    end = None if eos is None else torch.tensor([eos])
+    search = PromptLookupCandidateGenerator(end, k, longest, max_length=10_000)
+    found: list[int] = search.get_candidates(ids)[0][0, len(text) :].tolist()
+    return found
+
+
+def found_by_scanning(text: list[int], k: int, longest: int, shortest: int) -> list[int]:
+    """The definition, word for word."""
+    for n in range(min(longest, len(text) - 1), shortest - 1, -1):
+        for start in range(len(text) - n):
+            if text[start : start + n] == text[-n:]:
+                return text[start + n : start + n + k]
+    return []
+
+
+# Lookups.
+
+
+@pytest.mark.parametrize("longest", [1, 2, 3, 5])
+def test_finds_what_transformers_finds(longest: int) -> None:
+    for number, text in enumerate(random_texts(60)):
+        k = 1 + number % 6
+        found = NgramIndex(longest, 1).continuation(text, k)
+        assert found == found_by_transformers(text, k, longest, None)
+        # It stops before an end-of-text token, which we propose like any other.
+        cut = found.index(0) if 0 in found else len(found)
+        assert found[:cut] == found_by_transformers(text, k, longest, 0)
+
+
+@pytest.mark.parametrize("step", [1, 2, 7])
+def test_a_growing_text_is_looked_up_like_a_whole_one(step: int) -> None:
+    for text in random_texts(40):
+        for longest, shortest in ((4, 1), (3, 2), (2, 2)):
+            index = NgramIndex(longest, shortest)
+            for end in range(1, len(text) + 1, step):
+                found = index.continuation(text[:end], 4)
+                assert found == found_by_scanning(text[:end], 4, longest, shortest)
+
+
+@pytest.mark.parametrize(
+    ("text", "longest", "shortest", "want"),
+    [
+        ([1, 2, 3, 1, 2], 3, 1, [3, 1, 2]),
+        ([1, 2, 3, 1, 2], 1, 1, [3, 1, 2]),
+        ([2, 8, 1, 2, 9, 1, 2], 3, 1, [9, 1, 2]),  # the longest match
+        ([2, 8, 1, 2, 9, 1, 2], 1, 1, [8, 1, 2, 9]),  # the first of the shorter ones
+        ([2, 8, 1, 2], 3, 2, []),
+        ([1, 2, 3], 3, 1, []),
+        ([5, 5, 5], 3, 1, [5]),  # not more than has been written
+        ([5], 3, 1, []),
+    ],
+)
+def test_lookup(text: list[int], longest: int, shortest: int, want: list[int]) -> None:
+    assert NgramIndex(longest, shortest).continuation(text, 4) == want
+
+
+def propose(texts: list[list[int]], lens: list[int], proposer: NgramProposer) -> Proposal:
+    seqs = [Sequence(i, text, len(text), 99) for i, text in enumerate(texts)]
+    params = SamplingParams(temperature=1.0)
+    noise = round_noise([0] * len(texts), [1] * len(texts), max(lens), params, CPU)
+    return proposer.propose(seqs, lens, noise, params)
+
+
+def test_a_proposal_says_what_was_found() -> None:
+    proposer = NgramProposer(3, 1, 10, CPU)
+    found = propose([[1, 2, 3, 1], [4, 5], [6, 6], [7, 8, 7]], [2, 4, 4, 0], proposer)
+    assert found.lens == [2, 0, 1, 0]
+    assert found.token_ids.tolist() == [[2, 3], [0, 0], [6, 0], [0, 0]]
+    want = torch.zeros(4, 2, 10)
+    want[0, 0, 2] = want[0, 1, 3] = want[2, 0, 6] = 1.0
+    assert torch.equal(found.probs, want)
+
+
+def test_nothing_found_is_an_empty_proposal() -> None:
+    found = propose([[1, 2], [3]], [4, 4], NgramProposer(3, 1, 10, CPU))
+    assert found.lens == [0, 0]
+    assert found.token_ids.shape == (2, 0) and found.probs.shape == (2, 0, 10)
+
+
+def test_sequences_that_left_are_forgotten() -> None:
+    proposer = NgramProposer(3, 1, 10, CPU)
+    for _ in range(3):
+        propose([[1, 2, 1], [3]], [2, 2], proposer)
+        assert len(proposer._indices) == 2
+
+
+# Rounds, on fakes.
+
+
+@pytest.mark.parametrize("rule", [looping, target_rule], ids=["looping", "random"])
+@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("batch_size", [1, 3], ids=["b1", "b3"])
+def test_every_round_obeys_the_arithmetic(rule: Any, k: int, batch_size: int) -> None:
+    engine = fake_engine(None, rule, batch_size=batch_size)
+    engine.draft = NgramProposer(3, 1, VOCAB, CPU)
+    prompts = [random_prompt(n) for n in (1, 9, 2, 17, 5, 4)]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    run = engine.start(requests, k, SamplingParams(max_new_tokens=33))
+    run_checked(engine, run, lambda tokens, asked: len(found_by_scanning(tokens, asked, 3, 1)))
+    for seq, prompt in zip(run.seqs, prompts, strict=True):
+        assert seq.output_ids == continuation(rule, prompt, 33)
+        rounds = len(seq.accepted_per_round) + seq.rounds_without_proposal
+        assert sum(seq.accepted_per_round) + rounds == 33
+    assert engine.allocator.num_used == 0
+
+
+def test_rounds_without_a_match_are_counted_apart() -> None:
+    engine = fake_engine(None, looping, batch_size=2)
+    engine.draft = NgramProposer(3, 2, VOCAB, CPU)
+    requests = [Request(i, tuple(random_prompt(4 + i))) for i in range(4)]
+    result = engine.run(requests, 4, SamplingParams(max_new_tokens=30))
+    idle = [s.rounds_without_proposal for s in result.seqs]
+    assert min(idle) > 1, "more than the last round of each has no proposal"
+    metrics, acceptance = result.metrics, result.metrics.acceptance
+    assert acceptance.num_drafts == sum(len(s.proposed_per_round) for s in result.seqs) > 0
+    assert all(1 <= k <= 4 for s in result.seqs for k in s.proposed_per_round)
+    assert 0 < metrics.num_rounds_without_proposal < metrics.num_rounds
+    written = acceptance.num_accepted_tokens + acceptance.num_drafts + sum(idle)
+    assert written == metrics.num_output_tokens == 120
+
+
+def test_preemption_changes_nothing() -> None:
+    prompts = [random_prompt(n) for n in (9, 12, 5, 7)]
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    found = []
+    for num_blocks in (400, 24):
+        engine = fake_engine(None, looping, batch_size=4, num_blocks=num_blocks)
+        engine.draft = NgramProposer(3, 1, VOCAB, CPU)
+        seqs = engine.run(requests, 3, SamplingParams(max_new_tokens=40)).seqs
+        found.append([(s.output_ids, rounds_of(s)) for s in seqs])
+    assert sum(s.num_preemptions for s in seqs) > 0
+    assert found[0] == found[1]
+
+
+# Real models from here on.
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
+    """Output and, one sequence at a time, every round."""
+    folder = save_tiny(tmp_path, family)
+    oracle = reference(folder, device=device)
+    asked = [random_prompt(n) * repeats for n, repeats in ((1, 1), (4, 3), (9, 2), (20, 1))]
+    want = [greedy_reference(oracle, p, NEW_TOKENS) for p in asked]
+    alone = ngram_engine(folder, device=device)
+    together = ngram_engine(folder, batch_size=4, device=device)
+    accepted = 0
+    for k in (1, 3, 6):
+        seqs = decode(alone, asked, k, max_new_tokens=NEW_TOKENS)
+        assert [s.output_ids for s in seqs] == want
+        batch = decode(together, asked, k, max_new_tokens=NEW_TOKENS)
+        assert [s.output_ids for s in batch] == want
+        for seq, prompt in zip(seqs, asked, strict=True):
+            expected = lookup_rounds(oracle, prompt, k, 3, NEW_TOKENS)
+            assert (seq.output_ids, rounds_of(seq)) == expected
+            accepted += sum(seq.accepted_per_round)
+    assert accepted > 0, "the prompts should give something to accept"
+
+
+@cache
+def demo_oracle() -> Any:
+    return AutoModelForCausalLM.from_pretrained(
+        demo_path("demo:target"), dtype=torch.float32
+    ).eval()
+
+
+def demo_plan(k: int, **more: object) -> specdec_cli.engine.build.Plan:
+    overrides: dict[str, object] = {
+        "run.device": "cpu",
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+    }
+    return plan(load_recipe("demo-ngram", overrides | more))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
+def test_demo_rounds_equal_transformers_prompt_lookup(k: int) -> None:
+    """Every 40th bundled prompt, alone and four at a time."""
+    lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()[::40]
+    longest = 1 + k % 4
+    found = []
+    for batch_size in (1, 4):
+        sizes = {"speculation.ngram_max": longest, "run.batch_size": batch_size}
+        planned = demo_plan(k, **sizes)
+        ids = [tuple(planned.tokenizer.encode(json.loads(line)["prompt"])) for line in lines]
+        engine = build(planned, max(map(len, ids)))
+        result = engine.run([Request(i, p) for i, p in enumerate(ids)], planned.k, planned.params)
+        found.append([(s.output_ids, rounds_of(s)) for s in result.seqs])
+    want = [lookup_rounds(demo_oracle(), list(p), k, longest, NEW_TOKENS) for p in ids]
+    assert found == [want, want]
+    rates = result.metrics.acceptance
+    assert 0 < rates.num_accepted_tokens < rates.num_draft_tokens
+
+
+def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even one that the recipe names and that does not exist."""
+    roles: list[str] = []
+    original = loader.describe
+
+    def spy(spec: loader.ModelSpec, device: torch.device) -> loader.Description:
+        roles.append(spec.role)
+        return original(spec, device)
+
+    monkeypatch.setattr(specdec_cli.engine.build, "describe", spy)
+    one_block = block_bytes(original(spec_of_demo(), CPU).layers, 16, torch.float32)
+    planned = demo_plan(3, **{"draft.model": "/no/such/folder", "cache.cpu_bytes": 9 * one_block})
+    assert (roles, planned.k, planned.draft, planned.proposer) == (["target"], 3, None, "ngram")
+    engine = build(planned, 100)
+    assert engine.allocator.num_usable == 9 - 1, "all the memory is for the target's blocks"
+    assert isinstance(engine.draft, NgramProposer)
+    assert demo_plan(0).k == 0 and build(demo_plan(0), 10).draft is None
+
+
+def spec_of_demo() -> loader.ModelSpec:
+    return loader.ModelSpec("target", "demo:target", None, "auto", "auto")
+
+
+# The command line.
+
+
+@pytest.mark.parametrize("models", [(), ("--target", "demo:target")], ids=["pair", "no draft"])
+def test_generate(models: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--json", *prompt_options(*PROMPTS), "--max-new-tokens", "24", "--ignore-eos")
+    plain = generate(capsys, *models, *options, "-k", "0")
+    result = generate(capsys, *models, *options, "--set", "speculation.method=ngram", "-k", "4")
+    assert result.code == 0
+    assert [o["token_ids"] for o in result.outputs] == [o["token_ids"] for o in plain.outputs]
+    metrics = result.document["metrics"]
+    assert metrics["k"] == 4 and metrics["num_accepted_tokens"] > 0
+    assert metrics["num_drafts"] == sum(o["num_drafts"] for o in result.outputs)
+
+
+def test_bundled_recipe(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    short = ("--set", "data.limit=2", "--max-new-tokens", "16")
+    result = generate(capsys, "demo-ngram", *short, "-o", out)
+    assert result.code == 0 and "of proposals accepted" in result.err
+    lines = (out / "samples.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and '"draft": "ngram"' in lines[0]

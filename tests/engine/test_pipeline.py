@@ -1,0 +1,177 @@
+"""Padded rounds, one ahead of the host, against the ragged rounds of the same engine."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.loop import Engine, Request, RunResult
+from specdec_cli.engine.synthetic import SyntheticAcceptance
+from specdec_cli.engine.types import SamplingParams
+from specdec_cli.errors import RunError
+from tests.support import VOCAB, make_engine, save_tiny
+
+PROMPTS = [
+    [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
+    for i, length in enumerate((5, 1, 2, 17, 9, 30, 3, 12))
+]
+POISON = 1e4  # finite: padding reads what was never written, with weight zero
+
+
+class Stop:
+    """Ends a sequence at a token, as a stop string would: only the host can tell."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def feed(self, tokens: Any) -> int | None:
+        return next((i for i, t in enumerate(tokens, 1) if t == self.token), None)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a draft that agrees with it about half of the time."""
+    folder = tmp_path_factory.mktemp("pair")
+    target = save_tiny(folder / "target", "llama")
+    draft = save_tiny(folder / "draft", "llama", seed=0)
+    from safetensors.torch import load_file, save_file
+
+    file = draft / "model.safetensors"
+    weights = load_file(file)
+    generator = torch.Generator().manual_seed(3)
+    noised = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_file(noised, file, metadata={"format": "pt"})
+    return target, draft
+
+
+def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> list[Engine]:
+    """The same engine with ragged and with padded rounds."""
+    both = []
+    for pipelined in (False, True):
+        engine = make_engine(*pair, device=device, pipelined=pipelined, **settings)
+        for model in (engine.target.model, engine.draft.model):  # type: ignore[union-attr]
+            for layer in model.cache.layers:
+                for tensor in layer:
+                    tensor.fill_(POISON)
+        both.append(engine)
+    return both
+
+
+def run(engine: Engine, k: int, stop: int | None = None, **params: Any) -> RunResult:
+    requests = [
+        Request(i, tuple(p), None if stop is None else Stop(stop)) for i, p in enumerate(PROMPTS)
+    ]
+    result = engine.run(requests, k, SamplingParams(**params))
+    assert engine.allocator.num_used == 0
+    return result
+
+
+def told(result: RunResult) -> list[tuple[Any, ...]]:
+    return [
+        (s.output_ids, s.proposed_per_round, s.accepted_per_round, s.finish_reason)
+        for s in result.seqs
+    ]
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.8, "seed": 5},
+    "masked": {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("k", [0, 1, 4])
+def test_padded_rounds_equal_ragged_ones(
+    pair: tuple[Path, Path], device: torch.device, k: int, batch_size: int, settings: str
+) -> None:
+    """Tokens, proposals and acceptances; with EOS, refills and prompts of one and two tokens."""
+    results = [
+        run(engine, k, max_new_tokens=21, **SETTINGS[settings])
+        for engine in engines(pair, device, batch_size=batch_size, eos_ids=frozenset({7, 40}))
+    ]
+    assert told(results[0]) == told(results[1])
+    assert {s.finish_reason for s in results[0].seqs} == {"eos", "length"}
+    if k:
+        accepted = sum(sum(s.accepted_per_round) for s in results[0].seqs)
+        proposed = sum(sum(s.proposed_per_round) for s in results[0].seqs)
+        assert 0.2 < accepted / proposed < 0.9
+    counts = [
+        (m.num_rounds, m.num_rounds_without_proposal, m.acceptance)
+        for m in (r.metrics for r in results)
+    ]
+    assert counts[0][2] == counts[1][2]
+
+
+def test_stop_strings_that_only_the_host_sees(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    """A stopped sequence runs a ghost round; its blocks go to others unharmed."""
+    tight = {"batch_size": 3, "num_blocks": 45}
+    unstopped = run(engines(pair, device, **tight)[0], 3, max_new_tokens=30)
+    token = unstopped.seqs[0].output_ids[9]
+    results = [
+        run(engine, 3, stop=token, max_new_tokens=30) for engine in engines(pair, device, **tight)
+    ]
+    assert told(results[0]) == told(results[1])
+    assert "stop" in {s.finish_reason for s in results[0].seqs}
+
+
+@pytest.mark.parametrize("num_blocks", [17, 24, 31])
+def test_preemption_changes_nothing(
+    pair: tuple[Path, Path], device: torch.device, num_blocks: int
+) -> None:
+    tight, ample = (
+        run(
+            engines(pair, device, batch_size=4, num_blocks=count)[1],
+            4,
+            max_new_tokens=30,
+            temperature=0.9,
+        )
+        for count in (num_blocks, 300)
+    )
+    assert told(tight) == told(ample)
+    assert tight.metrics.num_preemptions > 0
+
+
+def test_synthetic_acceptance(pair: tuple[Path, Path], device: torch.device) -> None:
+    for temperature in (0.0, 0.7):
+        both = engines(pair, device, batch_size=3)
+        for engine in both:
+            engine.synthetic = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
+        results = [run(e, 3, max_new_tokens=25, temperature=temperature) for e in both]
+        assert told(results[0]) == told(results[1])
+
+
+def test_the_drafts_own_context_ends_first(pair: tuple[Path, Path], device: torch.device) -> None:
+    results = [
+        run(engine, 4, max_new_tokens=40)
+        for engine in engines(pair, device, batch_size=2, draft_max_len=40)
+    ]
+    assert told(results[0]) == told(results[1])
+    assert any(s.rounds_without_proposal for s in results[0].seqs)
+
+
+def test_a_run_with_other_params_on_the_same_engine(
+    pair: tuple[Path, Path], device: torch.device
+) -> None:
+    ragged, padded = engines(pair, device, batch_size=2)
+    for k, params in ((2, {}), (0, {}), (2, {"temperature": 1.0}), (2, {"seed": 3}), (2, {})):
+        expected = run(ragged, k, max_new_tokens=12, **params)  # type: ignore[arg-type]
+        assert told(run(padded, k, max_new_tokens=12, **params)) == told(expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("who", ["target", "draft"])
+def test_logits_that_are_not_finite(
+    pair: tuple[Path, Path], device: torch.device, who: str
+) -> None:
+    engine = engines(pair, device, batch_size=2)[1]
+    worker = engine.target if who == "target" else engine.draft
+    with torch.no_grad():
+        worker.model.module.lm_head.weight[11] = float("nan")  # type: ignore[union-attr]
+    with pytest.raises(RunError, match=f"the {who} produced logits that are not finite"):
+        run(engine, 3, max_new_tokens=10)
+    assert engine.allocator.num_used == 0

@@ -1,0 +1,193 @@
+"""A draft that borrows the target's embeddings and head: same storage, less memory, same text."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import specdec_cli.engine.build
+from specdec_cli.engine.build import Plan, build, plan
+from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.recipe import load_recipe
+from tests.support import VOCAB, greedy_reference, reference, save_tiny, tiny_config
+
+PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6], [5]]
+BOTH = ["embeddings", "lm_head"]
+ONE_MATRIX = VOCAB * 64 * 4  # bytes
+
+
+@pytest.fixture(autouse=True)
+def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny models have none; ids are given directly."""
+    monkeypatch.setattr(specdec_cli.engine.build, "_tokenizer", lambda model: None)
+    monkeypatch.setattr(specdec_cli.engine.build, "check_same_vocabulary", lambda *given: None)
+
+
+def planned(target: Path, draft: Path, share: list[str], **more: object) -> Plan:
+    overrides: dict[str, object] = {
+        "target.model": str(target),
+        "draft.model": str(draft),
+        "draft.share": share,
+        "run.device": "cpu",
+        "speculation.num_speculative_tokens": 3,
+        "sampling.max_new_tokens": 20,
+        "sampling.ignore_eos": True,
+    }
+    return plan(load_recipe(None, overrides | more))
+
+
+def modules(engine: Engine) -> tuple[Any, Any]:
+    assert isinstance(engine.draft, DraftWorker)
+    return engine.target.model.module, engine.draft.model.module
+
+
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {
+        "embeddings": module.get_input_embeddings().weight,
+        "lm_head": module.get_output_embeddings().weight,
+    }
+
+
+def bytes_on_device(engine: Engine) -> int:
+    """Of all parameters of both models, by storage."""
+    storages = {
+        p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
+        for module in modules(engine)
+        for p in module.parameters()
+    }
+    return sum(storages.values())
+
+
+def outputs(engine: Engine, found: Plan) -> list[list[int]]:
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    return [s.output_ids for s in engine.run(requests, found.k, found.params).seqs]
+
+
+def rewrite(folder: Path, dropped: str) -> None:
+    """Take a tensor out of a checkpoint."""
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[dropped]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("share", [BOTH[:1], BOTH[1:], BOTH], ids="+".join)
+def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: Path) -> None:
+    target = save_tiny(tmp_path / "target", family, seed=0)
+    draft = save_tiny(tmp_path / "draft", family, seed=1, tie_word_embeddings=tied)
+    own = weights(reference(draft))
+    alone = build(planned(target, draft, []), 8)
+    found = planned(target, draft, share)
+    engine = build(found, 8)
+    ours, theirs = weights(modules(engine)[1]), weights(modules(engine)[0])
+    for what in BOTH:
+        if what in share:
+            assert ours[what] is theirs[what]
+        else:
+            assert torch.equal(ours[what], own[what]), "untied: its own weight, as it was"
+    # A tied matrix is needed as long as one of its uses is the draft's own.
+    saved = (len(share) // 2 if tied else len(share)) * ONE_MATRIX
+    assert found.shared_bytes == saved == bytes_on_device(alone) - bytes_on_device(engine)
+    said = f"{', '.join(share)}: {saved / 2**20:.1f} MiB not loaded for the draft"
+    assert found.execution["shared"] == said
+    oracle = reference(target)
+    assert outputs(engine, found) == [greedy_reference(oracle, p, 20) for p in PROMPTS]
+
+
+@pytest.mark.parametrize("share", [BOTH[:1], BOTH[1:], BOTH], ids="+".join)
+def test_the_draft_computes_with_what_it_borrowed(share: list[str], tmp_path: Path) -> None:
+    """Its proposals are those of a checkpoint that holds the target's tensors as its own."""
+    target = save_tiny(tmp_path / "target", "llama", seed=0)
+    draft = save_tiny(tmp_path / "draft", "llama", seed=0, num_hidden_layers=1)
+    # Without what it borrows, its head and embeddings are noise.
+    names = {"embeddings": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
+    tensors = load_file(draft / "model.safetensors")
+    given = load_file(target / "model.safetensors")
+    spoilt = {names[what]: torch.randn_like(tensors[names[what]]) for what in share}
+    save_file(tensors | spoilt, draft / "model.safetensors", metadata={"format": "pt"})
+    same = save_tiny(tmp_path / "same", "llama", seed=0, num_hidden_layers=1)
+    whole = tensors | {names[what]: given[names[what]] for what in share}
+    save_file(whole, same / "model.safetensors", metadata={"format": "pt"})
+    rounds = []
+    for folder, borrowed in ((draft, share), (same, [])):
+        found = planned(target, folder, borrowed)
+        engine = build(found, 8)
+        requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+        seqs = engine.run(requests, found.k, found.params).seqs
+        rounds.append([s.accepted_per_round for s in seqs])
+    assert rounds[0] == rounds[1]
+
+
+@pytest.mark.parametrize(
+    ("what", "name"),
+    [("embeddings", "model.embed_tokens.weight"), ("lm_head", "lm_head.weight")],
+)
+def test_what_is_borrowed_need_not_be_in_the_checkpoint(
+    what: str, name: str, tmp_path: Path
+) -> None:
+    target = save_tiny(tmp_path / "target", "llama", seed=0)
+    draft = save_tiny(tmp_path / "draft", "llama", seed=1)
+    rewrite(draft, name)
+    with pytest.raises(SetupError, match="lack 1 tensor"):
+        build(planned(target, draft, [other for other in BOTH if other != what]), 8)
+    found = planned(target, draft, [what])
+    oracle = reference(target)
+    assert outputs(build(found, 8), found) == [greedy_reference(oracle, p, 20) for p in PROMPTS]
+
+
+def test_dummy_weights_borrow_too(tmp_path: Path) -> None:
+    for role, layers in (("target", 2), ("draft", 1)):
+        tiny_config("llama", num_hidden_layers=layers).save_pretrained(tmp_path / role)
+    dummy = {"target.load_format": "dummy", "draft.load_format": "dummy"}
+    found = planned(tmp_path / "target", tmp_path / "draft", BOTH, **dummy)
+    target, draft = modules(build(found, 8))
+    assert found.shared_bytes == 2 * ONE_MATRIX
+    for what in BOTH:
+        assert weights(draft)[what] is weights(target)[what]
+        assert float(weights(target)[what].detach().std()) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "share", "shapes"),
+    [
+        ({"hidden_size": 32}, {}, BOTH, ("embeddings", "[97, 32] float32", "[97, 64] float32")),
+        ({"vocab_size": 128}, {}, BOTH[1:], ("lm_head", "[128, 64] float32", "[97, 64] float32")),
+        (
+            {},
+            {"draft.dtype": "bfloat16"},
+            BOTH[:1],
+            ("embeddings", "[97, 64] bfloat16", "[97, 64] float32"),
+        ),
+    ],
+    ids=["hidden size", "vocabulary", "dtype"],
+)
+def test_what_does_not_fit_is_refused_before_weights_are_read(
+    changes: dict[str, Any],
+    more: dict[str, object],
+    share: list[str],
+    shapes: tuple[str, str, str],
+    tmp_path: Path,
+) -> None:
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "llama", **changes)
+    for folder in (target, draft):
+        (folder / "model.safetensors").unlink()
+    with pytest.raises(SetupError) as caught:
+        planned(target, draft, share, **more)
+    problem = caught.value
+    assert problem.code == ExitCode.ENVIRONMENT and "\n" not in problem.message
+    assert all(part in problem.message for part in shapes)
+    assert "draft.share" in problem.message + (problem.hint or "")
+
+
+@pytest.mark.parametrize("method", ["none", "ngram"])
+def test_nothing_is_borrowed_without_a_draft(method: str, tmp_path: Path) -> None:
+    target = save_tiny(tmp_path / "target", "llama")
+    absent = tmp_path / "absent"
+    found = planned(target, absent, BOTH, **{"speculation.method": method})
+    assert found.shared_bytes == 0 and "shared" not in found.execution

@@ -1,0 +1,171 @@
+"""The kernels between a padded round's products: noise, pass inputs, acceptance, advance."""
+
+import pytest
+import torch
+from specdec_kernels.advance import accept_reference, advance_reference
+from specdec_kernels.advance_triton import accept_triton, advance_triton
+from specdec_kernels.clock import stamp_reference
+from specdec_kernels.noise import uniform_reference, uniform_rows_reference
+from specdec_kernels.noise_triton import uniform_rows_triton
+from specdec_kernels.padding import padded_pass_reference
+from specdec_kernels.padding_triton import padded_pass_triton
+
+BATCHES = [1, 3, 70]
+
+
+@pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
+def test_noise_is_a_function_of_what_it_decides(uniform, batch, seed, device):
+    generator = torch.Generator().manual_seed(batch)
+    index = torch.randint(0, 2**32, (batch,), generator=generator).to(device)
+    position = torch.randint(0, 2**31, (batch,), generator=generator).to(device)
+    seeded = torch.tensor(seed, device=device)
+    found = uniform(seeded, index, position, 3, 5)
+    assert found.shape == (3, batch, 5) and found.dtype == torch.float32
+    for purpose in range(3):
+        for place in range(5):
+            one = uniform_reference(
+                seeded, index, position + place, torch.full_like(index, purpose)
+            )
+            assert torch.equal(found[purpose, :, place], one)
+
+
+both_passes = pytest.mark.parametrize("padded_pass", [padded_pass_reference, padded_pass_triton])
+
+
+@both_passes
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize(
+    ("width", "offset", "margin"), [(2, -2, 2), (1, 0, 2), (1, 3, 2), (1, -1, 1), (5, -1, 1)]
+)
+def test_padded_pass_by_hand(padded_pass, batch, width, offset, margin, device):
+    generator = torch.Generator().manual_seed(width)
+    block_size, columns, max_len, num_ids = 4, 6, 21, 50
+    tokens = torch.randint(-1, 60, (batch, 2 * width), generator=generator).to(device)[:, ::2]
+    length = torch.randint(1, 23, (batch,), generator=generator).to(device)
+    lens = torch.randint(0, 5, (batch,), generator=generator).to(device)
+    active = torch.rand(batch, generator=generator).to(device) < 0.7
+    tables = torch.randint(1, 90, (batch, columns + 3), generator=generator, dtype=torch.int32)
+    tables = tables.to(device)[:, :columns]
+    ids, positions, slots, contexts = padded_pass(
+        *(tokens, length, lens, active, tables, offset, margin, block_size, max_len, num_ids)
+    )
+    assert contexts.dtype == torch.int32
+    for b in range(batch):
+        for j in range(width):
+            at = int(length[b]) + offset + j
+            inside = min(max(at, 0), max_len - 1)
+            live = bool(active[b]) and 0 <= at < max_len
+            live = live and int(lens[b]) >= offset + j + margin
+            block = int(tables[b, inside // block_size]) if live else 0
+            lane = b * width + j
+            assert int(ids[lane]) == min(max(int(tokens[b, j]), 0), num_ids - 1)
+            assert int(positions[lane]) == inside
+            assert int(slots[lane]) == block * block_size + inside % block_size
+        assert int(contexts[b]) == int(length[b]) + offset + width
+
+
+@both_passes
+def test_padding_past_the_table_reads_no_block(padded_pass, device):
+    tables = torch.tensor([[3]], dtype=torch.int32, device=device)
+    one = torch.tensor([9], device=device)
+    live = torch.tensor([True], device=device)
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device=device)
+    *_, slots, contexts = padded_pass(tokens, one, one * 0, live, tables, -1, 1, 9, 100, 5)
+    assert slots.tolist() == [3 * 9 + 8, 0] and contexts.tolist() == [10]
+
+
+@pytest.mark.parametrize("accept", [accept_reference, accept_triton])
+@pytest.mark.parametrize("with_rates", [False, True], ids=["greedy", "rates"])
+@pytest.mark.parametrize("width", [0, 1, 5, 8])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_accept_by_hand(accept, with_rates, width, batch, device):
+    generator = torch.Generator().manual_seed(width)
+    best = torch.randint(-1, 3, (batch, width + 1), generator=generator)
+    best[best < 0] = torch.where(torch.rand((best < 0).sum(), generator=generator) < 0.8, 1, -1)
+    proposed = torch.randint(-1, 3, (batch, width), generator=generator)
+    lens = torch.randint(0, width + 1, (batch,), generator=generator)
+    noise = torch.rand(2 * batch, width, generator=generator)[::2]
+    rates = torch.linspace(0.9, 0.2, width) if width else torch.zeros(0)
+    extra = (noise.to(device), rates.to(device)) if with_rates else (None, None)
+    tokens, accepted = accept(
+        proposed.to(device).contiguous(), best.to(device), lens.to(device), *extra
+    )
+    for b in range(batch):
+        count = 0
+        while count < int(lens[b]) and (
+            noise[b, count] < rates[count] if with_rates else proposed[b, count] == best[b, count]
+        ):
+            count += 1
+        used = slice(0, int(lens[b]))
+        if (proposed[b, used] < 0).any():
+            assert int(accepted[b]) == -2
+        elif (best[b, : int(lens[b]) + 1] < 0).any():
+            assert int(accepted[b]) == -1
+        else:
+            assert int(accepted[b]) == count
+            want = [*proposed[b, :count].tolist(), int(best[b, count])]
+            assert tokens[b, : count + 1].tolist() == want
+
+
+@pytest.mark.parametrize("advance", [advance_reference, advance_triton])
+@pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
+@pytest.mark.parametrize("width", [1, 2, 6])
+@pytest.mark.parametrize("batch", BATCHES)
+def test_advance_by_hand(advance, eos, width, batch, device):
+    generator = torch.Generator().manual_seed(width + len(eos))
+
+    def ints(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator)
+
+    tokens, accepted = ints(-1, 12, batch, width), ints(-2, width, batch)
+    lens, tail, length, limit = (
+        *(ints(0, width, batch), ints(20, 30, batch, 2)),
+        *(ints(1, 9, batch), ints(6, 14, batch)),
+    )
+    active = torch.rand(batch, generator=generator) < 0.7
+    state = [t.clone().to(device) for t in (tail, length, limit, active)]
+    record = torch.full((batch, width + 2), -99, device=device)
+    advance(
+        *(tokens.to(device), accepted.to(device), lens.to(device), *state),
+        *(torch.tensor(eos, dtype=torch.int64, device=device), record),
+    )
+    told = torch.cat((tokens, accepted[:, None], lens[:, None]), dim=1)
+    assert torch.equal(record.cpu(), told)
+    for b in range(batch):
+        new = tokens[b, : max(int(accepted[b]), 0) + 1].tolist()
+        ends = [i for i, t in enumerate(new) if t in eos]
+        new = [max(t, 0) for t in (new[: ends[0] + 1] if ends else new)]
+        want = (tail[b].tolist(), int(length[b]), bool(active[b]))
+        if active[b]:
+            total = int(length[b]) + len(new)
+            want = ((tail[b].tolist() + new)[-2:], total, not ends and total < int(limit[b]))
+        assert (state[0][b].tolist(), int(state[1][b]), bool(state[3][b])) == want
+
+
+def test_stamps_rise():
+    times = torch.zeros(3, dtype=torch.int64)
+    for place in range(3):
+        stamp_reference(times, place)
+    assert 0 < times[0] < times[1] < times[2]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device's clock")
+def test_stamps_measure_the_devices_time():
+    from specdec_kernels.clock_triton import stamp_triton
+
+    times = torch.zeros(2, dtype=torch.int64, device="cuda")
+    work = torch.randn(4096, 4096, device="cuda")
+    for _ in range(2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        stamp_triton(times, 0)
+        for _ in range(20):
+            work @ work
+        stamp_triton(times, 1)
+        end.record()
+    torch.cuda.synchronize()
+    ours = float(times[1] - times[0]) / 1e6
+    assert ours == pytest.approx(start.elapsed_time(end), rel=0.05)
