@@ -287,9 +287,8 @@ def paged_model(
         for tensor in pair:
             tensor.fill_(float("nan"))
     module = load(found, device)
-    if fused:
-        fuse(module, found.max_len)
-    return PagedModel(module, cache, foreign_ids)
+    form = fuse(module, found.max_len) if fused else None
+    return PagedModel(module, cache, foreign_ids, form)
 
 
 def make_engine(

@@ -19,9 +19,9 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
-    wide = x.double() if x.dtype == torch.float64 else x.float()
-    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return wide.to(x.dtype) * weight
+    if x.dtype in (torch.float32, torch.float64):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 
 def gate_reference(gate_up: Tensor, activation: str = "silu") -> Tensor:

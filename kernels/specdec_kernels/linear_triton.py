@@ -29,7 +29,9 @@ from specdec_kernels.linear import ACTIVATIONS, Normed
 
 LINE = tl.constexpr(128)  # bytes of a cache line
 FEW_ROWS = 64
-MULTIPROCESSORS = 132  # of an H100 or H200
+# Of an H100 or H200.
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024
 
 
 @triton.jit
@@ -211,6 +213,21 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
+def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
+    """Where every program can have a multiprocessor of its own, too many stages for two on one.
+
+    A kernel that starts early finds room where its predecessor happens to end first; without this
+    its programs would crowd there and leave other multiprocessors idle.
+    """
+    if programs > MULTIPROCESSORS:
+        return tiles
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
+    buffers = SHARED_MEMORY // 2 // stage + 1
+    # Triton makes a buffer less than stages, but for wgmma, which reads one while it is refilled.
+    wgmma = tiles.block_m >= 64 and itemsize == 2
+    return tiles._replace(num_stages=max(tiles.num_stages, buffers if wgmma else buffers + 1))
+
+
 def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add", by measurement; None for cuBLAS.
 
@@ -219,15 +236,14 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
     best; beyond, M of 64, which the compiler gives to wgmma.
     """
     num_rows, width = x.shape
-    num_features = weight.shape[0]
+    num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     if num_rows > FEW_ROWS:
         return None
+    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
     if num_rows <= 16:
         if kind == "add":
-            # Few features: narrow tiles make enough programs, more stages fill the rest.
-            stages = 6 if num_features > 16 * MULTIPROCESSORS else 8
-            tiles = Tiles(16, 16, 256, 4, 1, 512, 4, stages)
-        elif width < 4096 and num_features > 4096:
+            tiles = Tiles(16, 16, 256, 4, 1, 512, 4, 6)
+        elif narrow and many:
             tiles = Tiles(16, 32, 128, 1, 1, 256, 4, 5)
         else:
             tiles = Tiles(16, 32, 256, 1, 1, 256, 4, 3 if kind == "gate" else 4)
@@ -236,13 +252,16 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
         tiles = Tiles(64, 32, 128, 1, splits, 512, 4, 8)
     elif kind == "gate":
         tiles = Tiles(64, 64, 64, 1, 1, 256, 4, 5)
-    elif num_features <= 4096:
+    elif not many:
         tiles = Tiles(64, 32, 128, 1, 1, 256, 4, 5)
     else:
-        tiles = Tiles(64, 64, 128, 1, 1, 256, 4, 4)
+        tiles = (
+            Tiles(64, 64, 64, 1, 1, 256, 4, 7) if narrow else Tiles(64, 64, 128, 1, 1, 256, 4, 3)
+        )
     if x.dtype == torch.float32:
         tiles = tiles._replace(block_k=tiles.block_k // 2)
-    return tiles
+    programs = triton.cdiv(num_features, tiles.block_n) * tiles.splits
+    return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
 
 
 def few_rows_linear(

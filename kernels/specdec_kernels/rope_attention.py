@@ -17,9 +17,11 @@ from specdec_kernels.linear import rms_norm_reference
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], cos and sin [T, D]: [T, H, D]."""
     half = x.shape[2] // 2
-    turned = x.roll(half, dims=2)
-    turned[:, :, :half].neg_()
-    return x * cos[:, None] + turned * sin[:, None]
+    cos, sin = cos[:, None], sin[:, None]
+    out = x * cos
+    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
+    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    return out
 
 
 def split_heads_reference(
@@ -34,7 +36,11 @@ def split_heads_reference(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query [T, H, D] and key [T, Hkv, D], normed and rotated, and value [T, Hkv, D]."""
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    query, key, value = heads.split((heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads), dim=1)
+    num_heads = heads.shape[1] - 2 * kv_heads
+    if query_norm is None and key_norm is None:
+        rotated = rotate_reference(heads[:, : num_heads + kv_heads], cos, sin)
+        return rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + kv_heads :]
+    query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     if query_norm is not None:
         query = rms_norm_reference(query, query_norm, eps)
     if key_norm is not None:

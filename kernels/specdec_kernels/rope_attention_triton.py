@@ -10,6 +10,8 @@ lengths on the device: a short context takes few, whatever the width of the bloc
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,7 @@ from specdec_kernels.launch_triton import (
 TARGET_PROGRAMS = 264
 MAX_SPLITS = 16
 MIN_KEYS = 128
-MAX_ROWS = 128
+MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
 
 
 @triton.jit
@@ -127,8 +129,8 @@ def combined(
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "min_keys", "table_stride"])
 def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, >= D / 2]
-    sin_ptr,  # [T, >= D / 2]
+    cos_ptr,  # [T, D], of which the halves are equal
+    sin_ptr,  # [T, D], likewise
     query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
     key_norm_ptr,  # [D]; only with HAS_KEY_NORM
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
@@ -209,7 +211,7 @@ def rope_attention_kernel(
         parts = 1
         first = low
         high = old
-        newest = True
+        newest = end_of_all > 0  # always, yet a branch: it keeps later loads from coming early
 
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
@@ -238,14 +240,6 @@ def rope_attention_kernel(
     query_rope = packed[:, None] * rope_stride + half[None, :]
     query_cos = tl.load(cos_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
     query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
-    fresh = tl.arange(0, BLOCK_NEW)
-    fresh_live = fresh < tl.where(split == 0, query_len, 0)
-    fresh_packed = (query_begin + fresh).to(tl.int64)
-    fresh_mask = fresh_live[:, None] & half_live[None, :]
-    fresh_rope = fresh_packed[:, None] * rope_stride + half[None, :]
-    fresh_cos = tl.load(cos_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
-    fresh_sin = tl.load(sin_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
-    slot = tl.load(slots_ptr + fresh_packed, mask=fresh_live, other=0)
 
     after_predecessor(DEPENDENT)
 
@@ -265,15 +259,6 @@ def rope_attention_kernel(
     query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
     query_first = tl.load(query_at, mask=row_mask, other=0.0).to(tl.float32)
     query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0).to(tl.float32)
-    fresh_at = qkv_ptr + fresh_packed * qkv_stride + (HEADS + kv_head) * D
-    new_at = fresh_at[:, None] + half[None, :]
-    new_first = tl.load(new_at, mask=fresh_mask, other=0.0).to(tl.float32)
-    new_second = tl.load(new_at + HALF, mask=fresh_mask, other=0.0).to(tl.float32)
-    new_value = tl.load(
-        (fresh_at + KV_HEADS * D)[:, None] + dim[None, :],
-        mask=fresh_live[:, None] & (dim < D)[None, :],
-        other=0.0,
-    )
     if HAS_QUERY_NORM:
         norm_first = tl.load(query_norm_ptr + half, mask=half_live, other=0.0)
         norm_second = tl.load(query_norm_ptr + HALF + half, mask=half_live, other=0.0)
@@ -345,6 +330,24 @@ def rope_attention_kernel(
             UPCAST,
         )
     if newest:
+        # Loaded here: together with the tile above they would take too many registers.
+        fresh = tl.arange(0, BLOCK_NEW)
+        fresh_live = fresh < query_len
+        fresh_packed = (query_begin + fresh).to(tl.int64)
+        fresh_mask = fresh_live[:, None] & half_live[None, :]
+        fresh_rope = fresh_packed[:, None] * rope_stride + half[None, :]
+        fresh_cos = tl.load(cos_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
+        fresh_sin = tl.load(sin_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
+        slot = tl.load(slots_ptr + fresh_packed, mask=fresh_live, other=0)
+        fresh_at = qkv_ptr + fresh_packed * qkv_stride + (HEADS + kv_head) * D
+        new_at = fresh_at[:, None] + half[None, :]
+        new_first = tl.load(new_at, mask=fresh_mask, other=0.0).to(tl.float32)
+        new_second = tl.load(new_at + HALF, mask=fresh_mask, other=0.0).to(tl.float32)
+        new_value = tl.load(
+            (fresh_at + KV_HEADS * D)[:, None] + dim[None, :],
+            mask=fresh_live[:, None] & (dim < D)[None, :],
+            other=0.0,
+        )
         if HAS_KEY_NORM:
             key_norm_first = tl.load(key_norm_ptr + half, mask=half_live, other=0.0)
             key_norm_second = tl.load(key_norm_ptr + HALF + half, mask=half_live, other=0.0)
@@ -415,8 +418,8 @@ def rope_attention_kernel(
 @triton.jit
 def rope_kv_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
-    cos_ptr,  # [T, >= D / 2]
-    sin_ptr,  # [T, >= D / 2]
+    cos_ptr,  # [T, D], of which the halves are equal
+    sin_ptr,  # [T, D], likewise
     query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
     key_norm_ptr,  # [D]; only with HAS_KEY_NORM
     query_ptr,  # [T, H, D], out
@@ -542,10 +545,59 @@ def rope_kv(
     return query
 
 
-def num_splits(programs: int, max_context: int) -> int:
-    """Parts to cut a context into at most: a power of two, so that few variants are compiled."""
-    wanted = min(TARGET_PROGRAMS // programs, triton.cdiv(max_context, MIN_KEYS), MAX_SPLITS)
+class Cut(NamedTuple):
+    """How one attention is cut; see `rope_attention_kernel`."""
+
+    splits: int
+    batch: int
+    block_m: int
+    block_new: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None
+
+
+def num_splits(programs: int, max_context: int, block_m: int) -> int:
+    """Parts to cut a context into at most: a power of two, so that few variants are compiled.
+
+    With more rows, combining the parts costs more.
+    """
+    most = MAX_SPLITS if block_m <= 16 else MAX_SPLITS // 2
+    wanted = min(TARGET_PROGRAMS // programs, triton.cdiv(max_context, MIN_KEYS), most)
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+
+
+def choose_cut(
+    max_query_len: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_sequences: int,
+    max_context: int,
+    splits: int | None = None,
+    block_n: int | None = None,
+) -> Cut:
+    """By measurement, from shapes alone; scripts/bench/kernels.py shows the outcome."""
+    block_m = max(16, triton.next_power_of_2(max_query_len * group))
+    block_d = max(32, triton.next_power_of_2(head_dim))
+    programs = num_sequences * kv_heads
+    splits = splits or num_splits(programs, max_context, block_m)
+    num_warps = 8 if block_m * block_d > 64 * 128 else 4
+    return Cut(
+        splits=splits,
+        batch=max(2, min(8, 2**12 * num_warps // (block_m * block_d))),
+        block_m=block_m,
+        block_new=max(16, triton.next_power_of_2(max_query_len)),
+        block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
+        block_d=block_d,
+        num_warps=num_warps,
+        num_stages=5 if splits == 1 and block_m == 16 and block_d * itemsize <= 256 else 3,
+        # Three programs on a multiprocessor, where there are so many.
+        maxnreg=168 if programs * (splits + 1) > 256 and block_m == 16 and block_d <= 128 else None,
+    )
 
 
 def rope_attention_triton(
@@ -570,8 +622,6 @@ def rope_attention_triton(
     splits: int | None = None,
     min_keys: int = MIN_KEYS,
     block_n: int | None = None,
-    num_warps: int | None = None,
-    num_stages: int = 3,
 ) -> Tensor:
     """See `ops.rope_attention`; what follows `eps` overrides choices, `splits` a power of two."""
     num_tokens, width = qkv.shape
@@ -582,13 +632,14 @@ def rope_attention_triton(
     assert width == (heads + 2 * kv_heads) * head_dim and heads == group * kv_heads > 0
     assert value_cache.shape == key_cache.shape and head_dim % 2 == 0
     assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] == num_tokens
-    assert slots.shape == (num_tokens,) and cos.shape[1] in (head_dim, head_dim // 2)
+    assert slots.shape == (num_tokens,) and cos.shape[1] == head_dim
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
     assert sinks is None or sinks.shape == (heads,)
     tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
     assert all(t.stride(-1) == 1 for t in tensors)
-    if max_query_len * group > MAX_ROWS:
+    # Wider heads leave room for fewer rows.
+    if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
         out = paged_attention_triton(
             query,
@@ -606,25 +657,30 @@ def rope_attention_triton(
         return out.view(num_tokens, heads * head_dim)
 
     device = qkv.device
-    block_m = max(16, triton.next_power_of_2(max_query_len * group))
-    block_d = max(32, triton.next_power_of_2(head_dim))
-    row_bytes = block_d * qkv.element_size()
-    block_n = block_n or (64 if row_bytes <= 256 else 32 if row_bytes <= 512 else 16)
+    cut = choose_cut(
+        max_query_len,
+        group,
+        kv_heads,
+        head_dim,
+        qkv.element_size(),
+        num_sequences,
+        num_columns * block_size,
+        splits,
+        block_n,
+    )
     programs = num_sequences * kv_heads
-    if splits is None:
-        splits = num_splits(programs, num_columns * block_size)
     out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)
     partial = stats = counts = out
-    if splits > 1:
+    parts = 1
+    if cut.splits > 1:
         assert programs <= COUNTERS
-        size = (num_sequences, kv_heads, splits + 1)
-        partial = torch.empty((*size, block_m, head_dim), dtype=torch.float32, device=device)
-        stats = torch.empty((*size, 2, block_m), dtype=torch.float32, device=device)
+        parts = cut.splits + 1
+        size = (num_sequences, kv_heads, parts)
+        partial = torch.empty((*size, cut.block_m, head_dim), dtype=torch.float32, device=device)
+        stats = torch.empty((*size, 2, cut.block_m), dtype=torch.float32, device=device)
         counts = counters(device)
-    num_warps = num_warps or (8 if block_m * block_d > 64 * 128 else 4)
     dependent = dependent_launch(qkv)
-    programs_each = splits + 1 if splits > 1 else 1
-    rope_attention_kernel[(programs_each, kv_heads, num_sequences)](
+    rope_attention_kernel[(parts, kv_heads, num_sequences)](
         qkv,
         cos,
         sin,
@@ -655,25 +711,26 @@ def rope_attention_triton(
         KV_HEADS=kv_heads,
         GROUP=group,
         D=head_dim,
-        BLOCK_D=block_d,
-        BLOCK_HALF=block_d // 2,
+        BLOCK_D=cut.block_d,
+        BLOCK_HALF=cut.block_d // 2,
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         HAS_SOFTCAP=softcap > 0,
         HAS_SINKS=sinks is not None,
         HAS_QUERY_NORM=query_norm is not None,
         HAS_KEY_NORM=key_norm is not None,
-        SPLITS=splits,
-        BATCH=max(2, min(8, 2**11 * num_warps // (block_m * block_d) * 2)),
-        BLOCK_M=block_m,
-        BLOCK_NEW=max(16, triton.next_power_of_2(max_query_len)),
-        BLOCK_N=block_n,
+        SPLITS=cut.splits,
+        BATCH=cut.batch,
+        BLOCK_M=cut.block_m,
+        BLOCK_NEW=cut.block_new,
+        BLOCK_N=cut.block_n,
         DEPENDENT=dependent,
         PRECISION="ieee",
         # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
         UPCAST=not qkv.is_cuda,
-        num_warps=num_warps,
-        num_stages=num_stages,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        maxnreg=cut.maxnreg,
         **({"launch_pdl": True} if dependent else {}),
     )
     return out

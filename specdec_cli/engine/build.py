@@ -41,7 +41,8 @@ class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
     `draft` is None when no draft model is to propose. shared_bytes: weights that are not loaded for
-    the draft, because it borrows the target's.
+    the draft, because it borrows the target's. compiled: roles of the models whose padded passes
+    are compiled.
     """
 
     recipe: Recipe
@@ -51,6 +52,7 @@ class Plan:
     tokenizer: Tokenizer
     max_model_len: int
     shared_bytes: int = 0
+    compiled: tuple[str, ...] = ()
 
     @property
     def k(self) -> int:
@@ -87,15 +89,6 @@ class Plan:
         if self.k and self.draft is None:
             return "n-gram proposals are made on the host"
         return None
-
-    @property
-    def compiled(self) -> list[str]:
-        """Roles of the models whose padded passes are compiled; the others' layers are fused."""
-        wanted = self.recipe.run.compile
-        if wanted == "off" or self.no_cuda_graphs is not None:
-            return []
-        models = [d for d in (self.target, self.draft) if d is not None]
-        return [d.spec.role for d in models if wanted == "on" or not is_fusable(d.module)]
 
     @property
     def _no_compile(self) -> str:
@@ -165,9 +158,9 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     )
     if recipe.run.cuda_graphs == "on" and found.no_cuda_graphs is not None:
         raise UsageError(f"run.cuda_graphs: on cannot be had: {found.no_cuda_graphs}")
-    if recipe.run.compile == "on" and not found.compiled:
+    if recipe.run.compile == "on" and found.no_cuda_graphs is not None:
         raise UsageError(f"run.compile: on cannot be had: {found.no_cuda_graphs}")
-    return found
+    return replace(found, compiled=_compiled(found, descriptions))
 
 
 def build(plan: Plan, longest_prompt: int) -> Engine:
@@ -184,9 +177,10 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         if plan.draft is not None:
             borrowed = _borrowed(plan.draft.module, modules[0], plan.shared)
             modules.append(load(plan.draft, device, borrowed))
-        for described, module in zip(descriptions, modules, strict=True):
-            if described.spec.role not in plan.compiled:
-                fuse(module, plan.max_model_len)
+        fused = [
+            None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len)
+            for d, module in zip(descriptions, modules, strict=True)
+        ]
         num_blocks = recipe.cache.num_blocks or choose_num_blocks(
             CacheNeed(
                 batch_size=recipe.run.batch_size,
@@ -202,11 +196,11 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         caches = [KVCache(d.layers, num_blocks, block_size, d.dtype, device) for d in descriptions]
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    target = TargetScorer(PagedModel(modules[0], caches[0]))
+    target = TargetScorer(PagedModel(modules[0], caches[0], fused=fused[0]))
     proposer: Proposer | None = None
     if plan.draft is not None:
         narrower = plan.draft.vocab_size < plan.target.vocab_size
-        model = PagedModel(modules[1], caches[1], foreign_ids=narrower)
+        model = PagedModel(modules[1], caches[1], narrower, fused[1])
         proposer = DraftWorker(model, plan.target.vocab_size, plan.draft.max_len)
     elif plan.k:
         longest, shortest = recipe.speculation.ngram_max, recipe.speculation.ngram_min
@@ -305,6 +299,14 @@ def _borrowed(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, torc
         )
         found[f"{names[id(ours)]}.weight"] = theirs.weight
     return found
+
+
+def _compiled(plan: Plan, models: list[Description]) -> tuple[str, ...]:
+    """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
+    wanted = plan.recipe.run.compile
+    if wanted == "off" or plan.no_cuda_graphs is not None:
+        return ()
+    return tuple(m.spec.role for m in models if wanted == "on" or not is_fusable(m.module))
 
 
 def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:

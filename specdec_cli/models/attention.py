@@ -62,12 +62,6 @@ def attach(model: torch.nn.Module, attention: Attention) -> None:
         module.__dict__[_ATTACHED] = attention
 
 
-def attached(module: torch.nn.Module) -> Attention:
-    """What `attach` put onto a module's model."""
-    attention: Attention = module.__dict__[_ATTACHED]
-    return attention
-
-
 def _dispatch(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -90,7 +84,7 @@ def _dispatch(
     unknown = {key for key, value in more.items() if value is not None} - _WITHOUT_EFFECT
     if unknown:
         raise NotPlainAttention(f"its layers ask for attention with {', '.join(sorted(unknown))}")
-    attention = attached(module)
+    attention: Attention = module.__dict__[_ATTACHED]
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap = sliding_window or 0, softcap or 0.0

@@ -10,6 +10,7 @@ from specdec_cli.engine.kv_cache import KVCache
 from specdec_cli.engine.slots import Slots
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
+from specdec_cli.models.fused import FusedForward
 
 
 class PagedModel:
@@ -17,14 +18,22 @@ class PagedModel:
 
     vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
     (a draft beside a target with more padding); they are fed as the last id, which can only make
-    proposals worse, never the output wrong. compiled: runs padded passes in place of `module`.
+    proposals worse, never the output wrong. fused: runs all passes in place of `module`.
+    compiled: runs padded passes in place of `module`.
     """
 
-    def __init__(self, module: Any, cache: KVCache, foreign_ids: bool = False) -> None:
+    def __init__(
+        self,
+        module: Any,
+        cache: KVCache,
+        foreign_ids: bool = False,
+        fused: FusedForward | None = None,
+    ) -> None:
         self.module = module
         self.cache = cache
         self.vocab_size: int = module.config.vocab_size
         self.foreign_ids = foreign_ids
+        self.fused = fused
         self.compiled: CompiledForward | None = None
         self._rectangles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._attention = PagedAttention(cache)
@@ -113,6 +122,8 @@ class PagedModel:
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
+        if self.fused is not None:
+            return self.fused(token_ids, batch, self.cache)
         self._attention.batch = batch
         try:
             if compiled is not None:

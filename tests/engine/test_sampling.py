@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-
 from specdec_kernels.noise import philox
 
 from specdec_cli.engine.sampling import Purpose, round_noise, to_probs, uniform

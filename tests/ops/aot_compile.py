@@ -8,15 +8,18 @@ import importlib
 import json
 from typing import Any
 
+import torch
 import triton
 from specdec_kernels.attention_triton import tile_sizes
+from specdec_kernels.linear_triton import choose_tiles
+from specdec_kernels.rope_attention_triton import choose_cut
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 INT64 = {"tokens", "next_tokens", "merged", "positions", "slots", "draft_tokens"}
 INT32 = {
     *("start", "end", "next_lens", "out_start", "block_tables", "query_start", "context_lens"),
-    *("lens", "accepted"),
+    *("lens", "accepted", "counters"),
 }
 FP32 = {"row_max", "row_sum", "partial"}
 
@@ -33,6 +36,56 @@ def attention(
 
 
 REJECTION = {"K": 5, "BLOCK_K": 8, "CHUNKS": 32, "CHUNK": 4096, "BLOCK_CHUNKS": 32}
+
+LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
+LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "DEPENDENT": True}
+MANY_LOGITS = {**LOGITS, "PARTS": 32, "BLOCK_PARTS": 32, "BLOCK": 4096, "WAYS": 4}
+LOGIT_TYPES = {
+    **{f"{name}_ptr": "*i32" for name in ("counters", "keys", "equals")},
+    **{f"{name}_ptr": "*fp32" for name in ("rows", "parts", "tops", "sums", "noise", "residuals")},
+    **{f"{name}_ptr": "*fp32" for name in ("draft_rows", "target_rows", "target_parts")},
+    **{f"{name}_ptr": "*fp32" for name in ("accept_noise", "sample_noise")},
+    **{"out_ptr": "*i64", "accepted_ptr": "*i64", "lens_ptr": "*i64", "goal": "fp32"},
+}
+
+
+def search(by_mass: bool, first: bool, after_top_k: bool = False, **extra: Any) -> dict[str, Any]:
+    return LOGITS | {"BY_MASS": by_mass, "FIRST": first, "AFTER_TOP_K": after_top_k} | extra
+
+
+SQUARES = {"squares_ptr": "*fp32", "out_squares_ptr": "*fp32"}
+
+
+def linear(
+    kind: str, rows: int, width: int, features: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Constants of a product on a residual stream 4096 wide, as the launcher chooses them."""
+    x = torch.empty(rows, width, dtype=dtype, device="meta")
+    tiles = choose_tiles(kind, x, torch.empty(features, width, dtype=dtype, device="meta"))
+    assert tiles is not None
+    constants = {name.upper(): value for name, value in tiles._asdict().items()}
+    constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    parts = 0 if kind == "add" else 256
+    constants |= {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1)}
+    constants |= {"ACTIVATION": "silu" if kind == "gate" else "", "HAS_BIAS": kind == "norm"}
+    constants |= {"HAS_RESIDUAL": kind == "add", "FOR_NORM": kind == "add"}
+    return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False}
+
+
+def rope_attention(
+    max_query_len: int, sequences: int = 1, dim: int = 128, itemsize: int = 2, **extra: Any
+) -> dict[str, Any]:
+    cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17)
+    constants = {name.upper(): value for name, value in cut._asdict().items()}
+    constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
+    constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
+    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
+    constants |= {"HAS_QUERY_NORM": False, "HAS_KEY_NORM": False}
+    return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False, **extra}
+
+
+EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True}
+EVERYTHING |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": True}
 
 # Case: module, kernel, type of its other pointers, constants, types that are not the usual ones.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
@@ -57,10 +110,73 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1024, "BLOCK_V": 1024},
         {},
     ),
+    "stamp": ("clock_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
+    "uniform_rows": (
+        "noise_triton",
+        "uniform_rows_kernel",
+        "*i64",
+        {"WIDTH": 6, "BLOCK": 128},
+        {"out_ptr": "*fp32"},
+    ),
+    "padded_pass": (
+        "padding_triton",
+        "padded_pass_kernel",
+        "*i64",
+        {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128},
+        {"lens_ptr": "*i64", "active_ptr": "*i1"},
+    ),
+    **{
+        f"accept-{name}": (
+            "advance_triton",
+            "accept_kernel",
+            "*i64",
+            {"K": 5, "BLOCK": 8, "HAS_RATES": has_rates},
+            {
+                **{"lens_ptr": "*i64", "accepted_ptr": "*i64"},
+                **{"accept_noise_ptr": "*fp32", "rates_ptr": "*fp32"},
+            },
+        )
+        for name, has_rates in (("greedy", False), ("rates", True))
+    },
+    "advance": (
+        "advance_triton",
+        "advance_kernel",
+        "*i64",
+        {"WIDTH": 6, "BLOCK": 8},
+        {"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
+    ),
     "chunk_sums": ("rejection_triton", "chunk_sums_kernel", "*fp32", REJECTION, {}),
     "draw": ("rejection_triton", "draw_kernel", "*fp32", REJECTION, {}),
     "chunk_sums-k0": ("rejection_triton", "chunk_sums_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
     "draw-k0": ("rejection_triton", "draw_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
+    **{
+        f"{kernel}-{name}": ("logits_triton", f"{kernel}_kernel", pointer, constants, types)
+        for kernel, name, pointer, constants, types in [
+            ("row_sums", "few", "*bf16", LOGITS, LOGIT_TYPES),
+            ("row_sums", "many", "*bf16", MANY_LOGITS, LOGIT_TYPES),
+            ("row_sums", "fp64-scalar", "*fp32", LOGITS, {**LOGIT_TYPES, "scale": "fp64"}),
+            ("search", "top-k", "*bf16", search(False, True), LOGIT_TYPES),
+            ("search", "top-k-on", "*bf16", search(False, False), LOGIT_TYPES),
+            ("search", "top-p", "*bf16", search(True, True), LOGIT_TYPES),
+            ("search", "both", "*bf16", search(True, True, True), LOGIT_TYPES),
+            ("search", "top-p-on", "*bf16", search(True, False), LOGIT_TYPES),
+            ("search", "fp16-many", "*fp16", search(True, True) | MANY_LOGITS, LOGIT_TYPES),
+            (
+                *("search", "fp64-scalars", "*fp32", search(True, True, SHIFT=0)),
+                {**LOGIT_TYPES, "scale": "fp64", "goal": "fp64"},
+            ),
+            ("settle", "top-k", "*bf16", {**LOGITS, "BY_MASS": False}, LOGIT_TYPES),
+            ("settle", "top-p", "*bf16", {**MANY_LOGITS, "BY_MASS": True}, LOGIT_TYPES),
+            ("sample_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
+            ("sample_logits", "many", "*fp32", MANY_LOGITS, LOGIT_TYPES),
+            ("reject_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
+            (
+                *("reject_logits", "other-dtype", "*bf16", MANY_LOGITS),
+                {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
+            ),
+            ("reject_logits", "k0", "*bf16", {**LOGITS, "K": 0, "BLOCK_K": 1}, LOGIT_TYPES),
+        ]
+    },
     **{
         f"attention-{name}": ("attention_triton", "paged_attention_kernel", pointer, *rest)
         for name, pointer, *rest in [
@@ -84,13 +200,82 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"DV": 128, "BLOCK_DV": 128, "HAS_SINKS": True, "SPLITS": 8},
         {},
     ),
+    **{
+        f"linear-{name}": ("linear_triton", "few_rows_linear_kernel", pointer, constants, types)
+        for name, pointer, constants, types in [
+            *(
+                (f"{kind}-{rows}", "*bf16", linear(kind, rows, *size), SQUARES)
+                for rows in (1, 48)
+                for kind, size in {
+                    "norm": (4096, 6144),
+                    "gate": (4096, 28672),
+                    "add": (14336, 4096),
+                }.items()
+            ),
+            ("add-split", "*bf16", linear("add", 48, 2048, 2048), SQUARES),
+            ("head", "*bf16", linear("norm", 8, 4096, 128256), SQUARES),
+            (
+                *("fp64-scalar", "*fp16", linear("gate", 48, 896, 9728) | {"PARTS": 28}),
+                {**SQUARES, "eps": "fp64"},
+            ),
+            ("fp32", "*fp32", linear("norm", 8, 4096, 6144, torch.float32), SQUARES),
+            ("fp32-many", "*fp32", linear("gate", 48, 4096, 28672, torch.float32), SQUARES),
+        ]
+    },
+    "rms_norm": (
+        "linear_triton",
+        "rms_norm_kernel",
+        "*bf16",
+        {"K": 4096, "HAS_RESIDUAL": True, "BLOCK": 4096, "DEPENDENT": True},
+        {},
+    ),
+    "gate": (
+        "linear_triton",
+        "gate_kernel",
+        "*bf16",
+        {"ACTIVATION": "gelu_tanh", "BLOCK": 1024, "DEPENDENT": True},
+        {},
+    ),
+    **{
+        f"rope_attention-{name}": (
+            *("rope_attention_triton", "rope_attention_kernel", pointer, constants),
+            {"stats_ptr": "*fp32", **types},
+        )
+        for name, pointer, constants, types in [
+            ("decode", "*bf16", rope_attention(1), {}),
+            ("verify", "*bf16", rope_attention(6), {}),
+            ("verify-D64", "*bf16", rope_attention(6, dim=64), {}),
+            ("verify-long", "*bf16", rope_attention(32), {}),
+            ("batch-32", "*bf16", rope_attention(1, sequences=32), {}),
+            ("D256", "*bf16", rope_attention(6, dim=256), {}),
+            ("fp32-D256", "*fp32", rope_attention(6, dim=256, itemsize=4), {}),
+            (
+                *("everything-fp64-scalars", "*bf16", rope_attention(6, **EVERYTHING)),
+                {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
+            ),
+        ]
+    },
+    "rope_kv": (
+        "rope_attention_triton",
+        "rope_kv_kernel",
+        "*bf16",
+        rope_attention(1) | EVERYTHING | {"HEADS": 32, "BLOCK_HEADS": 8},
+        {},
+    ),
+    "greedy_argmax": (
+        "argmax_triton",
+        "greedy_argmax_kernel",
+        "*bf16",
+        {"V": 128256, "PARTS": 32, "BLOCK": 4096, "DEPENDENT": True},
+        {"tops_ptr": "*fp32", "indices_ptr": "*i32", "out_ptr": "*i64"},
+    ),
 }
 
 
 def type_of(parameter: str, pointer: str) -> str:
     name = parameter.removesuffix("_ptr")
     if name == parameter:
-        return "fp32" if name in ("scale", "softcap") else "i32"
+        return "fp32" if name in ("scale", "softcap", "eps") else "i32"
     if name in INT64:
         return "*i64"
     if name in INT32:
@@ -103,6 +288,8 @@ def compile_case(
 ) -> dict[str, int]:
     function = getattr(importlib.import_module(f"specdec_kernels.{module}"), kernel)
     names = function.arg_names
+    chosen = {name: constants.get(name) for name in ("num_warps", "num_stages", "maxnreg")}
+    options = {name: value for name, value in chosen.items() if value is not None}
     constants = {name: value for name, value in constants.items() if name in names}
     signature = {
         name: "constexpr" if name in constants else types.get(name, type_of(name, pointer))
@@ -115,7 +302,9 @@ def compile_case(
         if name.endswith("_ptr") or "stride" in name
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_stages": 3} if kernel == "paged_attention_kernel" else {}
+    if kernel == "paged_attention_kernel":
+        options["num_stages"] = 3
+    options["launch_pdl"] = "DEPENDENT" in constants
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     return {"cubin": len(compiled.asm["cubin"]), "shared": compiled.metadata.shared}
 

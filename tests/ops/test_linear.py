@@ -1,0 +1,191 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
+from specdec_kernels import linear_triton, ops
+from specdec_kernels.launch_triton import counters
+from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
+from specdec_kernels.linear_triton import (
+    FEW_ROWS,
+    Tiles,
+    choose_tiles,
+    few_rows_linear,
+    spread,
+)
+from torch import Tensor
+
+EPS = 1e-5
+
+
+def normal(*size: int, dtype: torch.dtype, device: torch.device, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size))
+    return (torch.randn(size, generator=generator) * scale).to(device, dtype)
+
+
+def norm_of(x: Tensor, weight: Tensor) -> Tensor:
+    return rms_norm_reference(x.double(), weight.double(), EPS)
+
+
+# T, K, N
+SIZES = [(1, 64, 32), (3, 96, 50), (6, 200, 34), (16, 130, 48), (17, 72, 40), (70, 64, 20)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_layer(size, activation, dtype, device):
+    """Output projection, norm, gated MLP and the next layer's projection, one after the other."""
+    rows, width, features = size
+    kind = {"dtype": dtype, "device": device}
+    x, residual = normal(rows, width, **kind), normal(rows, features, **kind)
+    out_weight = normal(features, width, scale=width**-0.5, **kind)
+    gate_up = normal(2 * width, features, scale=features**-0.5, **kind)
+    down = normal(features, width, scale=width**-0.5, **kind)
+    last = normal(width + 1, features, scale=features**-0.5, **kind)
+    norms = [1 + normal(features, scale=0.3, **kind) for _ in range(2)]
+    biases = [normal(features, **kind), normal(width + 1, **kind)]
+
+    first = linear_triton.linear_add_norm_triton(
+        x, out_weight, residual, norms[0], EPS, bias=biases[0]
+    )
+    inner = linear_triton.norm_gate_up_triton(first, gate_up, activation)
+    second = linear_triton.linear_add_norm_triton(inner, down, first.hidden, norms[1], EPS)
+    out = linear_triton.norm_linear_triton(second, last, biases[1])
+
+    tolerance = TOLERANCE[dtype]
+    hidden = residual.double() + F.linear(x.double(), out_weight.double(), biases[0].double())
+    assert_close("hidden", hidden, first.hidden, tolerance)
+    # Each step from what the step before it gave, so that errors do not add up.
+    mlp = F.linear(norm_of(first.hidden, norms[0]), gate_up.double())
+    assert_close("inner", gate_reference(mlp, activation), inner, tolerance)
+    hidden = first.hidden.double() + F.linear(inner.double(), down.double())
+    assert_close("second hidden", hidden, second.hidden, tolerance)
+    expected = F.linear(norm_of(second.hidden, norms[1]), last.double(), biases[1].double())
+    assert_close("out", expected, out, tolerance)
+    assert all(t.dtype == dtype for t in (first.hidden, inner, second.scaled, out))
+
+
+TILES = [
+    Tiles(16, 16, 32, 1, 1, 0, 4, 3),
+    Tiles(16, 32, 64, 4, 1, 0, 4, 3),
+    Tiles(16, 16, 32, 2, 3, 0, 4, 3),
+    Tiles(32, 16, 64, 1, 2, 0, 4, 3),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("size", [(1, 192, 32), (7, 200, 50), (16, 72, 33)], ids=str)
+def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
+    rows, width, features = size
+    kind = {"dtype": dtype, "device": device}
+    # Rows that lie apart, as those of a slice of a wider tensor.
+    x = normal(rows, 2 * width, **kind)[:, :width]
+    residual = normal(rows, 3 * features, **kind)[:, :features]
+    weight = normal(features, width, scale=width**-0.5, **kind)
+    norm = normal(features, **kind)
+    squares = normal(rows, 5, dtype=torch.float32, device=device).square() * width
+    for _ in range(2):
+        out, scaled, parts = few_rows_linear(
+            x, weight, tiles, squares=squares, eps=EPS, residual=residual, norm_weight=norm
+        )
+        factor = torch.rsqrt(squares.double().sum(1, keepdim=True) / width + EPS)
+        expected = residual.double() + F.linear(x.double() * factor, weight.double())
+        assert_close("out", expected, out, TOLERANCE[dtype])
+        assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
+        assert_close("squares", out.double().square().sum(1), parts.sum(1), 1e-5)
+        assert not counters(device).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (2, 3, 24)], ids=str)
+def test_rms_norm(shape, dtype, device):
+    x, weight = (
+        normal(*shape, dtype=dtype, device=device),
+        normal(shape[-1], dtype=dtype, device=device),
+    )
+    out = linear_triton.rms_norm_triton(x, weight, EPS)
+    assert_close("out", norm_of(x, weight), out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_linear_add(dtype, device):
+    for rows in (2, FEW_ROWS + 1):
+        x = normal(rows, 40, dtype=dtype, device=device)
+        weight = normal(24, 40, dtype=dtype, device=device, scale=40**-0.5)
+        residual = normal(rows, 24, dtype=dtype, device=device)
+        out = linear_triton.linear_add_triton(x, weight, residual)
+        expected = residual.double() + F.linear(x.double(), weight.double())
+        assert_close("out", expected, out, TOLERANCE[dtype])
+
+
+def test_norm_then_product(device):
+    kind = {"dtype": torch.float32, "device": device}
+    x, norm = normal(5, 48, **kind), normal(48, **kind)
+    weight = normal(70, 48, scale=48**-0.5, **kind)
+    out = linear_triton.norm_linear_triton(linear_triton.norm_triton(x, norm, EPS), weight)
+    assert_close("out", F.linear(norm_of(x, norm), weight.double()), out, 1e-5)
+
+
+def test_references_agree_with_torch():
+    """The functions of `ops` on CPU tensors: a layer of Llama without attention."""
+    kind = {"dtype": torch.float64, "device": torch.device("cpu")}
+    x, weight, residual = normal(3, 16, **kind), normal(8, 16, **kind), normal(3, 8, **kind)
+    norm, gate_up = normal(8, **kind), normal(12, 8, **kind)
+    stream = ops.linear_add_norm(x, weight, residual, norm, EPS)
+    assert isinstance(stream, Normed) and stream.squares is None
+    hidden = residual + x @ weight.T
+    normed = F.rms_norm(hidden, (8,), norm, EPS)
+    assert_close("hidden", hidden, stream.hidden, 1e-12)
+    assert_close("linear_add", hidden, ops.linear_add(x, weight, residual), 1e-12)
+    assert_close("scaled", normed, stream.scaled, 1e-12)
+    gate, up = (normed @ gate_up.T).chunk(2, 1)
+    assert_close("gate", F.silu(gate) * up, ops.norm_gate_up(stream, gate_up), 1e-12)
+    start = ops.norm(hidden, norm, EPS)
+    assert_close("norm_linear", normed @ gate_up.T, ops.norm_linear(start, gate_up), 1e-12)
+    assert_close("rms_norm", normed, ops.rms_norm(hidden, norm, EPS), 1e-12)
+
+
+def test_many_rows_go_to_the_library():
+    weight = torch.empty(64, 32)
+    assert choose_tiles("norm", torch.empty(FEW_ROWS, 32), weight) is not None
+    assert choose_tiles("norm", torch.empty(FEW_ROWS + 1, 32), weight) is None
+
+
+def test_few_programs_get_a_multiprocessor_each():
+    tiles = Tiles(16, 32, 128, 1, 1, 0, 4, 3)
+    used = (spread(tiles, 128, 2).num_stages - 1) * (16 + 32) * 128 * 2
+    assert used < 227 * 1024 < 2 * used
+    assert spread(tiles, 133, 2) == tiles
+    deep = tiles._replace(num_stages=15)
+    assert spread(deep, 128, 2) == deep
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 6, 16, 33, 64, 100])
+@pytest.mark.parametrize(
+    ("width", "heads", "inner"), [(4096, 6144, 14336), (2048, 3072, 8192), (896, 1152, 4864)]
+)
+def test_large(rows, width, heads, inner, dtype, device):
+    kind = {"dtype": dtype, "device": device}
+    x, residual = normal(rows, width, **kind), normal(rows, width, **kind)
+    square = normal(width, width, scale=width**-0.5, **kind)
+    gate_up = normal(2 * inner, width, scale=width**-0.5, **kind)
+    down = normal(width, inner, scale=inner**-0.5, **kind)
+    qkv = normal(heads, width, scale=width**-0.5, **kind)
+    norm = 1 + normal(width, scale=0.3, **kind)
+    for _ in range(3):
+        first = ops.linear_add_norm(x, square, residual, norm, EPS)
+        inside = ops.norm_gate_up(first, gate_up)
+        second = ops.linear_add_norm(inside, down, first.hidden, norm, EPS)
+        out = ops.norm_linear(second, qkv)
+        tolerance = TOLERANCE[dtype]
+        hidden = residual.double() + F.linear(x.double(), square.double())
+        assert_close("hidden", hidden, first.hidden, tolerance)
+        mlp = gate_reference(F.linear(norm_of(first.hidden, norm), gate_up.double()))
+        assert_close("inner", mlp, inside, tolerance)
+        hidden = first.hidden.double() + F.linear(inside.double(), down.double())
+        assert_close("second hidden", hidden, second.hidden, tolerance)
+        expected = F.linear(norm_of(second.hidden, norm), qkv.double())
+        assert_close("out", expected, out, tolerance)

@@ -1,0 +1,196 @@
+from dataclasses import dataclass
+
+import pytest
+import torch
+from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, needs_cuda
+from specdec_kernels.attention import paged_attention_reference
+from specdec_kernels.kv import write_kv_reference
+from specdec_kernels.launch_triton import counters
+from specdec_kernels.rope_attention import rope_attention_reference, split_heads_reference
+from specdec_kernels.rope_attention_triton import num_splits, rope_attention_triton
+from torch import Tensor
+
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Arguments of `ops.rope_attention`, by name, and what is to come out."""
+
+    arguments: dict[str, object]
+    live: int
+    """Tokens before the padding."""
+    expected: Tensor
+    expected_key_cache: Tensor
+    expected_value_cache: Tensor
+
+    def run(self, **overrides: object) -> Tensor:
+        """Results on fresh copies of the caches, which are checked too."""
+        caches = {name: self.arguments[name].clone() for name in ("key_cache", "value_cache")}
+        out = rope_attention_triton(**{**self.arguments, **caches, **overrides})
+        for name, actual in caches.items():
+            expected = getattr(self, f"expected_{name}")[1:].double()
+            actual = actual[1:].double()
+            assert torch.equal(actual.isnan(), expected.isnan()), f"{name}: other slots than ours"
+            tolerance = TOLERANCE[self.arguments["qkv"].dtype]
+            assert_close(name, expected.nan_to_num(), actual.nan_to_num(), tolerance)
+        return out
+
+
+def make_layer(
+    shape: Shape, dtype: torch.dtype, device: torch.device, norms: bool = False
+) -> Layer:
+    """A problem whose new tokens' slots are NaN still; padding tokens write to the trash block."""
+    problem = make_problem(shape, dtype, device)
+    generator = torch.Generator().manual_seed(sum(shape.contexts) + shape.dk)
+    heads, bs, dim = shape.heads + 2 * shape.kv_heads, shape.block_size, shape.dk
+    tokens = sum(shape.queries) + shape.padding
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator).to(device, dtype)
+
+    slots = torch.zeros(tokens, dtype=torch.int64)
+    positions = torch.zeros(tokens)
+    done = 0
+    for b, (queries, context) in enumerate(zip(shape.queries, shape.contexts, strict=True)):
+        at = torch.arange(context - queries, context)
+        blocks = problem.block_tables[b].cpu()[at // bs].long()
+        slots[done : done + queries] = blocks * bs + at % bs
+        positions[done : done + queries] = at.float()
+        done += queries
+    slots = slots.to(device)
+    for cache in (problem.key_cache, problem.value_cache):
+        cache.view(-1, *cache.shape[2:])[slots] = float("nan")
+    angles = positions[:, None] * 100 ** -(torch.arange(dim // 2) * 2 / dim)
+    angles = torch.cat([angles, angles], 1).to(device)
+    qkv = normal(tokens, heads * dim)
+    query_norm, key_norm = (normal(dim), normal(dim)) if norms else (None, None)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+
+    wide = problem.double()
+    doubled = [None if t is None else t.double() for t in (query_norm, key_norm)]
+    query, key, value = split_heads_reference(
+        qkv.double(), cos.double(), sin.double(), shape.kv_heads, dim, *doubled, EPS
+    )
+    write_kv_reference(key, value, wide.key_cache, wide.value_cache, slots)
+    expected = paged_attention_reference(
+        query,
+        wide.key_cache,
+        wide.value_cache,
+        wide.block_tables,
+        wide.query_start,
+        wide.context_lens,
+        wide.scale,
+        wide.sliding_window,
+        wide.softcap,
+        wide.sinks,
+    )
+    arguments = {**vars(problem), "qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "eps": EPS}
+    arguments |= {"query_norm": query_norm, "key_norm": key_norm}
+    del arguments["query"]
+    return Layer(arguments, done, expected.view(tokens, -1), wide.key_cache, wide.value_cache)
+
+
+SHAPES = [
+    Shape((1,), (1,), heads=1, kv_heads=1),
+    Shape((1, 1, 1), (9, 33, 70), block_size=4),
+    Shape((5, 3, 4), (21, 40, 4), dk=64, dv=64, block_size=16),
+    Shape((2, 1, 0, 6), (70, 1, 5, 6), heads=6, kv_heads=2, dk=80, dv=80, block_size=5),
+    Shape((1, 2), (300, 11), heads=7, kv_heads=1, dk=96, dv=96, block_size=1),
+    Shape((3,), (140,), heads=2, kv_heads=2, dk=256, dv=256, block_size=64),
+    Shape((1, 3), (80, 33), window=9),
+    Shape((6, 2), (160, 70), window=3, block_size=4),
+    Shape((1, 4), (40, 8), softcap=2.0),
+    Shape((1, 3), (70, 5), sinks=True),
+    Shape((1, 2), (170, 33), sinks=True, softcap=1.5, window=140, heads=16, kv_heads=1),
+    Shape((2, 1), (12, 7), padding=3),
+    # Too many rows for one tile: rotation and attention are kernels of their own.
+    Shape((37,), (37,), heads=8, kv_heads=1, dk=32, dv=32, block_size=16),
+    Shape((40, 1, 17), (40, 90, 50), heads=6, kv_heads=1, dk=24, dv=24, block_size=7, padding=2),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norms", [False, True], ids=["", "norms"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel(shape, norms, dtype, device):
+    layer = make_layer(shape, dtype, device, norms)
+    out = layer.run()
+    assert out.dtype == dtype and out.is_contiguous()
+    assert_close("out", layer.expected, out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((1, 4), (150, 4)),
+        Shape((2, 1), (70, 140), window=40),
+        Shape((3, 1), (100, 1), sinks=True, softcap=3.0, padding=1),
+    ],
+    ids=str,
+)
+def test_splits_do_not_change_the_result(shape, splits, device):
+    layer = make_layer(shape, torch.float32, device)
+    for _ in range(2):
+        out = layer.run(splits=splits, min_keys=16, block_n=16)
+        assert_close(f"out with {splits} splits", layer.expected, out, 1e-5)
+        assert not counters(device).any()
+
+
+def test_sequence_without_context_stays_finite(device):
+    layer = make_layer(Shape((1, 2), (20, 9)), torch.float32, device)
+    context_lens = torch.tensor([20, 0], dtype=torch.int32, device=device)
+    out = layer.run(context_lens=context_lens)
+    assert_close("out", layer.expected[:1], out[:1], 1e-5)
+    assert out.isfinite().all()
+
+
+def test_wide_tables_and_strided_rows(device):
+    layer = make_layer(Shape((2, 3), (20, 9)), torch.float32, device)
+    table = layer.arguments["block_tables"]
+    wide = torch.full((2, 9000), 2**30, dtype=torch.int32, device=device)
+    wide[:, : table.shape[1]] = table
+    qkv = layer.arguments["qkv"]
+    apart = torch.full((5, 2 * qkv.shape[1]), float("nan"), device=device)
+    apart[:, : qkv.shape[1]] = qkv
+    out = layer.run(block_tables=wide, qkv=apart[:, : qkv.shape[1]], max_query_len=7)
+    assert_close("out", layer.expected, out, 1e-5)
+
+
+def test_number_of_splits_fills_the_device():
+    assert num_splits(programs=8, max_context=2**17, block_m=16) == 16
+    assert num_splits(programs=8, max_context=2**17, block_m=32) == 8
+    assert num_splits(programs=8, max_context=300, block_m=16) == 2
+    assert num_splits(programs=64, max_context=4096, block_m=16) == 4
+    assert num_splits(programs=256, max_context=4096, block_m=16) == 1
+
+
+@pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
+def test_reference(shape):
+    layer = make_layer(shape, torch.float64, torch.device("cpu"), norms=True)
+    arguments = {**layer.arguments}
+    del arguments["max_query_len"]
+    out = rope_attention_reference(**arguments)
+    assert_close("out", layer.expected, out, 1e-12)
+
+
+@needs_cuda
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape((1,), (4096,), 32, 8, 128, 128, 16),
+        Shape((6, 6), (4096, 2801), 32, 8, 128, 128, 16),
+        Shape((6, 1) * 16, (700, 77) * 16, 32, 8, 64, 64, 16),
+        Shape((6, 1), (4096, 77), 8, 4, 256, 256, 16, window=1024, softcap=50.0),
+        Shape((3, 3), (4000, 500), 16, 2, 64, 64, 64, window=128, sinks=True),
+        Shape((8,), (2000,), 16, 1, 192, 192, 16),
+        Shape((9,), (2000,), 16, 1, 128, 128, 16),
+    ],
+    ids=str,
+)
+def test_large(shape, dtype, device):
+    layer = make_layer(shape, dtype, device)
+    for _ in range(3):
+        assert_close("out", layer.expected, layer.run(), TOLERANCE[dtype])
