@@ -514,7 +514,7 @@ def padded_pass(
     max_len: int,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Inputs of a pass that feeds Q tokens of each of B sequences, at positions length + offset + j.
+    """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
 
     Token j of a sequence is live iff the sequence is active, its position is within the model,
     and lens >= offset + j + margin; the others are padding, whose keys go to the trash block.

@@ -150,7 +150,8 @@ def main() -> None:
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
                 f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
                 f"| {speed / plain if plain else 0:.2f} "
-                f"| {statistics.median(ms) / weight_ms(planned, k):.2f} | (capture {capture:.1f} s)",
+                f"| {statistics.median(ms) / weight_ms(planned, k):.2f} |"
+                f" (captured in {capture:.1f} s)",
                 flush=True,
             )
             rows.append({"batch_size": batch_size, "k": k, "metrics": [m.as_dict() for m in found]})

@@ -104,7 +104,7 @@ def generate(
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     is_single = bool(prompt) and len(prompts) == 1
-    with waiting("loading the models", quiet=quiet):
+    with waiting("getting ready", quiet=quiet) as stages:
         from specdec_cli.engine.build import Permissions, build
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
@@ -116,7 +116,8 @@ def generate(
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = RunFolder.create(output, resolved, where) if output is not None else None
-        engine = build(job.plan, job.longest_prompt)
+        stages.expect(len(job.plan.stages))
+        engine = build(job.plan, job.longest_prompt, stages.begin)
     sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
     on_emit, finish = collector(job, sinks)
     try:

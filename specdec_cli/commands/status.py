@@ -1,26 +1,55 @@
 """What a terminal shows while a command is getting ready. Imports nothing heavy."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
+class Stages:
+    """The stages of getting ready; without a terminal nobody is told."""
+
+    def __init__(self, show: Callable[[str, int, int], None] | None) -> None:
+        self._show = show
+        self._done = -1
+        self._total = 0
+
+    def expect(self, total: int) -> None:
+        """Say how many stages there will be."""
+        self._total = total
+
+    def begin(self, what: str) -> None:
+        """The stage before is done; now `what` happens."""
+        self._done += 1
+        if self._show is not None:
+            self._show(what, self._done, self._total)
+
+
 @contextmanager
-def waiting(what: str, *, quiet: bool) -> Iterator[None]:
-    """Shows `what` with a spinner on stderr for as long as it takes, where that is a terminal."""
+def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
+    """Shows `what`, then stages with a bar, on stderr for as long as it takes, on a terminal."""
     if quiet or not sys.stderr.isatty():
-        yield
+        yield Stages(None)
         return
     from rich.console import Console
-    from rich.live import Live
-    from rich.spinner import Spinner
-    from rich.text import Text
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    spinner = Spinner("dots", Text(what, style="dim"), style="dim")
-    # stdout is left alone: rich would send what is printed there to stderr.
-    live = Live(spinner, console=Console(file=sys.stderr), transient=True, redirect_stdout=False)
+    progress = Progress(
+        SpinnerColumn("dots", style="dim"),
+        TextColumn("{task.description}", style="dim", markup=False),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        # stdout is left alone: rich would send what is printed there to stderr.
+        console=Console(file=sys.stderr),
+        transient=True,
+        redirect_stdout=False,
+    )
+    task = progress.add_task(what, total=None)
+
+    def show(stage: str, done: int, total: int) -> None:
+        progress.update(task, description=stage, completed=done, total=total or None)
+
     try:  # around the start too: interrupted there, the cursor would stay hidden
-        live.start()
-        yield
+        progress.start()
+        yield Stages(show)
     finally:
-        live.stop()
+        progress.stop()

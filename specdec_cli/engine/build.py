@@ -1,6 +1,7 @@
 """From a recipe to an engine: the one place where models, caches and the loop are wired."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,6 +92,18 @@ class Plan:
         return None
 
     @property
+    def stages(self) -> list[str]:
+        """What `build` does one after the other, as it says it."""
+        models = [d.spec.role for d in (self.target, self.draft) if d is not None]
+        found = [f"loading the {role}" for role in models]
+        if self.device.type == "cuda" and self.recipe.run.warmup:
+            found.append("compiling kernels and capturing rounds")
+            shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
+            for role in self.compiled:
+                found += [f"compiling the {role}"] * shapes[role]
+        return found
+
+    @property
     def _no_compile(self) -> str:
         """Why nothing is compiled."""
         if self.recipe.run.compile == "off":
@@ -163,19 +176,24 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     return replace(found, compiled=_compiled(found, descriptions))
 
 
-def build(plan: Plan, longest_prompt: int) -> Engine:
+def build(
+    plan: Plan, longest_prompt: int, on_stage: Callable[[str], None] = lambda _: None
+) -> Engine:
     """Load the models, size and allocate the caches, and wire the engine.
 
     longest_prompt: tokens of the longest prompt to come; with `max_new_tokens` it bounds the
-    cache. Raises `SetupError` for damaged checkpoints and when memory runs out.
+    cache. on_stage: called with each of `plan.stages` as it begins. Raises `SetupError` for damaged
+    checkpoints, for what cannot be compiled and when memory runs out.
     """
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     descriptions = [d for d in (plan.target, plan.draft) if d is not None]
     try:
+        on_stage("loading the target")
         modules = [load(plan.target, device)]
         if plan.draft is not None:
             borrowed = _borrowed(plan.draft.module, modules[0], plan.shared)
+            on_stage("loading the draft")
             modules.append(load(plan.draft, device, borrowed))
         fused = [
             None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len)
@@ -209,7 +227,7 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
     if isinstance(proposer, DraftWorker):
         models["draft"] = proposer.model
     for role in plan.compiled:
-        models[role].compiled = CompiledForward(models[role].module, role)
+        models[role].compiled = CompiledForward(models[role].module, role, on_compile=on_stage)
     engine = Engine(
         target,
         proposer,
@@ -225,6 +243,7 @@ def build(plan: Plan, longest_prompt: int) -> Engine:
         # Kernels are compiled at their first launch, and rounds captured, which would count as the
         # first prompt's time.
         params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
+        on_stage("compiling kernels and capturing rounds")
         try:
             engine.run([Request(0, (0,) * _WARM_UP_PROMPT)], plan.k, params)
         except CompileError as problem:

@@ -8,13 +8,12 @@ Legend: B slots, K proposal length, V vocabulary of the target, n tokens of a se
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from specdec_kernels import ops
 
 from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.sampling import Purpose
+from specdec_cli.engine.sampling import Purpose, to_probs
 from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import RoundNoise, SamplingParams
@@ -71,13 +70,6 @@ class Record:
         return self.flat[-NUM_STAMPS:]
 
 
-class _Drafted(NamedTuple):
-    """What proposals were drawn from: logits [B, K, V'], and their `LogitRows.rows`."""
-
-    logits: torch.Tensor
-    rows: torch.Tensor
-
-
 def padded_round(
     slots: Slots, draft: DraftWorker | None, target: TargetScorer, rule: RoundRule, record: Record
 ) -> None:
@@ -85,11 +77,11 @@ def padded_round(
     ops.stamp(record.stamps, 0)
     noise = _noise(slots, rule)
     lens = proposal_lens(slots, rule)
-    proposed, drafted = _propose(slots, draft, lens, rule, noise)
+    proposed, q = _propose(slots, draft, lens, rule, noise)
     ops.stamp(record.stamps, 1)
     logits = _score(slots, target, proposed, lens, rule)
     ops.stamp(record.stamps, 2)
-    tokens, accepted = _decide(proposed, drafted, logits, lens, rule, noise)
+    tokens, accepted = _decide(proposed, q, logits, lens, rule, noise)
     ops.advance(
         tokens,
         accepted,
@@ -128,9 +120,9 @@ def _propose(
     lens: torch.Tensor,
     rule: RoundRule,
     noise: RoundNoise | None,
-) -> tuple[torch.Tensor, _Drafted | None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """K tokens a slot, int64 [B, K] (-1 where logits are not finite), and, unless decoding is
-    greedy, what they were drawn from.
+    greedy, the distributions they were drawn from, fp32 [B, K, V].
 
     The first pass feeds the last two tokens: the draft's cache lacks one of them, or both after a
     round whose proposals were all accepted. To write a key again changes nothing.
@@ -139,7 +131,7 @@ def _propose(
     if rule.k == 0 or draft is None:
         return slots.tail.new_zeros(batch, 0), None
     tokens: list[torch.Tensor] = []
-    drawn: list[_Drafted] = []
+    probs: list[torch.Tensor] = []
     for step in range(rule.k):
         logits = draft.model.forward_padded(
             slots.tail if step == 0 else tokens[-1][:, None],
@@ -150,28 +142,15 @@ def _propose(
             max_len=rule.draft_max_len,
             last_only=True,
         )
+        logits = draft.fit(logits[:, 0])
         if rule.is_greedy:
-            tokens.append(greedy_pick(draft.fit(logits[:, 0])))
+            tokens.append(greedy_pick(logits))
         else:
             assert noise is not None
-            # A narrower draft needs no padding here.
-            logits = logits[:, 0, : draft.target_vocab]
-            token, rows = _draw(logits, rule, noise.draft[:, step])
-            tokens.append(token)
-            drawn.append(_Drafted(logits, rows.rows))
-    if not drawn:
-        return torch.stack(tokens, dim=1), None
-    q = _Drafted(*(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)))
-    return torch.stack(tokens, dim=1), q
-
-
-def _draw(
-    logits: torch.Tensor, rule: RoundRule, noise: torch.Tensor
-) -> tuple[torch.Tensor, ops.LogitRows]:
-    """A token of every row of logits [R, V], int64 [R], and what `ops.logit_rows` found."""
-    settings = (rule.params.temperature, rule.params.top_k, rule.params.top_p)
-    rows = ops.logit_rows(logits, *settings)
-    return ops.sample_logits(logits, rows, *settings, noise), rows
+            q = to_probs(logits, rule.params)
+            tokens.append(ops.sample_categorical(q, noise.draft[:, step].contiguous()))
+            probs.append(q)
+    return torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None
 
 
 def _score(
@@ -195,7 +174,7 @@ def _score(
 
 def _decide(
     proposed: torch.Tensor,
-    drafted: _Drafted | None,
+    q: torch.Tensor | None,
     logits: torch.Tensor,
     lens: torch.Tensor,
     rule: RoundRule,
@@ -211,24 +190,21 @@ def _decide(
         accept_noise = None if noise is None else noise.accept
         return ops.accept(proposed, best, lens, accept_noise, rule.rates)
     assert noise is not None
+    p = to_probs(logits, rule.params)
     if rule.rates is not None:
-        own, _ = _draw(logits.flatten(0, 1), rule, noise.sample.flatten())
-        return ops.accept(proposed, own.view(logits.shape[:2]), lens, noise.accept, rule.rates)
-    settings = (rule.params.temperature, rule.params.top_k, rule.params.top_p)
-    target = ops.logit_rows(logits.flatten(0, 1), *settings)
-    if drafted is None:
-        drafted = _Drafted(logits[:, :0], target.rows.view(*logits.shape[:2], -1)[:, :0])
-    return ops.reject_logits(
-        proposed,
-        lens,
-        drafted.logits,
-        drafted.rows,
-        logits,
-        target,
-        *settings,
+        best = ops.sample_categorical(p.flatten(0, 1), noise.sample.flatten())
+        return ops.accept(proposed, best.view(p.shape[:2]), lens, noise.accept, rule.rates)
+    tokens, accepted = ops.rejection_sample(
+        proposed.clamp(min=0),
+        lens.to(torch.int32),
+        p[:, :0] if q is None else q,
+        p,
         noise.accept,
         noise.sample,
     )
+    places = torch.arange(rule.k, device=lens.device)
+    spoilt = ((proposed < 0) & (places < lens[:, None])).any(dim=1)
+    return tokens, accepted.long().masked_fill(spoilt, -2)
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,7 @@ class Purpose(IntEnum):
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    See `specdec_kernels.logits.to_probs`, the one definition; padded rounds follow it too, without
-    storing probabilities.
+    See `specdec_kernels.logits.to_probs`, the one definition.
     """
     return logits_to_probs(logits, params.temperature, params.top_k, params.top_p)
 

@@ -26,11 +26,20 @@ Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 class CompiledForward:
     """`module`'s forward over packed tokens, with logits of every token.
 
-    name: tells this model's callables from others' in logs and errors.
+    name: tells this model's callables from others' in logs and errors. on_compile: told of each
+    compilation, which takes seconds to a minute where nothing is kept of an earlier one.
     """
 
-    def __init__(self, module: Any, name: str, backend: str = "inductor") -> None:
+    def __init__(
+        self,
+        module: Any,
+        name: str,
+        backend: str = "inductor",
+        on_compile: Callable[[str], None] = lambda _: None,
+    ) -> None:
         keep_artifacts()
+        self._name = name
+        self._on_compile = on_compile
         self._one = _compiled(module, f"{name}_one_token", backend)
         self._many = _compiled(module, f"{name}_tokens", backend)
         self._ready: set[bool] = set()
@@ -48,8 +57,9 @@ class CompiledForward:
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
-        if one not in self._ready and not one:
-            for tensor in (ids, places):
+        if one not in self._ready:
+            self._on_compile(f"compiling the {self._name}")
+            for tensor in () if one else (ids, places):
                 torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=one in self._ready):
             logits = (self._one if one else self._many)(ids, places)

@@ -107,9 +107,9 @@ def test_text_streams_tinted_then_the_table(run: Run) -> None:
     (text,) = text_of(run, "--prompt", PROMPTS[0], "--max-new-tokens", "40")
     result = on_terminal("generate", "--prompt", PROMPTS[0], "--max-new-tokens", "40")
     assert result.code == 0
-    # The spinner comes first and is wiped away.
+    # The spinner and its bar come first and is wiped away.
     after = result.err.rpartition("\x1b[1A\x1b[2K")[2]
-    assert "loading the models" in result.err and "loading" not in after
+    assert "getting ready" in result.err and "ready" not in after
     body, _, table = after.partition(f"\n\n{BOLD}tokens")
     assert ANSI.sub("", body) == PROMPTS[0] + text
     assert body.startswith(DIM + PROMPTS[0]) and GREEN in body
