@@ -81,6 +81,10 @@ class Plan:
         return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
 
     @property
+    def _models(self) -> list[Description]:
+        return [m for m in (self.target, self.draft) if m is not None]
+
+    @property
     def no_cuda_graphs(self) -> str | None:
         """Why rounds are not replayed as CUDA graphs, or None when they are."""
         if self.recipe.run.cuda_graphs == "off":
@@ -89,13 +93,16 @@ class Plan:
             return "the device is a CPU"
         if self.k and self.draft is None:
             return "n-gram proposals are made on the host"
+        for model in self._models:
+            # torch's grouped product of other dtypes copies to the host.
+            if model.has_experts and model.dtype != torch.bfloat16:
+                return f"experts of the {model.spec.role} are not in bfloat16"
         return None
 
     @property
     def stages(self) -> list[str]:
         """What `build` does one after the other, as it says it."""
-        models = [d.spec.role for d in (self.target, self.draft) if d is not None]
-        found = [f"loading the {role}" for role in models]
+        found = [f"loading the {m.spec.role}" for m in self._models]
         if self.device.type == "cuda" and self.recipe.run.warmup:
             found.append("compiling kernels and capturing rounds")
             shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
@@ -122,6 +129,9 @@ class Plan:
         }
         if self.is_synthetic:
             how["acceptance"] = "synthetic: the text is not the target's"
+        for model in self._models:
+            if model.stored_as is not None:
+                how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"
         if self.shared:
             saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
             how["shared"] = f"{', '.join(self.shared)}: {saved}"
@@ -173,7 +183,7 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
         raise UsageError(f"run.cuda_graphs: on cannot be had: {found.no_cuda_graphs}")
     if recipe.run.compile == "on" and found.no_cuda_graphs is not None:
         raise UsageError(f"run.compile: on cannot be had: {found.no_cuda_graphs}")
-    return replace(found, compiled=_compiled(found, descriptions))
+    return replace(found, compiled=_compiled(found))
 
 
 def build(
@@ -320,12 +330,12 @@ def _borrowed(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, torc
     return found
 
 
-def _compiled(plan: Plan, models: list[Description]) -> tuple[str, ...]:
+def _compiled(plan: Plan) -> tuple[str, ...]:
     """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_cuda_graphs is not None:
         return ()
-    return tuple(m.spec.role for m in models if wanted == "on" or not is_fusable(m.module))
+    return tuple(m.spec.role for m in plan._models if wanted == "on" or not is_fusable(m.module))
 
 
 def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:

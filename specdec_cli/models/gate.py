@@ -48,7 +48,7 @@ def check_config(config: Any, name: str) -> None:
             raise Unsupported(name, f"its rotary embedding is of type {kind}")
         if "mrope_section" in rope:
             raise Unsupported(name, "it uses multimodal rotary embedding (M-RoPE)")
-    method = _quantisation(config)
+    method = quantisation(config)
     if method is not None and method not in _DEQUANTISED:
         raise Unsupported(
             name,
@@ -58,7 +58,7 @@ def check_config(config: Any, name: str) -> None:
         )
 
 
-def _quantisation(config: Any) -> str | None:
+def quantisation(config: Any) -> str | None:
     """How a config says that its weights are stored; None when they are plain numbers."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:

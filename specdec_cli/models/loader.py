@@ -18,7 +18,7 @@ from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.gate import Unsupported, check_config, probe
+from specdec_cli.models.gate import Unsupported, check_config, probe, quantisation
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.weights import Read, open_checkpoint
 
@@ -53,6 +53,15 @@ class Description:
     @property
     def vocab_size(self) -> int:
         return int(self.module.config.vocab_size)
+
+    @property
+    def has_experts(self) -> bool:
+        return "grouped_mm" in self.module.get_experts_implementation().values()
+
+    @property
+    def stored_as(self) -> str | None:
+        """How the checkpoint's weights are quantised; they are dequantised on loading."""
+        return quantisation(self.module.config)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,0 +1,87 @@
+"""What a plan says of how it will run: no weights are read, and no GPU is needed to ask."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.build import Plan, _compiled, plan
+from specdec_cli.errors import UsageError
+from specdec_cli.recipe import load_recipe
+from tests.support import save_tiny
+
+
+SWITCHES = ("run.compile", "run.cuda_graphs")
+
+
+def tiny_plan(folder: Path, target: str = "llama", draft: str = "llama", **overrides: Any) -> Plan:
+    """As it would be on a GPU."""
+    models = {
+        f"{role}.model": str(save_tiny(folder / role, family))
+        for role, family in (("target", target), ("draft", draft))
+    }
+    dummy = {f"{role}.load_format": "dummy" for role in ("target", "draft")}
+    keys = {key.replace("__", "."): value for key, value in overrides.items()}
+    sets = {**models, **dummy, **keys}
+    checked = plan(
+        load_recipe(None, sets | {"run.device": "cpu", **dict.fromkeys(SWITCHES, "auto")})
+    )
+    found = replace(checked, recipe=load_recipe(None, sets), device=torch.device("cuda", 0))
+    return replace(found, compiled=_compiled(found))
+
+
+def test_fused_layers_are_not_compiled(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path)
+    assert found.execution == {
+        "compile": "off: layers are fused instead",
+        "cuda_graphs": "on: one graph a round",
+    }
+    assert found.stages == [
+        "loading the target",
+        "loading the draft",
+        "compiling kernels and capturing rounds",
+    ]
+
+
+def test_families_without_fused_layers_are_compiled(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, target="gemma2")
+    assert found.execution["compile"] == "on: target"
+    assert found.stages.count("compiling the target") == 1
+
+
+def test_compile_on_means_every_model(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, run__compile="on", run__cuda_graphs="on")
+    assert found.execution["compile"] == "on: target, draft"
+    assert found.stages.count("compiling the draft") == 2
+
+
+@pytest.mark.parametrize("what", ["compile", "cuda_graphs"])
+def test_off_is_off(what: str, tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, target="gemma2", **{f"run__{what}": "off"})
+    assert found.execution[what] == "off: as asked" and not found.compiled
+
+
+def test_experts_are_captured_in_bfloat16_only(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, target="mixtral", target__dtype="float16")
+    assert found.execution["cuda_graphs"] == "off: experts of the target are not in bfloat16"
+    assert not found.compiled
+    found = tiny_plan(tmp_path / "b", target="mixtral", target__dtype="bfloat16")
+    assert found.no_cuda_graphs is None and found.compiled == ("target",)
+
+
+def test_ngram_rounds_are_not_captured(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, speculation__method="ngram")
+    assert found.execution["cuda_graphs"] == "off: n-gram proposals are made on the host"
+    found = tiny_plan(tmp_path, speculation__method="ngram", speculation__num_speculative_tokens=0)
+    assert found.no_cuda_graphs is None
+
+
+@pytest.mark.parametrize("what", ["compile", "cuda_graphs"])
+def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
+    model = str(save_tiny(tmp_path, "llama"))
+    sets = {"target.model": model, "draft.model": model, "run.device": "cpu", f"run.{what}": "on"}
+    dummy = {"target.load_format": "dummy", "draft.load_format": "dummy"}
+    with pytest.raises(UsageError, match=f"run.{what}: on cannot be had: the device is a CPU"):
+        plan(load_recipe(None, sets | dummy))
