@@ -12,7 +12,6 @@ from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
 from tests.support import save_tiny
 
-
 SWITCHES = ("run.compile", "run.cuda_graphs")
 
 
