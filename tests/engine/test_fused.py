@@ -63,10 +63,10 @@ def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
     assert module.lm_head.weight is module.model.embed_tokens.weight
     for name, parameter in module.named_parameters():
         assert torch.equal(parameter, before[name]), name
-    held = [
-        t for layer in form.layers for t in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
-    storages = {t.untyped_storage().data_ptr() for t in (*held, form.head)}
+    held = [form.head]
+    for layer in form.layers:
+        held += [layer.qkv, layer.output, layer.gate_up, layer.down]
+    storages = {t.untyped_storage().data_ptr() for t in held}
     matrices = [p for p in module.parameters() if p.dim() == 2]
     assert {p.untyped_storage().data_ptr() for p in matrices} == storages
     assert sum(p.numel() for p in matrices) == sum(t.numel() for t in held)
