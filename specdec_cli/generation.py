@@ -6,10 +6,10 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 import logging
 from dataclasses import dataclass, replace
 
-from specdec_cli.engine.build import Permissions, Plan, plan
 from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.metrics import Metrics
+from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import UsageError
 from specdec_cli.models.tokenizer import Tokenizer

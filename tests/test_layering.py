@@ -13,7 +13,7 @@ PACKAGE = "specdec_cli"
 ROWS = {
     6: "app __main__ commands",
     5: "launch render report results generation reporting",
-    4: "engine.build engine.profile engine.loop engine.scheduler engine.pipeline",
+    4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel recipe prompts",

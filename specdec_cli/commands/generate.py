@@ -105,7 +105,8 @@ def generate(
 
     is_single = bool(prompt) and len(prompts) == 1
     with waiting("getting ready", quiet=quiet) as stages:
-        from specdec_cli.engine.build import Permissions, build
+        from specdec_cli.engine.build import build
+        from specdec_cli.engine.plan import Permissions
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
         from specdec_cli.reporting import collector, shows_live_text, sinks_for

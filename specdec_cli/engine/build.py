@@ -1,9 +1,7 @@
-"""From a recipe to an engine: the one place where models, caches and the loop are wired."""
+"""From a plan to an engine: the one place where models, caches and the loop are wired."""
 
-import os
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -11,179 +9,18 @@ from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
 from specdec_cli.engine.loop import Engine, Proposer, Request
 from specdec_cli.engine.ngram import NgramProposer
+from specdec_cli.engine.plan import Plan, borrowed_weights
 from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import SamplingParams
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import SetupError
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
-from specdec_cli.models.fused import fuse, is_fusable
-from specdec_cli.models.loader import Description, ModelSpec, describe, load
+from specdec_cli.models.fused import fuse
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
-from specdec_cli.recipe import ModelSection, Recipe, SpeculationSection
+from specdec_cli.recipe import SpeculationSection
 
-# Models below this run on one thread of a CPU. Their products take microseconds: threads gain
-# little and, where another process holds a core, wait for each other (measured: 80 times slower).
-_ONE_THREAD_BYTES = 256 * 2**20
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
-
-
-@dataclass(frozen=True, slots=True)
-class Permissions:
-    """What only the command line may allow, never a recipe."""
-
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A pair that passed every check and has not loaded any weights yet.
-
-    `draft` is None when no draft model is to propose. shared_bytes: weights that are not loaded for
-    the draft, because it borrows the target's. compiled: roles of the models whose padded passes
-    are compiled.
-    """
-
-    recipe: Recipe
-    device: torch.device
-    target: Description
-    draft: Description | None
-    tokenizer: Tokenizer
-    max_model_len: int
-    shared_bytes: int = 0
-    compiled: tuple[str, ...] = ()
-
-    @property
-    def k(self) -> int:
-        speculation = self.recipe.speculation
-        proposes = self.draft is not None or speculation.method == "ngram"
-        return speculation.num_speculative_tokens if proposes else 0
-
-    @property
-    def proposer(self) -> str | None:
-        """Whom the recipe has propose, whatever k: the draft's name, "ngram", or None."""
-        if self.recipe.speculation.method == "draft_model" and self.recipe.draft is not None:
-            return self.recipe.draft.model
-        return "ngram" if self.recipe.speculation.method == "ngram" else None
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """What the draft borrows of the target's weights."""
-        if self.draft is None or self.recipe.draft is None:
-            return ()
-        return tuple(dict.fromkeys(self.recipe.draft.share))
-
-    @property
-    def is_synthetic(self) -> bool:
-        """Whether proposals are accepted at given rates, so that the text is not the target's."""
-        return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
-
-    @property
-    def _models(self) -> list[Description]:
-        return [m for m in (self.target, self.draft) if m is not None]
-
-    @property
-    def no_cuda_graphs(self) -> str | None:
-        """Why rounds are not replayed as CUDA graphs, or None when they are."""
-        if self.recipe.run.cuda_graphs == "off":
-            return "as asked"
-        if self.device.type != "cuda":
-            return "the device is a CPU"
-        if self.k and self.draft is None:
-            return "n-gram proposals are made on the host"
-        for model in self._models:
-            # torch's grouped product of other dtypes copies to the host.
-            if model.has_experts and model.dtype != torch.bfloat16:
-                return f"experts of the {model.spec.role} are not in bfloat16"
-        return None
-
-    @property
-    def stages(self) -> list[str]:
-        """What `build` does one after the other, as it says it."""
-        found = [f"loading the {m.spec.role}" for m in self._models]
-        if self.device.type == "cuda" and self.recipe.run.warmup:
-            found.append("compiling kernels and capturing rounds")
-            shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
-            for role in self.compiled:
-                found += [f"compiling the {role}"] * shapes[role]
-        return found
-
-    @property
-    def _no_compile(self) -> str:
-        """Why nothing is compiled."""
-        if self.recipe.run.compile == "off":
-            return "as asked"
-        return self.no_cuda_graphs or "layers are fused instead"
-
-    @property
-    def execution(self) -> dict[str, str]:
-        """How passes are run, and why, for the record of a run's environment."""
-        graphs = self.no_cuda_graphs
-        how = {
-            "compile": f"on: {', '.join(self.compiled)}"
-            if self.compiled
-            else f"off: {self._no_compile}",
-            "cuda_graphs": "on: one graph a round" if graphs is None else f"off: {graphs}",
-        }
-        if self.is_synthetic:
-            how["acceptance"] = "synthetic: the text is not the target's"
-        for model in self._models:
-            if model.stored_as is not None:
-                how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"
-        if self.shared:
-            saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
-            how["shared"] = f"{', '.join(self.shared)}: {saved}"
-        return how
-
-    @property
-    def params(self) -> SamplingParams:
-        s = self.recipe.sampling
-        return SamplingParams(
-            temperature=s.temperature,
-            top_k=s.top_k,
-            top_p=s.top_p,
-            max_new_tokens=s.max_new_tokens,
-            ignore_eos=s.ignore_eos,
-            stop=tuple(s.stop),
-            seed=self.recipe.run.seed,
-        )
-
-
-def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
-    """Check a recipe against this machine and its models, reading configs and tokenizers only.
-
-    Raises `UsageError` for what the recipe asks and this version does not do, `SetupError` for
-    models or devices that are missing or do not fit together.
-    """
-    _refuse_unbuilt(recipe)
-    device = resolve_device(recipe.run.device)
-    target = describe(_spec("target", recipe.target, permissions), device)
-    tokenizer = _tokenizer(target)
-    draft, shared_bytes = None, 0
-    wants_draft = recipe.speculation.method == "draft_model"
-    if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
-        draft = describe(_spec("draft", recipe.draft, permissions), device)
-        check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
-        shared_bytes = _check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
-    descriptions = [target] if draft is None else [target, draft]
-    if device.type == "cpu" and sum(d.weight_bytes for d in descriptions) < _ONE_THREAD_BYTES:
-        _use_one_thread()
-    found = Plan(
-        recipe=recipe,
-        device=device,
-        target=target,
-        draft=draft,
-        tokenizer=tokenizer,
-        max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
-        shared_bytes=shared_bytes,
-    )
-    if recipe.run.cuda_graphs == "on" and found.no_cuda_graphs is not None:
-        raise UsageError(f"run.cuda_graphs: on cannot be had: {found.no_cuda_graphs}")
-    if recipe.run.compile == "on" and found.no_cuda_graphs is not None:
-        raise UsageError(f"run.compile: on cannot be had: {found.no_cuda_graphs}")
-    return replace(found, compiled=_compiled(found))
 
 
 def build(
@@ -197,12 +34,12 @@ def build(
     """
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
-    descriptions = [d for d in (plan.target, plan.draft) if d is not None]
+    descriptions = plan.models
     try:
         on_stage("loading the target")
         modules = [load(plan.target, device)]
         if plan.draft is not None:
-            borrowed = _borrowed(plan.draft.module, modules[0], plan.shared)
+            borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
             on_stage("loading the draft")
             modules.append(load(plan.draft, device, borrowed))
         fused = [
@@ -261,30 +98,9 @@ def build(
     return engine
 
 
-def resolve_device(wanted: str) -> torch.device:
-    """`auto` is the first GPU where there is one. Raises `SetupError` for a device that is not."""
-    if wanted == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    device = torch.device(wanted)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise SetupError(f"no CUDA device for run.device: {wanted}", "use --device cpu or auto")
-        index = device.index or 0
-        if index >= torch.cuda.device_count():
-            raise SetupError(
-                f"no device {wanted}: this machine has {torch.cuda.device_count()} GPUs"
-            )
-        return torch.device("cuda", index)
-    return device
-
-
 def out_of_memory(plan: Plan) -> SetupError:
     """The error for running out of memory, with what was asked for."""
-    weights = " + ".join(
-        f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB"
-        for d in (plan.target, plan.draft)
-        if d is not None
-    )
+    weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.models)
     where = str(plan.device)
     if plan.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(plan.device)
@@ -293,79 +109,6 @@ def out_of_memory(plan: Plan) -> SetupError:
         f"out of memory on {where}; the weights alone are {weights}",
         "use smaller models, a smaller dtype or batch size, or set cache.num_blocks",
     )
-
-
-def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:
-    return ModelSpec(
-        role=role,
-        name=section.model,
-        revision=section.revision,
-        dtype=section.dtype,
-        load_format=section.load_format,
-        trust_remote_code=permissions.trust_remote_code,
-        allow_pickle=permissions.allow_pickle,
-    )
-
-
-def _tokenizer(model: Description) -> Tokenizer:
-    is_dummy = model.spec.load_format == "dummy"
-    return load_tokenizer(
-        model.folder, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
-    )
-
-
-def _borrowed(draft: Any, target: Any, share: tuple[str, ...]) -> dict[str, torch.nn.Parameter]:
-    """The target's weights that the draft module is to use, by their names in the draft.
-
-    Weights only, never modules: some families scale inside theirs.
-    """
-    names = {id(module): name for name, module in draft.named_modules()}
-    found = {}
-    for what in share:
-        ours, theirs = (
-            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
-            for m in (draft, target)
-        )
-        found[f"{names[id(ours)]}.weight"] = theirs.weight
-    return found
-
-
-def _compiled(plan: Plan) -> tuple[str, ...]:
-    """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
-    wanted = plan.recipe.run.compile
-    if wanted == "off" or plan.no_cuda_graphs is not None:
-        return ()
-    return tuple(m.spec.role for m in plan._models if wanted == "on" or not is_fusable(m.module))
-
-
-def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
-    """Bytes of the draft's weights that need not be loaded when it borrows the target's.
-
-    Both are on meta. Raises `SetupError` where shapes or dtypes differ.
-    """
-    own = dict(draft.module.named_parameters(remove_duplicate=False))
-    borrowed = _borrowed(draft.module, target.module, share)
-    for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
-        ours = own.pop(name)
-        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-            raise SetupError(
-                f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
-                f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
-                f"shapes and dtypes must agree; take {what} out of draft.share",
-            )
-    # A tied weight is still loaded when only one of its two uses is borrowed.
-    loaded: dict[int, int] = {id(p): p.numel() * p.element_size() for p in own.values()}
-    return draft.weight_bytes - sum(loaded.values())
-
-
-def _shape(weight: torch.Tensor) -> str:
-    return f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
-
-
-def _use_one_thread() -> None:
-    """Unless the user has chosen a number of threads."""
-    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
-        torch.set_num_threads(1)
 
 
 def _synthetic(speculation: SpeculationSection) -> SyntheticAcceptance | None:
@@ -377,13 +120,3 @@ def _synthetic(speculation: SpeculationSection) -> SyntheticAcceptance | None:
     return SyntheticAcceptance.from_length(
         speculation.synthetic_acceptance_length, speculation.num_speculative_tokens
     )
-
-
-def _refuse_unbuilt(recipe: Recipe) -> None:
-    """Say clearly what the recipe format has and this version does not run yet."""
-    asked = {
-        "target.tensor_parallel_size > 1": recipe.target.tensor_parallel_size > 1,
-    }
-    for what, is_asked in asked.items():
-        if is_asked:
-            raise UsageError(f"{what} is not available in this version")

@@ -16,6 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.build
+import specdec_cli.engine.plan
 from specdec_cli.models import loader
 from tests.cli.generate_helpers import (
     DEMO,
@@ -162,7 +163,7 @@ def test_plain_decoding_never_touches_the_draft(run: Run, monkeypatch: pytest.Mo
         described.append(spec.role)
         return original(spec, device)
 
-    monkeypatch.setattr(specdec_cli.engine.build, "describe", spy)
+    monkeypatch.setattr(specdec_cli.engine.plan, "describe", spy)
     result = run("--json", "--prompt", "x", "-k", "0", *SHORT, "--draft", "/no/such/folder")
     assert result.code == 0 and described == ["target"]
     assert result.outputs[0]["num_drafts"] == 0

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-import specdec_cli.engine.build
+import specdec_cli.engine.plan
 from specdec_cli.demo import demo_path
-from specdec_cli.engine.build import build, plan
+from specdec_cli.engine.build import build
 from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.loop import Request
 from specdec_cli.engine.ngram import NgramIndex, NgramProposer
+from specdec_cli.engine.plan import plan
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.types import Proposal, SamplingParams, Sequence
 from specdec_cli.models import loader
@@ -226,7 +227,7 @@ def demo_oracle() -> Any:
     ).eval()
 
 
-def demo_plan(k: int, **more: object) -> specdec_cli.engine.build.Plan:
+def demo_plan(k: int, **more: object) -> specdec_cli.engine.plan.Plan:
     overrides: dict[str, object] = {
         "run.device": "cpu",
         "speculation.num_speculative_tokens": k,
@@ -264,7 +265,7 @@ def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         roles.append(spec.role)
         return original(spec, device)
 
-    monkeypatch.setattr(specdec_cli.engine.build, "describe", spy)
+    monkeypatch.setattr(specdec_cli.engine.plan, "describe", spy)
     one_block = block_bytes(original(spec_of_demo(), CPU).layers, 16, torch.float32)
     planned = demo_plan(3, **{"draft.model": "/no/such/folder", "cache.cpu_bytes": 9 * one_block})
     assert (roles, planned.k, planned.draft, planned.proposer) == (["target"], 3, None, "ngram")

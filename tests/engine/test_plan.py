@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.build import Plan, _compiled, plan
+from specdec_cli.engine.plan import Plan, compiled_roles, plan
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import load_recipe
 from tests.support import save_tiny
@@ -28,7 +28,7 @@ def tiny_plan(folder: Path, target: str = "llama", draft: str = "llama", **overr
         load_recipe(None, sets | {"run.device": "cpu", **dict.fromkeys(SWITCHES, "auto")})
     )
     found = replace(checked, recipe=load_recipe(None, sets), device=torch.device("cuda", 0))
-    return replace(found, compiled=_compiled(found))
+    return replace(found, compiled=compiled_roles(found))
 
 
 def test_fused_layers_are_not_compiled(tmp_path: Path) -> None:

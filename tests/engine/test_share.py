@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import specdec_cli.engine.build
-from specdec_cli.engine.build import Plan, build, plan
+import specdec_cli.engine.plan
+from specdec_cli.engine.build import build
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.recipe import load_recipe
 from tests.support import VOCAB, greedy_reference, reference, save_tiny, tiny_config
@@ -23,8 +24,8 @@ ONE_MATRIX = VOCAB * 64 * 4  # bytes
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny models have none; ids are given directly."""
-    monkeypatch.setattr(specdec_cli.engine.build, "_tokenizer", lambda model: None)
-    monkeypatch.setattr(specdec_cli.engine.build, "check_same_vocabulary", lambda *given: None)
+    monkeypatch.setattr(specdec_cli.engine.plan, "_tokenizer", lambda model: None)
+    monkeypatch.setattr(specdec_cli.engine.plan, "check_same_vocabulary", lambda *given: None)
 
 
 def planned(target: Path, draft: Path, share: list[str], **more: object) -> Plan:

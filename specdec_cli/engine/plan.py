@@ -1,0 +1,267 @@
+"""From a recipe to a plan: everything that can be checked before any weight is read."""
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from specdec_cli.engine.types import SamplingParams
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.loader import Description, ModelSpec, describe
+from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from specdec_cli.recipe import ModelSection, Recipe
+
+# Models below this run on one thread of a CPU. Their products take microseconds: threads gain
+# little and, where another process holds a core, wait for each other (measured: 80 times slower).
+_ONE_THREAD_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """What only the command line may allow, never a recipe."""
+
+    trust_remote_code: bool = False
+    allow_pickle: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A pair that passed every check and has not loaded any weights yet.
+
+    `draft` is None when no draft model is to propose. shared_bytes: weights that are not loaded for
+    the draft, because it borrows the target's. compiled: roles of the models whose padded passes
+    are compiled.
+    """
+
+    recipe: Recipe
+    device: torch.device
+    target: Description
+    draft: Description | None
+    tokenizer: Tokenizer
+    max_model_len: int
+    shared_bytes: int = 0
+    compiled: tuple[str, ...] = ()
+
+    @property
+    def k(self) -> int:
+        speculation = self.recipe.speculation
+        proposes = self.draft is not None or speculation.method == "ngram"
+        return speculation.num_speculative_tokens if proposes else 0
+
+    @property
+    def proposer(self) -> str | None:
+        """Whom the recipe has propose, whatever k: the draft's name, "ngram", or None."""
+        if self.recipe.speculation.method == "draft_model" and self.recipe.draft is not None:
+            return self.recipe.draft.model
+        return "ngram" if self.recipe.speculation.method == "ngram" else None
+
+    @property
+    def shared(self) -> tuple[str, ...]:
+        """What the draft borrows of the target's weights."""
+        if self.draft is None or self.recipe.draft is None:
+            return ()
+        return tuple(dict.fromkeys(self.recipe.draft.share))
+
+    @property
+    def is_synthetic(self) -> bool:
+        """Whether proposals are accepted at given rates, so that the text is not the target's."""
+        return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
+
+    @property
+    def models(self) -> list[Description]:
+        return [m for m in (self.target, self.draft) if m is not None]
+
+    @property
+    def no_cuda_graphs(self) -> str | None:
+        """Why rounds are not replayed as CUDA graphs, or None when they are."""
+        if self.recipe.run.cuda_graphs == "off":
+            return "as asked"
+        if self.device.type != "cuda":
+            return "the device is a CPU"
+        if self.k and self.draft is None:
+            return "n-gram proposals are made on the host"
+        for model in self.models:
+            # torch's grouped product of other dtypes copies to the host.
+            if model.has_experts and model.dtype != torch.bfloat16:
+                return f"experts of the {model.spec.role} are not in bfloat16"
+        return None
+
+    @property
+    def stages(self) -> list[str]:
+        """What `build` does one after the other, as it says it."""
+        found = [f"loading the {m.spec.role}" for m in self.models]
+        if self.device.type == "cuda" and self.recipe.run.warmup:
+            found.append("compiling kernels and capturing rounds")
+            shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
+            for role in self.compiled:
+                found += [f"compiling the {role}"] * shapes[role]
+        return found
+
+    @property
+    def _no_compile(self) -> str:
+        """Why nothing is compiled."""
+        if self.recipe.run.compile == "off":
+            return "as asked"
+        return self.no_cuda_graphs or "layers are fused instead"
+
+    @property
+    def execution(self) -> dict[str, str]:
+        """How passes are run, and why, for the record of a run's environment."""
+        graphs = self.no_cuda_graphs
+        how = {
+            "compile": f"on: {', '.join(self.compiled)}"
+            if self.compiled
+            else f"off: {self._no_compile}",
+            "cuda_graphs": "on: one graph a round" if graphs is None else f"off: {graphs}",
+        }
+        if self.is_synthetic:
+            how["acceptance"] = "synthetic: the text is not the target's"
+        for model in self.models:
+            if model.stored_as is not None:
+                how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"
+        if self.shared:
+            saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
+            how["shared"] = f"{', '.join(self.shared)}: {saved}"
+        return how
+
+    @property
+    def params(self) -> SamplingParams:
+        s = self.recipe.sampling
+        return SamplingParams(
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            max_new_tokens=s.max_new_tokens,
+            ignore_eos=s.ignore_eos,
+            stop=tuple(s.stop),
+            seed=self.recipe.run.seed,
+        )
+
+
+def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
+    """Check a recipe against this machine and its models, reading configs and tokenizers only.
+
+    Raises `UsageError` for what the recipe asks and this version does not do, `SetupError` for
+    models or devices that are missing or do not fit together.
+    """
+    if recipe.target.tensor_parallel_size > 1:
+        raise UsageError("target.tensor_parallel_size > 1 is not available in this version")
+    device = resolve_device(recipe.run.device)
+    target = describe(_spec("target", recipe.target, permissions), device)
+    tokenizer = _tokenizer(target)
+    draft, shared_bytes = None, 0
+    wants_draft = recipe.speculation.method == "draft_model"
+    if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
+        draft = describe(_spec("draft", recipe.draft, permissions), device)
+        check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
+        shared_bytes = _check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
+    found = Plan(
+        recipe=recipe,
+        device=device,
+        target=target,
+        draft=draft,
+        tokenizer=tokenizer,
+        max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
+        shared_bytes=shared_bytes,
+    )
+    if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:
+        _use_one_thread()
+    # What is compiled are the passes of rounds that graphs replay.
+    for key, wanted in (("cuda_graphs", recipe.run.cuda_graphs), ("compile", recipe.run.compile)):
+        if wanted == "on" and found.no_cuda_graphs is not None:
+            raise UsageError(f"run.{key}: on cannot be had: {found.no_cuda_graphs}")
+    return replace(found, compiled=compiled_roles(found))
+
+
+def resolve_device(wanted: str) -> torch.device:
+    """`auto` is the first GPU where there is one. Raises `SetupError` for a device that is not."""
+    if wanted == "auto":
+        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    device = torch.device(wanted)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise SetupError(f"no CUDA device for run.device: {wanted}", "use --device cpu or auto")
+        index = device.index or 0
+        if index >= torch.cuda.device_count():
+            raise SetupError(
+                f"no device {wanted}: this machine has {torch.cuda.device_count()} GPUs"
+            )
+        return torch.device("cuda", index)
+    return device
+
+
+def compiled_roles(plan: Plan) -> tuple[str, ...]:
+    """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
+    wanted = plan.recipe.run.compile
+    if wanted == "off" or plan.no_cuda_graphs is not None:
+        return ()
+    return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
+
+
+def borrowed_weights(
+    draft: Any, target: Any, share: tuple[str, ...]
+) -> dict[str, torch.nn.Parameter]:
+    """The target's weights that the draft module is to use, by their names in the draft.
+
+    Weights only, never modules: some families scale inside theirs.
+    """
+    names = {id(module): name for name, module in draft.named_modules()}
+    found = {}
+    for what in share:
+        ours, theirs = (
+            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
+            for m in (draft, target)
+        )
+        found[f"{names[id(ours)]}.weight"] = theirs.weight
+    return found
+
+
+def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSpec:
+    return ModelSpec(
+        role=role,
+        name=section.model,
+        revision=section.revision,
+        dtype=section.dtype,
+        load_format=section.load_format,
+        trust_remote_code=permissions.trust_remote_code,
+        allow_pickle=permissions.allow_pickle,
+    )
+
+
+def _tokenizer(model: Description) -> Tokenizer:
+    is_dummy = model.spec.load_format == "dummy"
+    return load_tokenizer(
+        model.folder, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
+    )
+
+
+def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
+    """Bytes of the draft's weights that need not be loaded when it borrows the target's.
+
+    Both are on meta. Raises `SetupError` where shapes or dtypes differ.
+    """
+    own = dict(draft.module.named_parameters(remove_duplicate=False))
+    borrowed = borrowed_weights(draft.module, target.module, share)
+    for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
+        ours = own.pop(name)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise SetupError(
+                f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
+                f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
+                f"shapes and dtypes must agree; take {what} out of draft.share",
+            )
+    # A tied weight is still loaded when only one of its two uses is borrowed.
+    loaded: dict[int, int] = {id(p): p.numel() * p.element_size() for p in own.values()}
+    return draft.weight_bytes - sum(loaded.values())
+
+
+def _shape(weight: torch.Tensor) -> str:
+    return f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
+
+
+def _use_one_thread() -> None:
+    """Unless the user has chosen a number of threads."""
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        torch.set_num_threads(1)
