@@ -1,10 +1,12 @@
 """Tiny random models of each family, saved as checkpoints, and engines over them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
@@ -256,6 +258,17 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
             if tensor.is_floating_point() and (tensor.dim() == 1 or tensor.eq(tensor.max()).all()):
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     model.save_pretrained(folder)
+    return folder
+
+
+def save_noised(folder: Path, original: Path) -> Path:
+    """Write a checkpoint that agrees with `original` about half of the time: a draft for it."""
+    shutil.copytree(original, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    generator = torch.Generator().manual_seed(3)
+    noised = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_file(noised, file, metadata={"format": "pt"})
     return folder
 
 

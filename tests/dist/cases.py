@@ -3,15 +3,17 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from specdec_cli.engine.build import build
 from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.loop import Engine, Request, RunResult
+from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.parallel import make_groups
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.errors import RunError
 from specdec_cli.recipe import load_recipe
 from tests.engine.test_families import BLOCK, Driver, drive, plain_reference
 from tests.support import CPU, make_engine, ngram_engine, paged_model
@@ -54,12 +56,12 @@ def decode(
     pair: tuple[Path, Path | None],
     tps: tuple[int, int],
     prompts: list[list[int]],
-    k: int,
-    params: dict[str, Any],
+    runs: list[tuple[int, dict[str, Any]]],
     rates: tuple[float, ...] | None = None,
     **settings: Any,
 ) -> dict[str, Any] | None:
-    """Run prompts through an engine whose models are split over ranks."""
+    """Run prompts through an engine whose models are split over ranks, once for each (k, params)
+    of `runs`."""
     groups = make_groups(*tps, CPU, MEMBERS[tps[0]])
     if groups.target is None:
         return None
@@ -69,11 +71,13 @@ def decode(
         engine = make_engine(pair[0], pair[1], groups=groups, **settings)
     if rates is not None:
         engine.synthetic = SyntheticAcceptance.from_rates(rates)
-    return told(engine, prompts, k, params)
+    return told(engine, prompts, runs)
 
 
-def told(engine: Engine, prompts: list[list[int]], k: int, params: dict[str, Any]) -> Any:
-    """A run: what was written and how, and what the run cost."""
+def told(
+    engine: Engine, prompts: list[list[int]], runs: list[tuple[int, dict[str, Any]]]
+) -> dict[str, Any]:
+    """For each run: what was written and how; and what it cost."""
     models = [engine.target.model]
     if isinstance(engine.draft, DraftWorker):
         models.append(engine.draft.model)
@@ -82,16 +86,23 @@ def told(engine: Engine, prompts: list[list[int]], k: int, params: dict[str, Any
             for tensor in layer:
                 tensor.fill_(POISON)
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
-    result: RunResult = engine.run(requests, k, SamplingParams(**params))
+    results = [engine.run(requests, k, SamplingParams(**params)) for k, params in runs]
     assert engine.allocator.num_used == 0
     return {
-        "rounds": [
-            (s.output_ids, s.proposed_per_round, s.accepted_per_round, s.finish_reason)
-            for s in result.seqs
-        ],
-        "metrics": result.metrics,
+        "seqs": [[seq_told(s) for s in result.seqs] for result in results],
+        "metrics": [result.metrics for result in results],
         "kv_bytes": [model.cache.num_bytes for model in models],
     }
+
+
+def seq_told(seq: Sequence) -> tuple[Any, ...]:
+    return (
+        seq.output_ids,
+        seq.proposed_per_round,
+        seq.accepted_per_round,
+        seq.finish_reason,
+        seq.num_preemptions,
+    )
 
 
 def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
@@ -110,3 +121,18 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
         ),
         "kv_heads": found.target.layers[0].num_kv_heads,
     }
+
+
+def spoilt(
+    rank: int, pair: tuple[Path, Path], tps: tuple[int, int], prompts: list[list[int]], **more: Any
+) -> str:
+    """What a run says whose draft produces NaN on rank 0 alone."""
+    groups = make_groups(*tps, CPU)
+    engine = make_engine(*pair, groups=groups, **more)
+    if rank == 0:
+        assert isinstance(engine.draft, DraftWorker)
+        with torch.no_grad():
+            engine.draft.model.module.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(RunError) as raised:
+        told(engine, prompts, [(3, {"max_new_tokens": 10})])
+    return raised.value.message

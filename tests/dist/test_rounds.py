@@ -10,10 +10,17 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.engine.parallel import ONE_RANK
 from tests.dist import cases
 from tests.dist.world import World
-from tests.support import VOCAB, greedy_reference, make_engine, ngram_engine, reference, save_tiny
+from tests.support import (
+    VOCAB,
+    greedy_reference,
+    make_engine,
+    ngram_engine,
+    reference,
+    save_noised,
+    save_tiny,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -21,20 +28,170 @@ PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
     for i, length in enumerate((5, 1, 2, 17, 9, 30))
 ]
-PAIRS = [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)]  # (target TP, draft TP)
+PAIRS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (1, 1)]  # (target TP, draft TP)
 ROUNDS = {"ragged": False, "padded": True}
-SAMPLED = {"temperature": 0.8, "seed": 5}
-MASKED = {"temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
+NEW = 17
+GREEDY = {"max_new_tokens": NEW}
+SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
+MASKED = {"max_new_tokens": NEW, "temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
+RUNS = [(3, GREEDY), (4, SAMPLED), (2, MASKED), (0, GREEDY), (0, SAMPLED), (1, SAMPLED)]
 Pair = tuple[Path, Path]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Targets, each with a draft that agrees with it about half of the time. Both llamas have 2 key
-    and value heads, so 4 ranks hold each of them twice."""
+    """Targets of 2 key and value heads, each with a draft that agrees with it about half of the
+    time."""
     folder = tmp_path_factory.mktemp("pairs")
     found = {}
     for family in ("llama", "qwen3"):
         target = save_tiny(folder / family, family)
-        found[family] = (target, noised(target, folder / f"{family}-draft"))
+        found[family] = (target, save_noised(folder / f"{family}-draft", target))
     return found
+
+
+@pytest.fixture(scope="module")
+def alone(pairs: dict[str, Pair]) -> dict[str, Any]:
+    """What one process writes, in ragged rounds."""
+    engines = {family: make_engine(*pair, batch_size=3) for family, pair in pairs.items()}
+    return {family: cases.told(engine, PROMPTS, RUNS) for family, engine in engines.items()}
+
+
+def agreed(found: list[Any], size: int) -> dict[str, Any]:
+    """What rank 0 of a group tells, after checking that the others tell the same."""
+    members = [x for x in found if x is not None]
+    assert len(members) == size
+    assert all(x["seqs"] == members[0]["seqs"] for x in members)
+    return members[0]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("tps", PAIRS, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_output_does_not_depend_on_degrees(
+    world: World,
+    pairs: dict[str, Pair],
+    alone: dict[str, Any],
+    family: str,
+    tps: tuple[int, int],
+    rounds: str,
+) -> None:
+    """Tokens, proposals and acceptances, greedy and sampled; with refills of slots, and proposals
+    that are cut where a sequence ends."""
+    found = world.run(
+        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=3, pipelined=ROUNDS[rounds]
+    )
+    first = agreed(found, tps[0])
+    assert first["seqs"] == alone[family]["seqs"]
+    proposing = first["metrics"][0]
+    assert 0.2 < proposing.acceptance.draft_acceptance_rate < 0.9
+    lengths = {k for seq in first["seqs"][0] for k in seq[1]}
+    assert lengths == {1, 2, 3}, "no rounds of mixed proposal lengths"
+    # Both caches on the draft's ranks, the target's alone on the others.
+    held = [len(x["kv_bytes"]) for x in found if x is not None]
+    assert held == [2] * tps[1] + [1] * (tps[0] - tps[1])
+    sent = [m.broadcast_ms for m in first["metrics"]]
+    assert all(sent) if tps[0] > 1 else max(sent) < 0.5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_output_is_transformers(pairs: dict[str, Pair], alone: dict[str, Any], family: str) -> None:
+    """With the test above: at every degree."""
+    model = reference(pairs[family][0])
+    for prompt, told in zip(PROMPTS, alone[family]["seqs"][0], strict=True):
+        assert told[0] == greedy_reference(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("tps", [(2, 1), (4, 2)], ids=str)
+def test_preemption_and_eos(
+    world: World, pairs: dict[str, Pair], tps: tuple[int, int], rounds: str
+) -> None:
+    settings: dict[str, Any] = {"batch_size": 4, "eos_ids": frozenset({7, 40})}
+    runs = [(4, SAMPLED | {"max_new_tokens": 30})]
+    ample = cases.told(make_engine(*pairs["llama"], **settings), PROMPTS, runs)
+    found = world.run(
+        cases.decode,
+        pairs["llama"],
+        tps,
+        PROMPTS,
+        runs,
+        num_blocks=17,
+        pipelined=ROUNDS[rounds],
+        **settings,
+    )
+    first = agreed(found, tps[0])
+    assert [s[:4] for s in first["seqs"][0]] == [s[:4] for s in ample["seqs"][0]]
+    assert sum(s[4] for s in first["seqs"][0]) > 0
+    assert {s[3] for s in first["seqs"][0]} == {"eos", "length"}
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str) -> None:
+    rates = (0.8, 0.5, 0.2)
+    runs = [(3, GREEDY), (3, SAMPLED)]
+    one, four = (
+        agreed(
+            world.run(
+                cases.decode,
+                pairs["llama"],
+                tps,
+                PROMPTS,
+                runs,
+                rates=rates,
+                batch_size=3,
+                pipelined=ROUNDS[rounds],
+            ),
+            tps[0],
+        )
+        for tps in ((1, 1), (4, 2))
+    )
+    assert one["seqs"] == four["seqs"]
+
+
+def test_prompt_lookup(world: World, pairs: dict[str, Pair]) -> None:
+    """Every rank looks up for itself and finds the same."""
+    target = pairs["llama"][0]
+    prompts = [p * 3 for p in PROMPTS[:4]]
+    runs = [(4, GREEDY), (4, SAMPLED)]
+    want = cases.told(ngram_engine(target, batch_size=3), prompts, runs)
+    first = agreed(
+        world.run(cases.decode, (target, None), (4, 1), prompts, runs, batch_size=3), 4
+    )
+    assert first["seqs"] == want["seqs"]
+    assert first["metrics"][0].acceptance.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_logits_that_are_not_finite_end_the_run_everywhere(
+    world: World, pairs: dict[str, Pair], rounds: str, tmp_path: Path
+) -> None:
+    """Rank 0 alone sees it; the others must not go on without it."""
+    said = world.run(cases.spoilt, pairs["llama"], (4, 2), PROMPTS, pipelined=ROUNDS[rounds])
+    assert said == ["the draft produced logits that are not finite (NaN or infinity)"] * 4
+
+
+def test_from_a_recipe(world: World, pairs: dict[str, Pair], alone: dict[str, Any]) -> None:
+    """The cache is what fits on the rank with least room: rank 0, which holds both models."""
+    target, draft = pairs["llama"]
+    sets = {
+        "target.model": str(target),
+        "target.tensor_parallel_size": 4,
+        "draft.model": str(draft),
+        "draft.tensor_parallel_size": 1,
+        "speculation.num_speculative_tokens": 3,
+        "sampling.max_new_tokens": NEW,
+        "sampling.ignore_eos": True,
+        "run.device": "cpu",
+        "run.batch_size": 3,
+        "cache.block_size": 4,
+        "cache.cpu_bytes": 4 * 150_000,
+    }
+    found = world.run(cases.built, sets, PROMPTS)
+    assert [x["outputs"] for x in found] == [[s[0] for s in alone["llama"]["seqs"][0]]] * 4
+    # Tokens of 16 + 16 numbers in 2 layers: one of the target's heads here, the draft's two.
+    block = 4 * 2 * 32 * 4 * (1 + 2)
+    assert {x["num_blocks"] for x in found} == {150_000 // block}
+    assert [x["held"] for x in found] == [["target", "draft"]] + [["target"]] * 3
+    assert [x["draft_bytes"] > 0 for x in found] == [True, False, False, False]
+    assert {x["kv_heads"] for x in found} == {1}
