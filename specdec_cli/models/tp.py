@@ -55,7 +55,7 @@ def shard(
     """
     kind, size = module.config.model_type, parallel.size
     plan = {k: v for k, v in (module._tp_plan or {}).items() if v not in _WHOLE}
-    styles = {n: plan[p] for n in _names(module) if (p := re.sub(r"\d+", "*", n)) in plan}
+    styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
     if unknown:
         raise Unsupported(
@@ -82,6 +82,11 @@ def shard(
         reason = f"its layers do not run in {size} parts"
         raise Unsupported(name, reason, "tensor_parallel_size: 1 works") from problem
     return Shards(parts, tied if tied.keys() <= parts.keys() else {}), local
+
+
+def _pattern(name: str) -> str:
+    """How a plan names what `name` is in every layer."""
+    return ".".join("*" if step.isdigit() else step for step in name.split("."))
 
 
 def _names(module: Any) -> list[str]:
