@@ -48,6 +48,8 @@ def build(
             None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len, d.parallel)
             for d, module in zip(descriptions, modules, strict=True)
         ]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was larger before it was split or merged
         num_blocks = recipe.cache.num_blocks or choose_num_blocks(
             CacheNeed(
                 batch_size=recipe.run.batch_size,
