@@ -498,6 +498,20 @@ def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> 
     )[0]
 
 
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `ops.linear`."""
+    tiles = choose_tiles("add", x, weight)
+    if tiles is None:
+        return F.linear(x, weight, bias)
+    return few_rows_linear(x, weight, tiles, bias=bias)[0]
+
+
+def add_norm_triton(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.add_norm`."""
+    hidden, scaled = add_norm(x, residual, norm_weight, eps)
+    return Normed(hidden, scaled, None, eps)
+
+
 def linear_add_triton(
     x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
 ) -> Tensor:
