@@ -16,7 +16,6 @@ import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.prompts import Prompt, as_conversations, load_prompts, read_prompts
 from specdec_cli.text import is_unicode
 
 Prompts = Annotated[
@@ -84,6 +83,8 @@ def generate(
     Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.prompts import as_conversations
+
     options.set_up_logging(quiet=quiet, verbose=verbose)
     source = _Source(prompt or [], prompt_file, limit, skip_bad)
     chosen = {
@@ -195,12 +196,14 @@ def _prompts(
     source: _Source,
     data: "specdec_cli.recipe.DataSection | None",
     sets: Mapping[str, object],
-) -> "tuple[list[Prompt], specdec_cli.recipe.DataSection | None]":
+) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
     """Prompts from the options, else from a pipe, else from the recipe's data.
 
     Also returns the data section that says where they came from, so that the resolved recipe
     never names prompts that were not run; None for those that no recipe can name.
     """
+    from specdec_cli.prompts import load_prompts, read_prompts
+
     if (file := source.recipe_path) is not None:
         assert data is not None and data.path == file
         data = _limited(_of_another_file(data, sets), source.limit)

@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-import specdec_cli
 from specdec_cli import demo
 from specdec_cli.errors import UsageError
 from specdec_cli.prompts.dataset import sliced
@@ -21,6 +20,7 @@ from specdec_cli.prompts.lines import BOM, json_rows, jsonl_rows, text_rows
 from specdec_cli.prompts.records import PROMPT_KEYS, checked, columns_in_words, prompt_of
 from specdec_cli.prompts.tables import csv_source, parquet_source
 from specdec_cli.prompts.types import BadRow, Prompt, Source
+from specdec_cli.recipe import DataSection
 from specdec_cli.text import one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
@@ -32,7 +32,7 @@ _log = logging.getLogger("specdec")
 
 
 def load_prompts(
-    data: "specdec_cli.recipe.DataSection", *, skip_bad: bool = False, is_file: bool = False
+    data: DataSection, *, skip_bad: bool = False, is_file: bool = False
 ) -> list[Prompt]:
     """The prompts that a recipe's `data` names, in order, `index` counting from 0.
 
