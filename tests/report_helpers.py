@@ -219,7 +219,7 @@ def write_folder(
             "recipe": recipe,
             "environment": ENVIRONMENT,
             "points": list(points),
-            "best": bests[str(sizes[0])],
+            "best": bests[str(sizes[0])] if sizes else None,
             "best_by_batch_size": bests,
         }
         (folder / "summary.json").write_text(json.dumps(summary))

@@ -189,13 +189,13 @@ def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
     what = setting_in_words(run, point, labels)
     fast = ""
     if measured is not None:
-        fast = f": {times(measured)} the speed of plain decoding"
+        fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.interval("speedup_ci"))
     if measured is not None and measured < 1 and run.kind == "compare-tp":
         fast += ", so no speculation would be faster still"
     tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
     least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
-    return f"{what[0].upper()}{what[1:]} {at}{fast}.{tied}{least}"
+    return f"Best {at}: {what}{fast}.{tied}{least}"
 
 
 def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
@@ -227,11 +227,11 @@ def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> s
     settings = {setting_in_words(run, b.point, labels) for b in found if b.point is not None}
     if len(settings) == 1:
         speeds = [s for b in found if b.point and (s := speedup(run, b.point)) is not None]
-        span = f": {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
+        span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
         (what,) = settings
-        return f"{what[0].upper()}{what[1:]} at every batch size{span} the speed of plain decoding."
+        return f"Best at every batch size: {what}{span} the speed of plain decoding."
     parts = [
-        f"{setting_in_words(run, b.point, labels)} at {b.batch_size}"
+        f"at {b.batch_size} {setting_in_words(run, b.point, labels)}"
         for b in found
         if b.point is not None
     ]

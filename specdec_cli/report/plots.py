@@ -60,7 +60,9 @@ _STYLE = {
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. caption: what it shows, for those who cannot see it too."""
+    """A drawn plot. caption: what it shows, for those who cannot see it too. png, svg: empty where
+    they were not asked for.
+    """
 
     name: str
     title: str
@@ -69,7 +71,14 @@ class Plot:
     svg: str
 
 
-def plots(run: Run, bests: Sequence[Best], by_category: Table | None) -> list[Plot]:
+def plots(
+    run: Run,
+    bests: Sequence[Best],
+    by_category: Table | None,
+    *,
+    png: bool = True,
+    svg: bool = True,
+) -> list[Plot]:
     """Every plot that the run has figures for. Raises `SetupError` without matplotlib."""
     try:
         import matplotlib
@@ -118,7 +127,8 @@ def plots(run: Run, bests: Sequence[Best], by_category: Table | None) -> list[Pl
         for name, title, caption, draw in drawings:
             figure = Figure(layout="constrained")
             if draw(figure):
-                found.append(Plot(name, title, caption, _png(figure), _svg(figure, name)))
+                picture = _png(figure) if png else b""
+                found.append(Plot(name, title, caption, picture, _svg(figure, name) if svg else ""))
     return found
 
 

@@ -26,7 +26,13 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
     run = content.run
     drawn = []
     if {"html", "png"} & set(formats):
-        drawn = plots(run, content.bests, content.tables["categories"])
+        drawn = plots(
+            run,
+            content.bests,
+            content.tables["categories"],
+            png="png" in formats,
+            svg="html" in formats,
+        )
     files: dict[str, bytes] = {}
     if "html" in formats:
         files["report.html"] = _encoded(page(content, drawn))
@@ -47,7 +53,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 def write_page(content: Content, file: Path) -> Path:
     """Write the HTML page alone, under a name of one's own."""
-    drawn = plots(content.run, content.bests, content.tables["categories"])
+    drawn = plots(content.run, content.bests, content.tables["categories"], png=False)
     _write(file, _encoded(page(content, drawn)))
     return file
 
