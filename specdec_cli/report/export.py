@@ -20,7 +20,7 @@ from specdec_cli.text import inert, one_line
 
 # What a spreadsheet takes for the beginning of a formula.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-_MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=])")
+_MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
 def csv_tables(run: Run) -> dict[str, str]:

@@ -231,11 +231,11 @@ def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> s
         (what,) = settings
         return f"Best at every batch size: {what}{span} the speed of plain decoding."
     parts = [
-        f"at {b.batch_size} {setting_in_words(run, b.point, labels)}"
+        f"at {b.batch_size}: {setting_in_words(run, b.point, labels)}"
         for b in found
         if b.point is not None
     ]
-    return f"The best depends on batch size: {'; '.join(parts)}."
+    return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
 
 
 def warnings(run: Run) -> list[str]:

@@ -117,8 +117,8 @@ def plots(
         (
             "predictions",
             "Predicted and measured speed-up",
-            "Each point's predicted speed-up against the measured one, with its 95 % interval; on "
-            "the line they agree, and the band is 5 %.",
+            "Each point's predicted speed-up against the measured one, with its 95 % interval; "
+            "the numbers are k. On the line they agree, and the band is 5 %.",
             lambda figure: _predictions(figure, run),
         ),
     ]
@@ -443,7 +443,9 @@ def _predictions(figure: Any, run: Run) -> bool:
         return False
     (axis,) = _grid(figure, 1, 4.0)
     ends = [v for group in groups.values() for m, p, _ in group for v in (m, p)]
-    pad = 0.08 * (max(ends) - min(ends)) + 0.02
+    spans = [p.interval("speedup_ci") for group in groups.values() for _, _, p in group]
+    ends += [end for span in spans for end in span or ()]
+    pad = 0.05 * (max(ends) - min(ends)) + 0.01
     low, high = min(ends) - pad, max(ends) + pad
     axis.plot([low, high], [low, high], color=_FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.fill_between(

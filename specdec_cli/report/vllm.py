@@ -49,6 +49,7 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
         (p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k or 0
     )
     config, notes = _config(run, largest)
+    rehearsal = _rehearsal(config, largest)
     if schedule := _schedule(found, chosen.draft):
         config["num_speculative_tokens_per_batch_size"] = schedule
         notes.append(
@@ -62,7 +63,7 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
             "smallest batch."
         )
     command = _command(run, target, largest, config)
-    return Deployment(config, _rehearsal(config, largest), command, tuple(notes))
+    return Deployment(config, rehearsal, command, tuple(notes))
 
 
 def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
@@ -126,11 +127,12 @@ def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
         and best.point.k is not None
         and (best.point.is_baseline or best.point.draft == draft)
     ]
-    if len({k for _, k in ks}) < 2:
+    changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
+    if len(changes) < 2:
         return []
-    lasts = [size - 1 for size, _ in ks[1:]] + [ks[-1][0]]
-    firsts = [1, *(size for size, _ in ks[1:])]
-    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, ks, strict=True)]
+    firsts = [1, *(size for size, _ in changes[1:])]
+    lasts = [*(first - 1 for first in firsts[1:]), ks[-1][0]]
+    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, changes, strict=True)]
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
