@@ -1,5 +1,6 @@
 """`specdec report`: streams, files, exit codes; what it says is in `tests/unit/test_report.py`."""
 
+import csv
 import json
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.app import main
-from tests.cli.generate_helpers import environment
+from tests.cli.generate_helpers import environment, generate
 from tests.report_helpers import sweep_points, write_folder
 
 pytest.importorskip("matplotlib")
@@ -85,6 +86,38 @@ def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: C
     (tmp_path / "taken").touch()
     assert main(["report", str(folder), "-o", str(tmp_path / "taken"), "--format", "csv"]) == 5
     assert "cannot write" in capsys.readouterr().err
+
+
+def test_real_metrics(tmp_path: Path, capsys: Capture) -> None:
+    points = []
+    for k in (0, 2):
+        document = generate(
+            capsys, "demo", "-k", str(k), "--max-new-tokens", "12", "--json", "-q"
+        ).document
+        draft = document["recipe"]["draft"]["model"] if k else None
+        metrics = document["metrics"]
+        points.append({"k": k, "batch_size": 1, "draft": draft, "status": "ok", "metrics": metrics})
+    plain, fast = (p["metrics"] for p in points)
+    folder = write_folder(tmp_path, points, finished=False, recipe=document["recipe"])
+    assert main(["report", str(folder), "--format", "csv,vllm,html", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    gain = fast["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
+    assert f"{gain:.2f}×" in report["answer"]
+    with (folder / "points.csv").open() as file:
+        _, row = csv.DictReader(file)
+    assert float(row["speedup"]) == gain
+    for name in ("round_ms", "draft_ms", "mean_acceptance_length", "output_tokens_per_second"):
+        assert float(row[name]) == fast[name]
+    assert float(row["ttft_p50_ms"]) == fast["ttft_ms"]["p50"]
+    assert all(
+        row[name]
+        for name in row
+        if not name.endswith(("_lo", "_hi", "reason"))
+        and name not in ("broadcast_ms", "predicted_speedup")
+    )
+    if gain > 1:
+        rates = report["vllm"]["rehearsal"]["synthetic_acceptance_rates"]
+        assert rates == pytest.approx(fast["acceptance_rate_per_pos"], abs=1e-6)
 
 
 def test_needs_no_torch_and_no_display(folder: Path) -> None:
