@@ -15,7 +15,7 @@ import yaml
 
 from specdec_cli.errors import UsageError
 
-MAX_FILE_BYTES = 2 * 1024**3
+_MAX_FILE_BYTES = 1024**3
 
 _KEYS = ("draft", "k", "batch_size", "target_tp", "draft_tp")
 
@@ -159,7 +159,7 @@ def read_folder(path: Path) -> Run:
             f"{path}: neither points.jsonl nor summary.json in it",
             "name a run folder of sweep-k or compare-tp",
         )
-    records = list(_lines(path / "points.jsonl", notes)) if has_points else []
+    records = list(_lines(path / "points.jsonl", notes))
     listed = (summary or {}).get("points")
     if isinstance(listed, list) and listed:
         records = [record for record in listed if isinstance(record, dict)]
@@ -197,7 +197,7 @@ def _read(path: Path, notes: list[str]) -> str | None:
     try:
         if not path.exists():
             return None
-        if path.stat().st_size > MAX_FILE_BYTES:
+        if path.stat().st_size > _MAX_FILE_BYTES:
             notes.append(f"{path.name} is too large and was left out")
             return None
         return path.read_text(encoding="utf-8", errors="replace")
@@ -222,21 +222,25 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
     """The records of a .jsonl file; of a crashed run the last line may be torn."""
-    text = _read(path, notes)
-    lines = (text or "").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if isinstance(record, dict):
-            yield record
-        else:
-            is_torn = number == len(lines)
-            what = "is torn, as a crash leaves it" if is_torn else "is no record"
-            notes.append(f"{path.name}, line {number} {what}: left out")
+    try:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, start=1):
+                if not raw.strip():
+                    continue
+                try:
+                    record = json.loads(raw.decode("utf-8", "replace"))
+                except (ValueError, RecursionError):
+                    record = None
+                if isinstance(record, dict):
+                    yield record
+                    continue
+                is_torn = not raw.endswith(b"\n")
+                what = "is torn, as a crash leaves it" if is_torn else "is no record"
+                notes.append(f"{path.name}, line {number} {what}: left out")
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        notes.append(f"{path.name} cannot be read: {error.strerror}")
 
 
 def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
