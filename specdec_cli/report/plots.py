@@ -20,7 +20,8 @@ from specdec_cli.text import inert, one_line
 
 # Okabe and Ito's colours, told apart by colour-blind readers, those that show on black and white.
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+# One more than colours, so that a pair comes back only after all have been.
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _STAGE_COLOURS = {
     "draft": "#e69f00",
     "broadcast": "#cc79a7",
