@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, recipe
+from specdec_cli.commands import generate, recipe, report
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.text import inert
 
@@ -37,6 +37,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("report")(report.report)
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -6,16 +6,17 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 import os
 import stat
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 import specdec_cli
-from specdec_cli import demo
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.prompts import Prompt, as_conversations, read_prompts
+from specdec_cli.text import is_unicode
 
 Prompts = Annotated[
     list[str] | None,
@@ -23,7 +24,11 @@ Prompts = Annotated[
 ]
 PromptFile = Annotated[
     str | None,
-    typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help="Prompts: .txt (a line each), .jsonl, .json, .csv, .tsv or .parquet.",
+    ),
 ]
 Chat = Annotated[
     bool | None,
@@ -47,6 +52,8 @@ def generate(
     prompt_file: PromptFile = None,
     chat: Chat = None,
     system: System = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
     target: options.Target = None,
     draft: options.Draft = None,
     target_tp: options.TargetTP = None,
@@ -76,7 +83,12 @@ def generate(
     Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.prompts import as_conversations
+
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    source = _Source(prompt or [], prompt_file, limit, skip_bad)
     chosen = {
+        "prompt_file": source.recipe_path,
         "target": target,
         "draft": draft,
         "target_tp": target_tp,
@@ -96,12 +108,11 @@ def generate(
     }
     resolved = options.resolve(recipe, sets, chosen)
     use_chat, opening = _chat_of(chat, system, resolved.data)
-    found, data = _prompts(prompt or [], prompt_file, resolved.data)
+    found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
     prompts = as_conversations(found, use_chat, opening)
     if data is not None:
         data = data.model_copy(update={"chat": use_chat, "system": opening})
     resolved = resolved.model_copy(update={"data": data})
-    options.set_up_logging(quiet=quiet, verbose=verbose)
 
     is_single = bool(prompt) and len(prompts) == 1
     with waiting("getting ready", quiet=quiet) as stages:
@@ -163,30 +174,69 @@ def _chat_of(
     return (data.chat if data is not None else "auto"), None
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the options say that prompts are."""
+
+    given: list[str]
+    file: str | None
+    limit: int | None
+    skip_bad: bool
+
+    @property
+    def recipe_path(self) -> str | None:
+        """The file, where it is all that a run takes prompts from and a recipe can name it."""
+        file = self.file
+        if self.given or file is None or file == "-":
+            return None
+        return file if file.strip() and is_unicode(file) and "\0" not in file else None
+
+
 def _prompts(
-    given: list[str], file: str | None, data: "specdec_cli.recipe.DataSection | None"
-) -> "tuple[list[Prompt], specdec_cli.recipe.DataSection | None]":
+    source: _Source,
+    data: "specdec_cli.recipe.DataSection | None",
+    sets: Mapping[str, object],
+) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
     """Prompts from the options, else from a pipe, else from the recipe's data.
 
     Also returns the data section that says where they came from, so that the resolved recipe
     never names prompts that were not run; None for those that no recipe can name.
     """
-    from specdec_cli.recipe import DataSection
+    from specdec_cli.prompts import load_prompts, read_prompts
 
-    if given or file is not None:
-        found = read_prompts(given, file, sys.stdin if file == "-" else None)
-        if given or file is None or file == "-":
-            return found, None
-        try:
-            return found, DataSection(path=os.path.abspath(file))
-        except ValueError:  # a file name that is no text
-            return found, None
-    if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
+    if (file := source.recipe_path) is not None:
+        assert data is not None and data.path == file
+        data = _limited(_of_another_file(data, sets), source.limit)
+        found = load_prompts(data, skip_bad=source.skip_bad, is_file=True)
+        return found, data.model_copy(update={"path": os.path.abspath(file)})
+    limit, skip_bad = source.limit, source.skip_bad
+    if source.given or source.file is not None:
+        stdin = sys.stdin if source.file == "-" else None
+        return (
+            read_prompts(source.given, source.file, stdin, limit=limit, skip_bad=skip_bad),
+            None,
+        )
+    if _is_piped() and (piped := read_prompts([], None, sys.stdin, limit=limit, skip_bad=skip_bad)):
         return piped, None
     if data is None:
         raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
-    path = str(demo.demo_path(data.path)) if data.path.startswith(demo.PREFIX) else data.path
-    return read_prompts([], path, None)[: data.limit], data
+    data = _limited(data, limit)
+    return load_prompts(data, skip_bad=skip_bad), data
+
+
+def _of_another_file(
+    data: "specdec_cli.recipe.DataSection", sets: Mapping[str, object]
+) -> "specdec_cli.recipe.DataSection":
+    """`data` without what the recipe says of its own prompts: only options speak of this file."""
+    about_rows = ("split", "subset", "column", "limit")
+    stale = [key for key in about_rows if not {f"data.{key}", "data"} & sets.keys()]
+    return data.model_copy(update=dict.fromkeys(stale))
+
+
+def _limited(
+    data: "specdec_cli.recipe.DataSection", limit: int | None
+) -> "specdec_cli.recipe.DataSection":
+    return data if limit is None else data.model_copy(update={"limit": limit})
 
 
 def _is_piped() -> bool:
