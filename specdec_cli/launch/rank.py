@@ -92,12 +92,16 @@ class Rank:
         try:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
-            self.store.set(f"report/{self.seat.rank}", report.to_json())
-        except RuntimeError:  # rank 0 is gone with the store, or there never was one
-            if self.seat.rank and report.end is End.LOST_PEERS and self._stderr >= 0:
-                os.dup2(self._stderr, 2)
+            self.store.set(key := f"report/{self.seat.rank}", report.to_json())
+            self.store.check([key])  # hears an answer, which a lost store does not give
+        except RuntimeError:  # they never met, or rank 0 is gone and the store with it
+            if self.seat.rank == 0:
                 return report
-            return report if self.seat.rank == 0 else None
+            if self.seat.rank == 1 and report.end is End.LOST_PEERS:
+                if self._stderr >= 0:
+                    os.dup2(self._stderr, 2)
+                return _said_nothing(0) if self.store is not None else report
+            return None
         if self.seat.rank:
             time.sleep(_LINGER_S)
             return None
@@ -118,9 +122,7 @@ class Rank:
         else:
             silent = set(range(self.seat.size)) - found.keys()
             if own.end is End.LOST_PEERS and silent:
-                rank = min(silent)
-                message = "is gone, or hangs: it did not say why"
-                found[rank] = Report(rank, End.FAILED, ExitCode.RUN_FAILED, message)
+                found[min(silent)] = _said_nothing(min(silent))
         return list(found.values())
 
     def _on_beat(self, beat: Beat) -> None:
@@ -161,6 +163,16 @@ def stuck(beat: Beat, now: float, timeout_s: float) -> Report:
     message = f"hung in {beat.where}: {how} for {timeout_s:g} s"
     hint = "run.timeout_s sets how long to wait"
     return Report(beat.rank, End.STUCK, ExitCode.RUN_FAILED, message, hint)
+
+
+def _said_nothing(rank: int) -> Report:
+    return Report(
+        rank,
+        End.FAILED,
+        ExitCode.RUN_FAILED,
+        "is gone, or hangs: it did not say why",
+        "torchrun or srun may know how it ended",
+    )
 
 
 def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End:

@@ -17,9 +17,13 @@ from specdec_cli.app import app, main
 from specdec_cli.errors import SetupError
 from specdec_cli.launch.world import Place, join
 
+# The ranks but the first are silent.
+_STDERR = os.dup(2)
+
 
 def fail(mode: str) -> None:
-    """Fail as `mode` says."""
+    """Fail as `mode` says, and say when."""
+    os.write(_STDERR, f"fault at {time.time()}\n".encode())
     match mode:
         case "raise":
             raise ArithmeticError("the planted error")
