@@ -420,7 +420,8 @@ def rope_attention(
         cos, sin: [T, D], in the layout of transformers' Llama.
         key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
         slots: [T] int64. Those of a sequence's queries are its last positions', or in block 0 (the
-            trash block), whose contents are then not defined.
+            trash block), whose contents are then not defined. Of more queries than the context has
+            tokens the first ones are padding.
         block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
             sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.

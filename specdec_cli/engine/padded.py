@@ -13,7 +13,7 @@ import torch
 from specdec_kernels import ops
 
 from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.sampling import Purpose, to_probs
+from specdec_cli.engine.sampling import Purpose
 from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import RoundNoise, SamplingParams
@@ -41,6 +41,22 @@ class RoundRule:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0.0
+
+    @property
+    def filters(self) -> tuple[float, int, float]:
+        """Temperature, top-k and top-p."""
+        return self.params.temperature, self.params.top_k, self.params.top_p
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLogits:
+    """What proposals were drawn from; probabilities are never stored.
+
+    logits: [B, K, V'], V' at most V. rows: fp32 [B, K, 4], see `ops.logit_rows`.
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -77,11 +93,11 @@ def padded_round(
     ops.stamp(record.stamps, 0)
     noise = _noise(slots, rule)
     lens = proposal_lens(slots, rule)
-    proposed, q = _propose(slots, draft, lens, rule, noise)
+    proposed, drawn_from = _propose(slots, draft, lens, rule, noise)
     ops.stamp(record.stamps, 1)
     logits = _score(slots, target, proposed, lens, rule)
     ops.stamp(record.stamps, 2)
-    tokens, accepted = _decide(proposed, q, logits, lens, rule, noise)
+    tokens, accepted = _decide(proposed, drawn_from, logits, lens, rule, noise)
     ops.advance(
         tokens,
         accepted,
@@ -120,18 +136,18 @@ def _propose(
     lens: torch.Tensor,
     rule: RoundRule,
     noise: RoundNoise | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, DraftLogits | None]:
     """K tokens a slot, int64 [B, K] (-1 where logits are not finite), and, unless decoding is
-    greedy, the distributions they were drawn from, fp32 [B, K, V].
+    greedy, what they were drawn from.
 
     The first pass feeds the last two tokens: the draft's cache lacks one of them, or both after a
     round whose proposals were all accepted. To write a key again changes nothing.
     """
-    batch = slots.tail.shape[0]
     if rule.k == 0 or draft is None:
-        return slots.tail.new_zeros(batch, 0), None
+        return slots.tail[:, :0], None
     tokens: list[torch.Tensor] = []
-    probs: list[torch.Tensor] = []
+    drawn_from: list[torch.Tensor] = []
+    stats: list[torch.Tensor] = []
     for step in range(rule.k):
         logits = draft.model.forward_padded(
             slots.tail if step == 0 else tokens[-1][:, None],
@@ -141,16 +157,19 @@ def _propose(
             margin=2,
             max_len=rule.draft_max_len,
             last_only=True,
-        )
-        logits = draft.fit(logits[:, 0])
+        )[:, 0, : draft.target_vocab]
         if rule.is_greedy:
             tokens.append(greedy_pick(logits))
         else:
             assert noise is not None
-            q = to_probs(logits, rule.params)
-            tokens.append(ops.sample_categorical(q, noise.draft[:, step].contiguous()))
-            probs.append(q)
-    return torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None
+            rows = ops.logit_rows(logits, *rule.filters)
+            tokens.append(ops.sample_logits(logits, rows, *rule.filters, noise.draft[:, step]))
+            drawn_from.append(logits)
+            stats.append(rows.rows)
+    proposed = torch.stack(tokens, dim=1)
+    if not drawn_from:
+        return proposed, None
+    return proposed, DraftLogits(torch.stack(drawn_from, dim=1), torch.stack(stats, dim=1))
 
 
 def _score(
@@ -174,7 +193,7 @@ def _score(
 
 def _decide(
     proposed: torch.Tensor,
-    q: torch.Tensor | None,
+    draft: DraftLogits | None,
     logits: torch.Tensor,
     lens: torch.Tensor,
     rule: RoundRule,
@@ -190,21 +209,25 @@ def _decide(
         accept_noise = None if noise is None else noise.accept
         return ops.accept(proposed, best, lens, accept_noise, rule.rates)
     assert noise is not None
-    p = to_probs(logits, rule.params)
+    flat = logits.flatten(0, 1)
+    rows = ops.logit_rows(flat, *rule.filters)
     if rule.rates is not None:
-        best = ops.sample_categorical(p.flatten(0, 1), noise.sample.flatten())
-        return ops.accept(proposed, best.view(p.shape[:2]), lens, noise.accept, rule.rates)
-    tokens, accepted = ops.rejection_sample(
-        proposed.clamp(min=0),
-        lens.to(torch.int32),
-        p[:, :0] if q is None else q,
-        p,
+        best = ops.sample_logits(flat, rows, *rule.filters, noise.sample.flatten())
+        return ops.accept(proposed, best.view(logits.shape[:2]), lens, noise.accept, rule.rates)
+    if draft is None:
+        tokens = ops.sample_logits(flat, rows, *rule.filters, noise.sample[:, 0])
+        return tokens[:, None], tokens.clamp(max=0)
+    return ops.reject_logits(
+        proposed,
+        lens,
+        draft.logits,
+        draft.rows,
+        logits,
+        rows,
+        *rule.filters,
         noise.accept,
         noise.sample,
     )
-    places = torch.arange(rule.k, device=lens.device)
-    spoilt = ((proposed < 0) & (places < lens[:, None])).any(dim=1)
-    return tokens, accepted.long().masked_fill(spoilt, -2)
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
