@@ -95,8 +95,9 @@ class World:
         if self._rank is None:
             return
         self._rank.heartbeat.ready = True
-        if self._rank.limit_s is not None:
-            _set_timeouts(self._timeout_s + _PAST_TIMEOUT_S)
+        # Where a parent watches, nothing else needs to: a reader may hold rank 0 up for long.
+        is_watched = self._rank.limit_s is None
+        _set_timeouts(_LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S)
 
     def beat(self) -> None:
         """A step is done. Costs nothing."""
@@ -186,10 +187,11 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
     from torch._C._distributed_c10d import PrefixStore, TCPStore
 
     seat = rank.seat
+    local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
     os.environ |= {  # as torchrun has it; srun has names of its own
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_RANK": str(local_rank),  # which also says which GPU
         "LOCAL_WORLD_SIZE": str(seat.local_size),
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),

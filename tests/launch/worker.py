@@ -5,47 +5,15 @@ compute is an all-reduce a round, as a run's verification has.
 """
 
 import os
-import signal
 import sys
-import threading
 import time
 from pathlib import Path
 
 import typer
 
 from specdec_cli.app import app, main
-from specdec_cli.errors import SetupError
 from specdec_cli.launch.world import Place, join
-
-# The ranks but the first are silent.
-_STDERR = os.dup(2)
-
-
-def fail(mode: str) -> None:
-    """Fail as `mode` says, and say when."""
-    os.write(_STDERR, f"fault at {time.time()}\n".encode())
-    match mode:
-        case "raise":
-            raise ArithmeticError("the planted error")
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        case "hang":
-            threading.Event().wait()
-        case "gone":
-            os._exit(0)
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        case "spin":
-            while True:
-                pass
-        case "oom":
-            import torch
-
-            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
-        case "setup":
-            raise SetupError("no such thing", "look elsewhere")
-        case _:
-            raise AssertionError(mode)
+from tests.launch.faults import fail
 
 
 @app.command("loop", hidden=True)

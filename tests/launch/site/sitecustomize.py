@@ -1,0 +1,8 @@
+"""Imported by every interpreter that starts with this folder on its path: plants faults in ranks."""
+
+import os
+
+if "RANK" in os.environ and "PLANTED_FAULT" in os.environ:
+    from tests.launch.faults import plant
+
+    plant(os.environ["PLANTED_FAULT"], int(os.environ["RANK"]))
