@@ -1,4 +1,4 @@
-"""Imported by every interpreter that starts with this folder on its path: plants faults in ranks."""
+"""Every interpreter with this folder on its path imports this: plants faults in ranks."""
 
 import os
 
