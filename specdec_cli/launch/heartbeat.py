@@ -18,6 +18,7 @@ from types import FrameType
 from specdec_cli.launch.reports import write_atomically
 
 PERIOD_S = 0.25
+LEAST_START_S = 60.0  # a rank may take so long to start, whatever the timeout
 _FROZEN_S = 5.0
 _STOP_GRACE_S = 1.5
 
@@ -43,17 +44,19 @@ class Beat:
     where: str
 
 
-def find_stuck(beats: Iterable[Beat], now: float, timeout_s: float) -> Beat | None:
+def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
     """The rank that holds the others up, once nobody can go on for `timeout_s`.
 
     That is one that is busy and does not move, rather than those that wait for it. Where all ranks
     wait for each other, or all but busy ones after loading, it is the one that came least far.
+    num_ranks: ranks that are to be there; some may not have beaten yet.
     """
     beats = list(beats)
     idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
     busy = [beat for beat in beats if beat.state == BUSY or is_frozen(beat, now)]
     suspects = [beat for beat in busy if beat.rank in idle]
-    if not suspects and not any(beat.state == OUTSIDE for beat in beats):
+    are_all_inside = len(beats) == num_ranks and all(beat.state != OUTSIDE for beat in beats)
+    if not suspects and are_all_inside:
         waiting = [beat for beat in beats if beat not in busy and beat.rank in idle]
         if len(waiting) == len(beats):
             suspects = waiting

@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from typing import Any
 
@@ -77,14 +78,15 @@ class Rank:
             return None
         self._has_told = True
         # Whoever started us may already be ending us; what we have to say comes first.
+        asked = threading.Event()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(number, signal.SIG_IGN)
+                signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
             with contextlib.suppress(FileNotFoundError):  # the parent has heard enough, and left
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
-                time.sleep(_LINGER_S)
+                asked.wait(_LINGER_S)
             return None
         return None if report.end is End.DONE else self._tell_peers(report)
 

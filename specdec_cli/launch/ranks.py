@@ -19,16 +19,15 @@ from pathlib import Path
 
 from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.launch import agent, seat
-from specdec_cli.launch.heartbeat import Beat, find_stuck, read_beats
+from specdec_cli.launch.heartbeat import LEAST_START_S, Beat, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
-_SETTLE_S = 3.0  # how long a failure waits for the one that caused it to be known
+_SETTLE_S = 5.0  # how long a failure waits for the one that caused it to be known
 _SETTLE_KNOWN_S = 0.3  # the same, once it is known what went wrong in one rank
 _STOP_S = 2.5  # from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # from the last rank's last word to its end
-_LEAST_START_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,10 +137,12 @@ def _watch(
             stuck_from = now
         if now - stuck_from > 1 or stuck_from == float("inf"):
             live = [beat for beat in beats if beat.rank not in reports]
-            beat = find_stuck(live, now, timeout_s) if not failures else None
+            beat = None
+            if not failures:
+                beat = find_stuck(live, num_ranks - len(reports), now, timeout_s)
             if beat is not None:
                 return stuck(beat, now, timeout_s)
-            if now - started > max(timeout_s, _LEAST_START_S) and len(beats) < num_ranks:
+            if now - started > max(timeout_s, LEAST_START_S) and len(beats) < num_ranks:
                 late = min(set(range(num_ranks)) - {beat.rank for beat in beats})
                 return Report(late, End.STUCK, ExitCode.RUN_FAILED, "did not start")
         looked = now

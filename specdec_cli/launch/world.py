@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.launch.heartbeat import OUTSIDE
+from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import write_atomically
@@ -196,7 +196,7 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
     }
-    patience = timedelta(seconds=timeout_s + _PAST_TIMEOUT_S)
+    patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
     try:
         dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=patience)
         if seat.folder is None:

@@ -31,7 +31,7 @@ def beat(rank: int, state: str, idle: float, *, steps: int = 5, silent: float = 
 
 
 def stuck(*beats: Beat) -> int | None:
-    found = find_stuck(beats, NOW, TIMEOUT)
+    found = find_stuck(beats, max(2, len(beats)), NOW, TIMEOUT)
     return None if found is None else found.rank
 
 
@@ -129,9 +129,10 @@ LOADING = replace(beat(0, PEERS, 600), ready=False)
         [beat(0, PEERS, 7.9), beat(1, BUSY, 7.9)],
         [LOADING, replace(beat(1, BUSY, 0.2), ready=False)],
         [beat(0, OUTSIDE, 600), beat(1, PEERS, 600)],
+        [beat(0, PEERS, 600)],
         [],
     ],
-    ids=["within-the-timeout", "long-load", "pager", "nobody-yet"],
+    ids=["within-the-timeout", "long-load", "pager", "the-other-starts", "nobody-yet"],
 )
 def test_ranks_that_are_well(beats: list[Beat]) -> None:
     assert stuck(*beats) is None
