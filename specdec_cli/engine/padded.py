@@ -13,12 +13,17 @@ import torch
 from specdec_kernels import ops
 
 from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.sampling import Purpose
 from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import RoundNoise, SamplingParams
+from specdec_cli.engine.verify import decision
 
-NUM_STAMPS = 4  # before drafting, before scoring, before deciding, at the end
+# What ends at each stamp after the first. With one rank nothing is sent, and the stamps that would
+# tell are left out.
+STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "sample")
+NUM_STAMPS = len(STAMPED) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,22 +87,49 @@ class Record:
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] nanoseconds on the device's clock."""
+        """[NUM_STAMPS] nanoseconds on the device's clock; 0 where none was taken."""
         return self.flat[-NUM_STAMPS:]
+
+    def stage_ms(self) -> dict[str, float]:
+        """How long each stage took; read on the host."""
+        times: list[int] = self.stamps.tolist()
+        spent = dict.fromkeys(STAMPED, 0.0)
+        last = times[0]
+        for stage, time in zip(STAMPED, times[1:], strict=True):
+            if time:
+                spent[stage] += (time - last) / 1e6
+                last = time
+        return spent
 
 
 def padded_round(
-    slots: Slots, draft: DraftWorker | None, target: TargetScorer, rule: RoundRule, record: Record
+    slots: Slots,
+    draft: DraftWorker | None,
+    target: TargetScorer,
+    rule: RoundRule,
+    record: Record,
+    parallel: TensorParallel,
 ) -> None:
-    """Run one round of every slot, moving `slots` on and filling `record`."""
+    """Run one round of every slot, moving `slots` on and filling `record`.
+
+    parallel: the target's ranks, each of which runs this. What is proposed and what is decided is
+    rank 0's. draft: None where this rank holds no part of it.
+    """
     ops.stamp(record.stamps, 0)
     noise = _noise(slots, rule)
     lens = proposal_lens(slots, rule)
     proposed, drawn_from = _propose(slots, draft, lens, rule, noise)
     ops.stamp(record.stamps, 1)
+    if parallel.size > 1:
+        parallel.broadcast(proposed)
+        ops.stamp(record.stamps, 2)
     logits = _score(slots, target, proposed, lens, rule)
-    ops.stamp(record.stamps, 2)
-    tokens, accepted = _decide(proposed, drawn_from, logits, lens, rule, noise)
+    ops.stamp(record.stamps, 3)
+    if parallel.is_first:
+        decided = _decide(proposed, drawn_from, logits, lens, rule, noise)
+    else:
+        decided = (lens.new_zeros(len(lens), rule.k + 1), lens)
+    tokens, accepted = decided if parallel.size == 1 else _agreed(*decided, record, parallel)
     ops.advance(
         tokens,
         accepted,
@@ -109,7 +141,17 @@ def padded_round(
         rule.eos_ids,
         record.rows,
     )
-    ops.stamp(record.stamps, 3)
+    ops.stamp(record.stamps, 6)
+
+
+def _agreed(
+    tokens: torch.Tensor, accepted: torch.Tensor, record: Record, parallel: TensorParallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 0's decision: tokens [B, K + 1] and accepted [B], int64."""
+    ops.stamp(record.stamps, 4)
+    decided = parallel.broadcast(decision(tokens, accepted))
+    ops.stamp(record.stamps, 5)
+    return decided[:, :-1].contiguous(), decided[:, -1].contiguous()
 
 
 def proposal_lens(slots: Slots, rule: RoundRule) -> torch.Tensor:
@@ -144,7 +186,7 @@ def _propose(
     round whose proposals were all accepted. To write a key again changes nothing.
     """
     if rule.k == 0 or draft is None:
-        return slots.tail[:, :0], None
+        return slots.tail.new_zeros(len(slots.tail), rule.k), None
     tokens: list[torch.Tensor] = []
     drawn_from: list[torch.Tensor] = []
     stats: list[torch.Tensor] = []
@@ -164,8 +206,9 @@ def _propose(
             assert noise is not None
             rows = ops.logit_rows(logits, *rule.filters)
             tokens.append(ops.sample_logits(logits, rows, *rule.filters, noise.draft[:, step]))
-            drawn_from.append(logits)
-            stats.append(rows.rows)
+            if draft.parallel.is_first:  # only rank 0 verifies
+                drawn_from.append(logits)
+                stats.append(rows.rows)
     proposed = torch.stack(tokens, dim=1)
     if not drawn_from:
         return proposed, None

@@ -4,7 +4,8 @@ A model's meaning stays transformers': only classes whose code is known to compu
 here have a fused form, and it is tested against the original. A layer is five kernels: norm and
 merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
 gated MLP; down projection and residual. The module itself stays whole: its weights become views of
-the merged ones. Legend: T packed tokens, D features of a head.
+the merged ones. Split over ranks, the two projections that end in the residual stream are plain
+products, whose sum over ranks is added to it once. Legend: T packed tokens, D features of a head.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,14 @@ from typing import Any, Self
 
 import torch
 from specdec_kernels import ops
+from specdec_kernels.linear import Normed
 from specdec_kernels.rope_attention import split_heads_reference
 from torch import Tensor
 
 from specdec_cli.engine.batch import ForwardBatch
 from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.engine.parallel import ALONE, TensorParallel
+from specdec_cli.engine.peers import shared_memory
 from specdec_cli.models.attention import attach
 
 # Their layers differ in biases, per-head norms and windows alone.
@@ -42,7 +46,7 @@ def _is_fusable(layer: Any, config: Any) -> bool:
 class FusedLayer:
     """One decoder layer's weights, merged, and what it asks of attention.
 
-    following_norm: the weight of the norm that the next layer begins with, None in the last.
+    following_norm: the weight of the norm that the next layer begins with, or of the last one.
     """
 
     index: int
@@ -51,7 +55,7 @@ class FusedLayer:
     eps: float
     attention_norm: Tensor
     mlp_norm: Tensor
-    following_norm: Tensor | None
+    following_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
     qkv: Tensor
@@ -63,7 +67,7 @@ class FusedLayer:
 
     @classmethod
     def of(
-        cls, layer: Any, following: Any | None, index: int, scale: float, sliding_window: int
+        cls, layer: Any, following_norm: Any, index: int, scale: float, sliding_window: int
     ) -> Self:
         attention, mlp = layer.self_attn, layer.mlp
         heads = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -75,7 +79,7 @@ class FusedLayer:
             eps=float(layer.input_layernorm.variance_epsilon),
             attention_norm=layer.input_layernorm.weight,
             mlp_norm=layer.post_attention_layernorm.weight,
-            following_norm=None if following is None else following.input_layernorm.weight,
+            following_norm=following_norm.weight,
             query_norm=None if norms[0] is None else norms[0].weight,
             key_norm=None if norms[1] is None else norms[1].weight,
             qkv=_merged([h.weight for h in heads]),
@@ -90,26 +94,28 @@ class FusedLayer:
 class FusedForward:
     """A model's forward pass; made by `fuse`.
 
-    max_len: positions that passes will ask for.
+    max_len: positions that passes will ask for. parallel: the ranks that the module is split over.
     """
 
-    def __init__(self, module: Any, max_len: int) -> None:
+    def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
         decoder = module.model
+        self.parallel = parallel
+        self.vocab_size = int(module.config.vocab_size)
         layers = list(decoder.layers)
-        self.embedding: Tensor = decoder.embed_tokens.weight
+        norms = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
         self.cos, self.sin = _rotary_table(decoder.rotary_emb, module.dtype, module.device, max_len)
         self.layers = [
-            FusedLayer.of(layer, following, index, scale, window)
-            for index, (layer, following, (scale, window)) in enumerate(
-                zip(layers, [*layers[1:], None], _recorded_calls(module), strict=True)
+            FusedLayer.of(layer, following_norm, index, scale, window)
+            for index, (layer, following_norm, (scale, window)) in enumerate(
+                zip(layers, norms, _recorded_calls(module), strict=True)
             )
         ]
-        self.norm: Tensor = decoder.norm.weight
-        self.eps = float(decoder.norm.variance_epsilon)
         self.head = _merged([module.lm_head.weight])
         self.head_bias: Tensor | None = module.lm_head.bias
-        if module.config.tie_word_embeddings:
+        self.embedding: Tensor = decoder.embed_tokens.weight
+        if module.lm_head.weight is decoder.embed_tokens.weight:
             self.embedding = self.head
+        self.peers = shared_memory(parallel, self.embedding.shape[1], module.dtype)
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
@@ -120,27 +126,46 @@ class FusedForward:
         for layer in self.layers:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = _attend(layer, qkv, cos, sin, cache, batch)
-            x = ops.linear_add_norm(
-                mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias
+            x = self._add_norm(
+                *(0, mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias)
             )
             inner = ops.norm_gate_up(x, layer.gate_up)
-            if layer.following_norm is not None:
-                x = ops.linear_add_norm(
-                    inner, layer.down, x.hidden, layer.following_norm, layer.eps
-                )
-            else:
-                hidden = ops.linear_add(inner, layer.down, x.hidden)
+            x = self._add_norm(1, inner, layer.down, x.hidden, layer.following_norm, layer.eps)
         if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
-        return ops.norm_linear(ops.norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+            x = x.take(batch.logit_rows)
+        logits = ops.norm_linear(x, self.head, self.head_bias)
+        return self.parallel.all_gather(logits, self.vocab_size)
+
+    def _add_norm(
+        self,
+        place: int,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+    ) -> Normed:
+        """`ops.linear_add_norm` of the whole product, of which each rank holds a part.
+
+        place: 0 for what attention adds, 1 for the MLP.
+        """
+        if self.parallel.size == 1:
+            return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
+        room = None if self.peers is None else self.peers.take(place, *residual.shape)
+        if self.peers is not None and room is not None:
+            ops.linear(x, weight, bias, into=room)
+            return ops.reduce_add_norm(self.peers, place, residual, norm_weight, eps)
+        part = self.parallel.all_reduce(ops.linear(x, weight, bias))
+        return ops.add_norm(part, residual, norm_weight, eps)
 
 
-def fuse(module: Any, max_len: int) -> FusedForward | None:
+def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """The fused form of a loaded model, None where it has none.
 
     Weights are held once: `module` keeps working, on views of what is merged here.
     """
-    return FusedForward(module, max_len) if is_fusable(module) else None
+    return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
 def _attend(

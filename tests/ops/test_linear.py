@@ -111,14 +111,14 @@ def test_rms_norm(shape, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_add(dtype, device):
+def test_linear_into_given_memory(dtype, device):
     for rows in (2, FEW_ROWS + 1):
         x = normal(rows, 40, dtype=dtype, device=device)
         weight = normal(24, 40, dtype=dtype, device=device, scale=40**-0.5)
-        residual = normal(rows, 24, dtype=dtype, device=device)
-        out = linear_triton.linear_add_triton(x, weight, residual)
-        expected = residual.double() + F.linear(x.double(), weight.double())
-        assert_close("out", expected, out, TOLERANCE[dtype])
+        into = torch.full((rows + 1, 24), float("nan"), dtype=dtype, device=device)
+        out = linear_triton.linear_triton(x, weight, into=into[:rows])
+        assert out.data_ptr() == into.data_ptr() and into[rows].isnan().all()
+        assert_close("out", F.linear(x.double(), weight.double()), out, TOLERANCE[dtype])
 
 
 def test_norm_then_product(device):
@@ -139,7 +139,9 @@ def test_references_agree_with_torch():
     hidden = residual + x @ weight.T
     normed = F.rms_norm(hidden, (8,), norm, EPS)
     assert_close("hidden", hidden, stream.hidden, 1e-12)
-    assert_close("linear_add", hidden, ops.linear_add(x, weight, residual), 1e-12)
+    again = ops.add_norm(ops.linear(x, weight), residual, norm, EPS)
+    assert_close("add_norm", stream.hidden, again.hidden, 1e-12)
+    assert_close("add_norm", stream.scaled, again.scaled, 1e-12)
     assert_close("scaled", normed, stream.scaled, 1e-12)
     gate, up = (normed @ gate_up.T).chunk(2, 1)
     assert_close("gate", F.silu(gate) * up, ops.norm_gate_up(stream, gate_up), 1e-12)
