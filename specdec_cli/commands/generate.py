@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -16,6 +17,7 @@ import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.launch.world import Place, World, join
 from specdec_cli.text import is_unicode
 
 Prompts = Annotated[
@@ -47,6 +49,7 @@ System = Annotated[
 
 
 def generate(
+    ctx: typer.Context,
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
@@ -108,30 +111,71 @@ def generate(
     }
     resolved = options.resolve(recipe, sets, chosen)
     use_chat, opening = _chat_of(chat, system, resolved.data)
-    found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
-    prompts = as_conversations(found, use_chat, opening)
-    if data is not None:
-        data = data.model_copy(update={"chat": use_chat, "system": opening})
-    resolved = resolved.model_copy(update={"data": data})
 
-    is_single = bool(prompt) and len(prompts) == 1
+    def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
+        found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
+        if data is not None:
+            data = data.model_copy(update={"chat": use_chat, "system": opening})
+        return as_conversations(found, use_chat, opening), data
+
+    place: Place = ctx.obj
+    num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
+    if place.must_start(num_ranks):
+        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+    with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
+        prompts, data = world.inputs(read)
+        code = _write(
+            world,
+            resolved.model_copy(update={"data": data}),
+            prompts,
+            (trust_remote_code, allow_pickle),
+            is_single=bool(prompt) and len(prompts) == 1,
+            as_json=as_json,
+            output=output,
+            quiet=quiet,
+        )
+    raise typer.Exit(code)
+
+
+def _write(
+    world: World,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    permissions: tuple[bool, bool],
+    *,
+    is_single: bool,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+) -> ExitCode:
+    """Run the prompts and show what comes, on rank 0; returns the exit code."""
     with waiting("getting ready", quiet=quiet) as stages:
         from specdec_cli.engine.build import build
+        from specdec_cli.engine.loop import Emission
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
         from specdec_cli.reporting import collector, shows_live_text, sinks_for
         from specdec_cli.results import RunFolder, environment, generate_document, to_json
 
-        job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
+        job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
-        folder = RunFolder.create(output, resolved, where) if output is not None else None
+        folder = None
+        if output is not None and world.is_first:
+            folder = RunFolder.create(output, resolved, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
-    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
-    on_emit, finish = collector(job, sinks)
+    world.ready()
+    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet) if world.is_first else []
+    show, finish = collector(job, sinks)
+
+    def on_emit(emissions: list[Emission]) -> None:
+        world.beat()
+        with world.outside():
+            show(emissions)
+
     try:
         result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
         outputs = finish()
@@ -140,15 +184,16 @@ def generate(
             sink.close()
     if is_single and outputs[0].error is not None:
         raise UsageError(f"the prompt cannot run: {outputs[0].error}")
-    document = generate_document(resolved, where, outputs, result.metrics)
-    if folder is not None:
-        folder.write("summary.json", to_json(document) + "\n")
-    if as_json:
-        typer.echo(to_json(document))
     failures = {o.index: o.error for o in outputs if o.error is not None}
-    print_failures(failures)
+    with world.outside():
+        document = generate_document(resolved, where, outputs, result.metrics)
+        if folder is not None:
+            folder.write("summary.json", to_json(document) + "\n")
+        if as_json:
+            typer.echo(to_json(document))
+        print_failures(failures)
     if not quiet:
-        compared = job.plan.k > 0 and sys.stderr.isatty()
+        compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
         is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
         print_summary(
             result.metrics,
@@ -156,7 +201,7 @@ def generate(
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
         )
-    raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
+    return ExitCode.PARTIAL if failures else ExitCode.OK
 
 
 def _chat_of(
