@@ -16,7 +16,8 @@ ROWS = {
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
-    1: "engine engine.types engine.batch engine.kv_cache engine.parallel recipe prompts",
+    1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
+    "recipe prompts",
     0: "specdec_cli specdec_kernels errors text demo",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}

@@ -6,16 +6,19 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 import os
 import stat
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 import specdec_cli
-from specdec_cli import demo
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.prompts import Prompt, as_conversations, read_prompts
+from specdec_cli.launch.world import Place, World, join
+from specdec_cli.text import is_unicode
 
 Prompts = Annotated[
     list[str] | None,
@@ -23,7 +26,11 @@ Prompts = Annotated[
 ]
 PromptFile = Annotated[
     str | None,
-    typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help="Prompts: .txt (a line each), .jsonl, .json, .csv, .tsv or .parquet.",
+    ),
 ]
 Chat = Annotated[
     bool | None,
@@ -42,11 +49,14 @@ System = Annotated[
 
 
 def generate(
+    ctx: typer.Context,
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
     chat: Chat = None,
     system: System = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
     target: options.Target = None,
     draft: options.Draft = None,
     target_tp: options.TargetTP = None,
@@ -76,7 +86,12 @@ def generate(
     Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.prompts import as_conversations
+
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    source = _Source(prompt or [], prompt_file, limit, skip_bad)
     chosen = {
+        "prompt_file": source.recipe_path,
         "target": target,
         "draft": draft,
         "target_tp": target_tp,
@@ -96,31 +111,71 @@ def generate(
     }
     resolved = options.resolve(recipe, sets, chosen)
     use_chat, opening = _chat_of(chat, system, resolved.data)
-    found, data = _prompts(prompt or [], prompt_file, resolved.data)
-    prompts = as_conversations(found, use_chat, opening)
-    if data is not None:
-        data = data.model_copy(update={"chat": use_chat, "system": opening})
-    resolved = resolved.model_copy(update={"data": data})
-    options.set_up_logging(quiet=quiet, verbose=verbose)
 
-    is_single = bool(prompt) and len(prompts) == 1
+    def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
+        found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
+        if data is not None:
+            data = data.model_copy(update={"chat": use_chat, "system": opening})
+        return as_conversations(found, use_chat, opening), data
+
+    place: Place = ctx.obj
+    num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
+    if place.must_start(num_ranks):
+        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+    with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
+        prompts, data = world.inputs(read)
+        code = _write(
+            world,
+            resolved.model_copy(update={"data": data}),
+            prompts,
+            (trust_remote_code, allow_pickle),
+            is_single=bool(prompt) and len(prompts) == 1,
+            as_json=as_json,
+            output=output,
+            quiet=quiet,
+        )
+    raise typer.Exit(code)
+
+
+def _write(
+    world: World,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    permissions: tuple[bool, bool],
+    *,
+    is_single: bool,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+) -> ExitCode:
+    """Run the prompts and show what comes, on rank 0; returns the exit code."""
     with waiting("getting ready", quiet=quiet) as stages:
         from specdec_cli.engine.build import build
+        from specdec_cli.engine.loop import Emission
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
         from specdec_cli.reporting import collector, shows_live_text, sinks_for
         from specdec_cli.results import RunFolder, environment, generate_document, to_json
 
-        job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
+        job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
-        folder = RunFolder.create(output, resolved, where) if output is not None else None
+        folder = None
+        if output is not None and world.is_first:
+            folder = RunFolder.create(output, resolved, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
-    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
-    on_emit, finish = collector(job, sinks)
+    world.ready()
+    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet) if world.is_first else []
+    show, finish = collector(job, sinks)
+
+    def on_emit(emissions: list[Emission]) -> None:
+        world.beat()
+        with world.outside():
+            show(emissions)
+
     try:
         result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
         outputs = finish()
@@ -129,15 +184,16 @@ def generate(
             sink.close()
     if is_single and outputs[0].error is not None:
         raise UsageError(f"the prompt cannot run: {outputs[0].error}")
-    document = generate_document(resolved, where, outputs, result.metrics)
-    if folder is not None:
-        folder.write("summary.json", to_json(document) + "\n")
-    if as_json:
-        typer.echo(to_json(document))
     failures = {o.index: o.error for o in outputs if o.error is not None}
-    print_failures(failures)
+    with world.outside():
+        document = generate_document(resolved, where, outputs, result.metrics)
+        if folder is not None:
+            folder.write("summary.json", to_json(document) + "\n")
+        if as_json:
+            typer.echo(to_json(document))
+        print_failures(failures)
     if not quiet:
-        compared = job.plan.k > 0 and sys.stderr.isatty()
+        compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
         is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
         print_summary(
             result.metrics,
@@ -145,7 +201,7 @@ def generate(
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
         )
-    raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
+    return ExitCode.PARTIAL if failures else ExitCode.OK
 
 
 def _chat_of(
@@ -163,30 +219,69 @@ def _chat_of(
     return (data.chat if data is not None else "auto"), None
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the options say that prompts are."""
+
+    given: list[str]
+    file: str | None
+    limit: int | None
+    skip_bad: bool
+
+    @property
+    def recipe_path(self) -> str | None:
+        """The file, where it is all that a run takes prompts from and a recipe can name it."""
+        file = self.file
+        if self.given or file is None or file == "-":
+            return None
+        return file if file.strip() and is_unicode(file) and "\0" not in file else None
+
+
 def _prompts(
-    given: list[str], file: str | None, data: "specdec_cli.recipe.DataSection | None"
-) -> "tuple[list[Prompt], specdec_cli.recipe.DataSection | None]":
+    source: _Source,
+    data: "specdec_cli.recipe.DataSection | None",
+    sets: Mapping[str, object],
+) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
     """Prompts from the options, else from a pipe, else from the recipe's data.
 
     Also returns the data section that says where they came from, so that the resolved recipe
     never names prompts that were not run; None for those that no recipe can name.
     """
-    from specdec_cli.recipe import DataSection
+    from specdec_cli.prompts import load_prompts, read_prompts
 
-    if given or file is not None:
-        found = read_prompts(given, file, sys.stdin if file == "-" else None)
-        if given or file is None or file == "-":
-            return found, None
-        try:
-            return found, DataSection(path=os.path.abspath(file))
-        except ValueError:  # a file name that is no text
-            return found, None
-    if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
+    if (file := source.recipe_path) is not None:
+        assert data is not None and data.path == file
+        data = _limited(_of_another_file(data, sets), source.limit)
+        found = load_prompts(data, skip_bad=source.skip_bad, is_file=True)
+        return found, data.model_copy(update={"path": os.path.abspath(file)})
+    limit, skip_bad = source.limit, source.skip_bad
+    if source.given or source.file is not None:
+        stdin = sys.stdin if source.file == "-" else None
+        return (
+            read_prompts(source.given, source.file, stdin, limit=limit, skip_bad=skip_bad),
+            None,
+        )
+    if _is_piped() and (piped := read_prompts([], None, sys.stdin, limit=limit, skip_bad=skip_bad)):
         return piped, None
     if data is None:
         raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
-    path = str(demo.demo_path(data.path)) if data.path.startswith(demo.PREFIX) else data.path
-    return read_prompts([], path, None)[: data.limit], data
+    data = _limited(data, limit)
+    return load_prompts(data, skip_bad=skip_bad), data
+
+
+def _of_another_file(
+    data: "specdec_cli.recipe.DataSection", sets: Mapping[str, object]
+) -> "specdec_cli.recipe.DataSection":
+    """`data` without what the recipe says of its own prompts: only options speak of this file."""
+    about_rows = ("split", "subset", "column", "limit")
+    stale = [key for key in about_rows if not {f"data.{key}", "data"} & sets.keys()]
+    return data.model_copy(update=dict.fromkeys(stale))
+
+
+def _limited(
+    data: "specdec_cli.recipe.DataSection", limit: int | None
+) -> "specdec_cli.recipe.DataSection":
+    return data if limit is None else data.model_copy(update={"limit": limit})
 
 
 def _is_piped() -> bool:
