@@ -20,7 +20,7 @@ import typer
 
 from specdec_cli import __version__
 from specdec_cli.commands import generate, recipe
-from specdec_cli.errors import ExitCode, SpecdecError, UsageError
+from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.text import inert
 
 _EPILOG = (
@@ -137,7 +137,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         outcome.fail(ExitCode.USAGE, message, _usage_hint(error))
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
-    elif _is_out_of_memory(error):
+    elif is_out_of_memory(error):
         outcome.fail(
             ExitCode.ENVIRONMENT,
             f"out of memory: {_first_line(error) or 'no more to be had'}",
@@ -160,14 +160,6 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
 )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    # Torch is not imported here; its own class carries this name, its CPU allocator has none.
-    is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
-    return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def _usage_hint(error: BaseException) -> str:

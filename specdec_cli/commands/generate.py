@@ -3,19 +3,14 @@
 Parses, prepares, runs and shows; the work is done elsewhere.
 """
 
-import os
-import stat
 import sys
 from typing import Annotated
 
 import typer
 
-import specdec_cli
-from specdec_cli import demo
-from specdec_cli.commands import options
+from specdec_cli.commands import inputs, options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.prompts import Prompt, as_conversations, read_prompts
 
 Prompts = Annotated[
     list[str] | None,
@@ -25,28 +20,14 @@ PromptFile = Annotated[
     str | None,
     typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
 ]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Put prompts through the target's chat template; without either, only messages.",
-        show_default=False,
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system", metavar="TEXT", help="Open every conversation with this; implies --chat."
-    ),
-]
 
 
 def generate(
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
-    chat: Chat = None,
-    system: System = None,
+    chat: inputs.Chat = None,
+    system: inputs.System = None,
     target: options.Target = None,
     draft: options.Draft = None,
     target_tp: options.TargetTP = None,
@@ -95,12 +76,7 @@ def generate(
         "block_size": block_size,
     }
     resolved = options.resolve(recipe, sets, chosen)
-    use_chat, opening = _chat_of(chat, system, resolved.data)
-    found, data = _prompts(prompt or [], prompt_file, resolved.data)
-    prompts = as_conversations(found, use_chat, opening)
-    if data is not None:
-        data = data.model_copy(update={"chat": use_chat, "system": opening})
-    resolved = resolved.model_copy(update={"data": data})
+    prompts, resolved = inputs.from_command_line(resolved, prompt or [], prompt_file, chat, system)
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     is_single = bool(prompt) and len(prompts) == 1
@@ -146,53 +122,3 @@ def generate(
             synthetic=job.plan.is_synthetic,
         )
     raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
-
-
-def _chat_of(
-    chat: bool | None, system: str | None, data: "specdec_cli.recipe.DataSection | None"
-) -> tuple[str, str | None]:
-    """`data.chat` and `data.system`, of whatever prompts, as the options change them."""
-    if chat is False:
-        if system is not None:
-            raise UsageError("--no-chat and --system: a system message needs the chat template")
-        return "off", None
-    if system is None and data is not None:
-        system = data.system
-    if chat or system is not None:
-        return "on", system
-    return (data.chat if data is not None else "auto"), None
-
-
-def _prompts(
-    given: list[str], file: str | None, data: "specdec_cli.recipe.DataSection | None"
-) -> "tuple[list[Prompt], specdec_cli.recipe.DataSection | None]":
-    """Prompts from the options, else from a pipe, else from the recipe's data.
-
-    Also returns the data section that says where they came from, so that the resolved recipe
-    never names prompts that were not run; None for those that no recipe can name.
-    """
-    from specdec_cli.recipe import DataSection
-
-    if given or file is not None:
-        found = read_prompts(given, file, sys.stdin if file == "-" else None)
-        if given or file is None or file == "-":
-            return found, None
-        try:
-            return found, DataSection(path=os.path.abspath(file))
-        except ValueError:  # a file name that is no text
-            return found, None
-    if _is_piped() and (piped := read_prompts([], None, sys.stdin)):
-        return piped, None
-    if data is None:
-        raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
-    path = str(demo.demo_path(data.path)) if data.path.startswith(demo.PREFIX) else data.path
-    return read_prompts([], path, None)[: data.limit], data
-
-
-def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file; a closed one, a terminal or /dev/null is not."""
-    try:
-        mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):
-        return False
-    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
