@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, recipe
+from specdec_cli.commands import generate, merge, recipe, sweep_k
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.text import inert
 
@@ -37,6 +37,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("sweep-k")(sweep_k.sweep_k)
+app.command("merge")(merge.merge)
 app.add_typer(recipe.app, name="recipe")
 
 

@@ -4,10 +4,8 @@ Everything here is computed from what lies in a run folder, so that interrupted,
 sweeps give the points of a whole one. Knows no engine and no terminal.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from specdec_cli import stats
@@ -20,7 +18,7 @@ Point = dict[str, Any]
 _TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Key:
     """Which point a sample belongs to."""
 
@@ -71,11 +69,15 @@ def block_points(
     baseline = _usable(samples.get(plain, {})) if plain is not None else {}
     largest = next((k for k in keys if k.k == forecasts.largest_k and k not in failures), None)
     at_largest = list(_usable(samples.get(largest, {})).values()) if largest is not None else []
-    rounds_of = _rounds_of(forecasts, at_largest)
+    rounds_of, alpha = _rounds_of(forecasts, at_largest), _iid_alpha(at_largest)
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
-        points.append(_point(key, own, baseline, failures.get(key), rounds_of, forecasts, seed))
+        point = _point(key, own, baseline, failures.get(key), seed)
+        point["prediction"] = _prediction(key.k, point, rounds_of, forecasts, alpha)
+        if point["prediction"] is not None:
+            point["predicted_speedup"] = point["prediction"]["speedup"]
+        points.append(point)
     return points
 
 
@@ -84,8 +86,6 @@ def _point(
     samples: Mapping[int, Sample],
     baseline: Mapping[int, Sample],
     failure: Failure | None,
-    rounds_of: Callable[[int], Rounds] | None,
-    forecasts: Forecasts,
     seed: int,
 ) -> Point:
     usable = _usable(samples)
@@ -115,10 +115,7 @@ def _point(
         point["mean_acceptance_length_ci"] = [1.0, 1.0]
         if length is not None:
             point["mean_acceptance_length_ci"] = stats.interval(length, seed)
-        point["per_category"] = _per_category(usable, baseline, seed)
-    point["prediction"] = _prediction(key.k, point, rounds_of, forecasts)
-    if point["prediction"] is not None:
-        point["predicted_speedup"] = point["prediction"]["speedup"]
+        point["per_category"] = _per_category(usable, baseline, key.k, seed)
     return point
 
 
@@ -266,12 +263,16 @@ def _rounds_of(forecasts: Forecasts, at_largest: list[Sample]) -> Callable[[int]
         return None
     acceptance = _acceptance(at_largest, forecasts.largest_k)
     rates = [rate or 0.0 for rate in acceptance.conditional_acceptance_rate_per_pos]
-    lengths = [(len(s["token_ids"]), int(s["max_new_tokens"])) for s in at_largest]
+    lengths = [(len(s["token_ids"]), int(s["max_output_tokens"])) for s in at_largest]
     return lambda k: rates_rounds(rates, lengths, k)
 
 
 def _prediction(
-    k: int, point: Point, rounds_of: Callable[[int], Rounds] | None, forecasts: Forecasts
+    k: int,
+    point: Point,
+    rounds_of: Callable[[int], Rounds] | None,
+    forecasts: Forecasts,
+    alpha: float,
 ) -> dict[str, Any] | None:
     """Predicted mean length and speed-up, beside what was measured."""
     if rounds_of is None:
@@ -284,9 +285,6 @@ def _prediction(
     method = "replay" if forecasts.texts is not None else "rates"
     metrics, measured = point["metrics"], point["speedup"]
     length = rounds.mean_acceptance_length
-    largest = rounds_of(forecasts.largest_k)
-    # Each draft of the largest k ends in a rejection or in all k accepted.
-    alpha = _iid_alpha(largest.mean_acceptance_length, forecasts.largest_k)
     iid = iid_length(alpha, k)
     true_length = metrics["mean_acceptance_length"] if metrics else None
     return {
@@ -303,31 +301,43 @@ def _prediction(
     }
 
 
-def _iid_alpha(length: float, k: int) -> float:
-    """The one rate at which the i.i.d. formula gives the mean length of the largest k."""
-    low, high = 0.0, 1.0
-    for _ in range(50):
-        rate = (low + high) / 2
-        low, high = (rate, high) if iid_length(rate, k) < length else (low, rate)
-    return low
+def _iid_alpha(samples: Iterable[Sample]) -> float:
+    """The rate at which a proposal is accepted when those before it were, whatever its place."""
+    chosen = list(samples)
+    accepted = sum(sum(s["accepted_per_round"]) for s in chosen)
+    rejected: int = sum(
+        a < p
+        for s in chosen
+        for p, a in zip(s["proposed_per_round"], s["accepted_per_round"], strict=True)
+    )
+    return float(accepted / max(1, accepted + rejected))
 
 
 def _analytic_alpha(forecasts: Forecasts) -> float | None:
     """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for t in forecasts.texts or () for o in t.overlap]
+    overlaps = [o for text in forecasts.texts or () for o in text.overlap]
     return sum(overlaps) / len(overlaps) if overlaps else None
 
 
 def _per_category(
-    samples: Mapping[int, Sample], baseline: Mapping[int, Sample], seed: int
+    samples: Mapping[int, Sample], baseline: Mapping[int, Sample], k: int, seed: int
 ) -> dict[str, dict[str, Any]]:
-    sizes = Counter(s["category"] for s in samples.values() if s["category"] is not None)
-    rows = {}
-    for category in sorted(sizes):
+    rows: dict[str, dict[str, Any]] = {}
+    for category in sorted({s["category"] for s in samples.values()} - {None}):
         own = {i: s for i, s in samples.items() if s["category"] == category}
-        counts = _acceptance(own.values(), max((len(s["stage_k"]) for s in ()), default=0))
-        rows[category] = counts
-    return {}
+        acceptance = _acceptance(own.values(), k)
+        faster = speedup(own, baseline)
+        rows[category] = {
+            "num_prompts": len(own),
+            "num_output_tokens": sum(len(s["token_ids"]) for s in own.values()),
+            "mean_acceptance_length": acceptance.mean_acceptance_length,
+            "draft_acceptance_rate": acceptance.draft_acceptance_rate,
+            "acceptance_rate_per_pos": acceptance.acceptance_rate_per_pos,
+            "decode_tokens_per_second": _speed(own.values()).value,
+            "speedup": faster.value if faster is not None else None,
+            "speedup_ci": stats.interval(faster, seed) if faster is not None else None,
+        }
+    return rows
 
 
 def _length(samples: Mapping[int, Sample]) -> SumRatio | None:

@@ -10,7 +10,7 @@ For greedy decoding they are 0 or 1 and the replay is exact: the very rounds tha
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +21,15 @@ class Text:
     proposed. chains: for a proposer that may find fewer than asked (n-grams), for a round that
     begins at each output token, how many it proposes and how many of them stand; exactly one of the
     two is given. limit: most output tokens that the prompt may have. draft_limit: output tokens
-    up to the end of the draft's own context.
+    up to the end of the draft's own context. overlap: for each output token the sum of min(p, q),
+    where it is known.
     """
 
     limit: int
     draft_limit: int
     accept: tuple[float, ...] | None = None
     chains: tuple[tuple[int, int], ...] | None = None
+    overlap: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         assert (self.accept is None) != (self.chains is None)
@@ -101,6 +103,25 @@ def expected_rounds(texts: Iterable[Text], k: int) -> Rounds:
             if chance:
                 begins[min(start + len(chain) + 1, text.length)] += chance
     return found
+
+
+def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
+    """The text of a greedy run with what its own rounds showed, and how often that was news.
+
+    rounds: proposed and accepted tokens of each round from the first on, without the rounds that
+    proposed nothing. A pass over a whole text rounds otherwise than one over single tokens: in
+    half precision a near-tie may fall to the other side.
+    """
+    assert text.accept is not None
+    accept, start, news = list(text.accept), 0, 0
+    for proposed, accepted in rounds:
+        for place in range(min(proposed, accepted + 1)):
+            if start + place < text.length:
+                shown = float(place < accepted)
+                news += accept[start + place] != shown
+                accept[start + place] = shown
+        start += accepted + 1
+    return replace(text, accept=tuple(accept)), news
 
 
 def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:
