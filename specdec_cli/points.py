@@ -178,8 +178,9 @@ def recommend(
 ) -> dict[str, Any]:
     """The contract's `best` among the points of one batch size, every draft's.
 
-    The smallest k that cannot be told from the fastest; 0 is "no speculation". Points that were
-    only predicted are compared by their predictions.
+    The smallest k that cannot be told from the fastest and is faster than k = 0 beyond chance; 0,
+    "no speculation", where there is none. Points that were only predicted are compared by their
+    predictions.
     """
     measured = [p for p in points if p["status"] == "ok"]
     if any(p["status"] == "skipped" for p in points):
@@ -194,8 +195,16 @@ def recommend(
     choice = stats.choose(measures, seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
-    chosen = min(tied, key=lambda p: (p["k"], -p["speedup"]))
+    chosen = min(filter(_pays, tied), key=lambda p: (p["k"], -p["speedup"]), default=None)
+    if chosen is None:
+        chosen = next(p for p in candidates if p["k"] == 0)
     return _best(chosen, fastest, tied, "speedup", len(common))
+
+
+def _pays(point: Point) -> bool:
+    """Whether a point is faster than k = 0 beyond chance, or beyond doubt where none is known."""
+    low = point["speedup_ci"][0] if point["speedup_ci"] is not None else point["speedup"]
+    return bool(point["k"] > 0 and low > 1.0)
 
 
 def _against_plain(
@@ -241,7 +250,10 @@ def _reason(chosen: Point, fastest: Point, measure: str, num_prompts: int | None
     if fastest["k"] == 0:
         return f"no speculation: no k is faster than k = 0{over}"
     if chosen["k"] == 0:
-        return f"no speculation: the fastest, k = {fastest['k']} at {gain}, cannot be told from it"
+        return (
+            f"no speculation: the fastest, k = {fastest['k']} at {gain}, "
+            "is not faster beyond chance"
+        )
     if chosen is fastest:
         return f"k = {chosen['k']} is the fastest, {gain}, and no smaller k is tied with it"
     return (
