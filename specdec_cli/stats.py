@@ -41,7 +41,7 @@ class SumRatio:
         sums = self.columns.sum(axis=0)
         if len(self.columns) == 0 or (sums <= 0).any():
             return float("nan")
-        return float(np.exp(np.log(sums) @ np.array(self.powers)))
+        return float(np.prod(sums ** np.array(self.powers, float)))
 
     def over(self, other: "SumRatio") -> "SumRatio":
         """This measure divided by another of the same prompts."""

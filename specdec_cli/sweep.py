@@ -37,7 +37,7 @@ _log = logging.getLogger("specdec")
 # Batches of this many refills: long enough to be full most of the time, short enough that little
 # is lost when a job is killed.
 _BATCHES_A_UNIT = 8
-_CURVE_PARTS = 8  # batches of prompts that the time curve is measured on, over the whole sweep
+_MOST_CURVE_PARTS = 8  # batches of prompts that the time curve is measured on
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +300,7 @@ class Sweep:
         return (
             any(p.index not in self.records.samples[key] for key in keys for p in job.prompts)
             or any(
-                len(self.records.costs[Key(draft, batch_size, k)]) < _CURVE_PARTS
+                len(self.records.costs[Key(draft, batch_size, k)]) < _curve_parts(job, batch_size)
                 for k in self.plan.settings.ks
             )
             or bool(self._without_text(job))
@@ -321,8 +321,9 @@ class Sweep:
         units = list(_units(job, engine.batch_size))
         for number, unit in enumerate(units):
             curve_began = time.perf_counter(), time.process_time()
-            for part in range(_CURVE_PARTS):
-                if part * len(units) // _CURVE_PARTS == number:
+            parts = _curve_parts(job, engine.batch_size)
+            for part in range(parts):
+                if part * len(units) // parts == number:
                     self._time_curve(job, engine, part)
             # What the time curve takes is neither measuring nor recording.
             began += time.perf_counter() - curve_began[0]
@@ -479,10 +480,15 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _curve_parts(job: Job, batch_size: int) -> int:
+    """In how many parts the time curve is measured: over half of the prompts at most."""
+    return max(1, min(_MOST_CURVE_PARTS, len(job.prompts) // (2 * batch_size)))
+
+
 def _part(job: Job, part: int, batch_size: int) -> Job:
     """A batch of prompts from one place among all of them."""
     count = len(job.prompts)
-    start = part * count // _CURVE_PARTS
+    start = part * count // _curve_parts(job, batch_size)
     chosen = {job.prompts[(start + i) % count].index for i in range(min(batch_size, count))}
     return only(job, chosen.__contains__)
 

@@ -129,6 +129,8 @@ def sweep_k(
         # Of the two only one counts: the option's, whatever the recipe has.
         chosen["synthetic_acceptance_rates"] = rates
         chosen["synthetic_acceptance_length"] = synthetic_acceptance_length
+        if rates is not None:  # they are for the positions of the largest k
+            chosen["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
         if rates is None or synthetic_acceptance_length is None:
             all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
