@@ -109,7 +109,9 @@ def _point(
         length = _length(usable)
         faster = speedup(usable, baseline)
         point["metrics"] = metrics_of(list(samples.values()), key)
-        if faster is not None:
+        if key.k == 0:
+            point |= {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
+        elif faster is not None:
             point["speedup"] = faster.value
             point["speedup_ci"] = stats.interval(faster, seed)
         point["mean_acceptance_length_ci"] = [1.0, 1.0]
@@ -147,6 +149,7 @@ def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
             key.k,
         ),
         draft_ms=ms.get("draft", 0.0) / shares,
+        broadcast_ms=ms.get("broadcast", 0.0) / shares,
         verify_ms=ms.get("verify", 0.0) / shares,
         sample_ms=ms.get("sample", 0.0) / shares,
         round_ms=decode * 1e3 / shares,
@@ -237,14 +240,16 @@ def _best(
         "k": chosen["k"],
         "draft": chosen["draft"] if chosen["k"] else None,
         "tied": sorted(set(same_draft)),
-        "reason": _reason(chosen, fastest, measure, num_prompts),
+        "reason": _reason(chosen, fastest, min(p["k"] for p in tied), measure, num_prompts),
         "speedup": chosen[measure],
         "fastest": {"k": fastest["k"], "draft": fastest["draft"], "speedup": fastest[measure]},
         "tied_points": [{"k": p["k"], "draft": p["draft"]} for p in tied],
     }
 
 
-def _reason(chosen: Point, fastest: Point, measure: str, num_prompts: int | None) -> str:
+def _reason(
+    chosen: Point, fastest: Point, least_tied: int, measure: str, num_prompts: int | None
+) -> str:
     over = "" if num_prompts is None else f" over {num_prompts} prompts"
     gain = f"{fastest[measure]:.2f}x the speed of k = 0{over}"
     if fastest["k"] == 0:
@@ -255,6 +260,8 @@ def _reason(chosen: Point, fastest: Point, measure: str, num_prompts: int | None
             "is not faster beyond chance"
         )
     if chosen is fastest:
+        if least_tied < chosen["k"]:
+            return f"k = {chosen['k']} is the fastest, {gain}; smaller tied k may not pay at all"
         return f"k = {chosen['k']} is the fastest, {gain}, and no smaller k is tied with it"
     return (
         f"k = {chosen['k']} at {chosen[measure]:.2f}x cannot be told from the fastest, "

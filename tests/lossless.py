@@ -21,7 +21,8 @@ from transformers.generation import (
 
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.sampling import round_noise, to_probs
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
+from specdec_cli.engine.verify import decision
 from tests.support import CPU, reference, save_tiny
 
 VOCAB = 32
@@ -502,16 +503,15 @@ def engine_counts(
     return cells.bincount(minlength=vocab**depth)
 
 
-def engine_verify(rule: Rule) -> Callable[[Proposal, Scores, RoundNoise], Verdict]:
+def engine_verify(rule: Rule) -> Callable[[Proposal, Scores, RoundNoise], Tensor]:
     """`rule` in the form of `specdec_cli.engine.verify.verify`."""
 
-    def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+    def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Tensor:
         lens = torch.tensor(proposal.lens)
         tokens, accepted = rule(
             Round(proposal.token_ids, lens, proposal.probs, scores.probs, noise)
         )
-        kept: list[int] = accepted.tolist()
-        return Verdict([row[: a + 1] for row, a in zip(tokens.tolist(), kept, strict=True)], kept)
+        return decision(tokens, accepted)
 
     return verify
 

@@ -1,18 +1,21 @@
 """Tiny random models of each family, saved as checkpoints, and engines over them."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
-from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.draft import AbsentDraft, DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine, Proposer, Request
 from specdec_cli.engine.ngram import NgramProposer
+from specdec_cli.engine.parallel import ALONE, ONE_RANK, Groups, TensorParallel
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.models.fused import fuse
@@ -258,14 +261,31 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     return folder
 
 
+def save_noised(folder: Path, original: Path) -> Path:
+    """Write a checkpoint that agrees with `original` about half of the time: a draft for it."""
+    shutil.copytree(original, folder)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    generator = torch.Generator().manual_seed(3)
+    noised = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
+    save_file(noised, file, metadata={"format": "pt"})
+    return folder
+
+
 def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
     """transformers' own model with its plain attention: the oracle."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     return model.to(device).eval()
 
 
-def description(folder: Path, device: torch.device = CPU, dtype: str = "auto") -> Description:
-    return describe(ModelSpec("target", str(folder), None, dtype, "auto"), device)
+def description(
+    folder: Path,
+    device: torch.device = CPU,
+    dtype: str = "auto",
+    parallel: TensorParallel = ALONE,
+    load_format: str = "auto",
+) -> Description:
+    return describe(ModelSpec("target", str(folder), None, dtype, load_format), device, parallel)
 
 
 def paged_model(
@@ -276,18 +296,19 @@ def paged_model(
     dtype: str = "auto",
     foreign_ids: bool = False,
     fused: bool = False,
+    parallel: TensorParallel = ALONE,
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
     fused: with the layers that a built engine has, where the family has them.
     """
-    found = description(folder, device, dtype)
+    found = description(folder, device, dtype, parallel)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(float("nan"))
     module = load(found, device)
-    form = fuse(module, found.max_len) if fused else None
+    form = fuse(module, found.max_len, parallel) if fused else None
     return PagedModel(module, cache, foreign_ids, form)
 
 
@@ -306,14 +327,22 @@ def make_engine(
     draft_max_len: int = 512,
     pipelined: bool = False,
     fused: bool = True,
+    groups: Groups = ONE_RANK,
 ) -> Engine:
     """An engine over two saved checkpoints."""
-    target_model = paged_model(target, num_blocks, block_size, device, dtype, fused=fused)
-    worker = None
-    if draft is not None:
-        draft_model = paged_model(draft, num_blocks, block_size, device, dtype, fused=fused)
+    parallel = groups.target or ALONE
+    target_model = paged_model(
+        target, num_blocks, block_size, device, dtype, fused=fused, parallel=parallel
+    )
+    worker: Proposer | None = None
+    if draft is not None and groups.draft is None:
+        worker = AbsentDraft(target_model.vocab_size, draft_max_len, device)
+    elif draft is not None and groups.draft is not None:
+        draft_model = paged_model(
+            draft, num_blocks, block_size, device, dtype, fused=fused, parallel=groups.draft
+        )
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
-        worker = DraftWorker(draft_model, target_model.vocab_size, draft_max_len)
+        worker = DraftWorker(draft_model, target_model.vocab_size, draft_max_len, groups.draft)
     return Engine(
         TargetScorer(target_model),
         worker,
@@ -323,6 +352,7 @@ def make_engine(
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
         pipelined=pipelined,
+        parallel=parallel,
     )
 
 

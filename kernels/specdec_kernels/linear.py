@@ -50,6 +50,16 @@ def norm_reference(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     return Normed(x, rms_norm_reference(x, norm_weight, eps), None, eps)
 
 
+def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `ops.linear`."""
+    return F.linear(x, weight, bias)
+
+
+def add_norm_reference(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.add_norm`."""
+    return norm_reference(residual + x, norm_weight, eps)
+
+
 def linear_add_norm_reference(
     x: Tensor,
     weight: Tensor,

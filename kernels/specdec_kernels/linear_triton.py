@@ -3,8 +3,9 @@
 A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
 memory. The norm needs no pass of its own: its factor is one number a row, so the kernel that writes
 the residual stream also writes it times the norm's weight, and sums of squares, and the next one
-scales its product at the end. Before it waits for its predecessor, a program asks
-for its first weights, so that memory stays busy from one kernel to the next.
+scales its product at the end. Before it waits for its predecessor, a program asks for its first
+weights, and may load its last ones into registers, so that memory stays busy from one kernel to the
+next.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -87,6 +88,7 @@ def few_rows_linear_kernel(
     SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps: narrow tiles have too few columns
     SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,  # features of every weight row to ask for before the wait
+    EARLY: tl.constexpr,  # the last features, loaded before the wait and used at the end
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -95,6 +97,7 @@ def few_rows_linear_kernel(
     WIDTH: tl.constexpr = BLOCK_K // SLICES
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
+    tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
 
     split = tl.program_id(1)
@@ -109,6 +112,15 @@ def few_rows_linear_kernel(
         prefetch_l2(weight_ptr[:, None] + ahead[None, :])
         if GATED:
             prefetch_l2(up_ptr[:, None] + ahead[None, :])
+    if EARLY > 0:
+        if SLICES == 1:
+            early = K - EARLY + tl.arange(0, EARLY)
+            early_weight = tl.load(weight_ptr[:, None] + early[None, :])
+        else:
+            EARLY_WIDTH: tl.constexpr = EARLY // SLICES
+            early = tl.arange(0, SLICES)[:, None] * EARLY_WIDTH
+            early = K - EARLY + early + tl.arange(0, EARLY_WIDTH)[None, :]
+            early_weight = tl.load(weight_ptr[None, :, None] + early[:, None, :])
     row = tl.arange(0, BLOCK_M)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
@@ -139,7 +151,14 @@ def few_rows_linear_kernel(
         inside = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
     acc_up = acc
-    for start in range(first, first + SHARE, BLOCK_K):
+    if EARLY > 0:
+        if SLICES == 1:
+            early_x = tl.load(x_ptr[:, None] + early[None, :], mask=row_live[:, None], other=0.0)
+        else:
+            early_x = tl.load(
+                x_ptr[None, :, None] + early[:, None, :], mask=row_live[None, :, None], other=0.0
+            )
+    for start in range(first, first + SHARE - EARLY, BLOCK_K):
         k = start + inside
         # Dimensions: slice of K (with SLICES > 1), row or column, feature read.
         if SLICES == 1:
@@ -167,6 +186,8 @@ def few_rows_linear_kernel(
                 up = tl.load(up_at, mask=weight_mask, other=0.0)
             acc_up = product(x, up, acc_up, SLICES, PRECISION, UPCAST)
 
+    if EARLY > 0:
+        acc = product(early_x, early_weight, acc, SLICES, PRECISION, UPCAST)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
         acc_up = tl.sum(acc_up, axis=0)
@@ -211,6 +232,7 @@ class Tiles(NamedTuple):
     prefetch: int
     num_warps: int
     num_stages: int
+    early: int = 0
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
@@ -247,6 +269,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
             tiles = Tiles(16, 32, 128, 1, 1, 256, 4, 5)
         else:
             tiles = Tiles(16, 32, 256, 1, 1, 256, 4, 3 if kind == "gate" else 4)
+        if kind != "gate" and not narrow and not many:
+            tiles = tiles._replace(early=512)
     elif kind == "add":
         splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
         tiles = Tiles(64, 32, 128, 1, splits, 512, 4, 8)
@@ -259,7 +283,7 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
             Tiles(64, 64, 64, 1, 1, 256, 4, 7) if narrow else Tiles(64, 64, 128, 1, 1, 256, 4, 3)
         )
     if x.dtype == torch.float32:
-        tiles = tiles._replace(block_k=tiles.block_k // 2)
+        tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
     programs = triton.cdiv(num_features, tiles.block_n) * tiles.splits
     return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
 
@@ -333,6 +357,7 @@ def few_rows_linear(
         SLICES=tiles.slices,
         SPLITS=tiles.splits,
         PREFETCH=prefetch if dependent else 0,
+        EARLY=tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
         DEPENDENT=dependent,
         PRECISION="ieee",
         # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
@@ -471,6 +496,20 @@ def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> 
     return few_rows_linear(
         x.scaled, weight, tiles, squares=x.squares, eps=x.eps, activation=activation
     )[0]
+
+
+def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `ops.linear`."""
+    tiles = choose_tiles("add", x, weight)
+    if tiles is None:
+        return F.linear(x, weight, bias)
+    return few_rows_linear(x, weight, tiles, bias=bias)[0]
+
+
+def add_norm_triton(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.add_norm`."""
+    hidden, scaled = add_norm(x, residual, norm_weight, eps)
+    return Normed(hidden, scaled, None, eps)
 
 
 def linear_add_triton(

@@ -5,9 +5,6 @@ row puts its parts together. The normaliser is the online one of Milakov and Gim
 (arXiv 1805.02867), by parts. What top-k and top-p keep is found without sorting: a logit has few
 possible values (65281 in bf16), and a pass of the search asks at several of them at once how many
 tokens, or how much mass, are that large or larger. Probabilities are never stored.
-
-No round uses these kernels yet: they are checked in the interpreter, and an early state of them
-disagreed with the reference on a GPU. `pytest tests/ops/test_logits.py` there comes first.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)

@@ -17,9 +17,11 @@ from specdec_kernels.clock import stamp_reference
 from specdec_kernels.kv import write_kv_reference
 from specdec_kernels.linear import (
     Normed,
+    add_norm_reference,
     gate_reference,
     linear_add_norm_reference,
     linear_add_reference,
+    linear_reference,
     norm_gate_up_reference,
     norm_linear_reference,
     norm_reference,
@@ -43,11 +45,13 @@ __all__ = [
     "LogitRows",
     "Normed",
     "accept",
+    "add_norm",
     "advance",
     "gate",
     "gather_attention",
     "gather_plan",
     "greedy_argmax",
+    "linear",
     "linear_add",
     "linear_add_norm",
     "logit_rows",
@@ -346,6 +350,34 @@ def norm_gate_up(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
     return norm_gate_up_reference(x, weight, activation)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x @ weight^T (+ bias): one rank's part of an output or down projection.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K], contiguous.
+        bias: [N].
+
+    Returns:
+        [T, N], contiguous.
+    """
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import linear_triton
+
+        return linear_triton(x, weight, bias)
+    return linear_reference(x, weight, bias)
+
+
+def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """residual + x, both [T, N], made ready for the norm that follows: where the ranks' parts of a
+    projection have been added up. norm_weight: [N]."""
+    if x.is_cuda:
+        from specdec_kernels.linear_triton import add_norm_triton
+
+        return add_norm_triton(x, residual, norm_weight, eps)
+    return add_norm_reference(x, residual, norm_weight, eps)
+
+
 def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
     """residual + x @ weight^T (+ bias), where no norm follows at once.
 
@@ -420,7 +452,8 @@ def rope_attention(
         cos, sin: [T, D], in the layout of transformers' Llama.
         key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
         slots: [T] int64. Those of a sequence's queries are its last positions', or in block 0 (the
-            trash block), whose contents are then not defined.
+            trash block), whose contents are then not defined. Of more queries than the context has
+            tokens the first ones are padding.
         block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
             sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.

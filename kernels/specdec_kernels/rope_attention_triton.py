@@ -197,6 +197,7 @@ def rope_attention_kernel(
     # Older keys that some query sees: [low, old). Split, they are in parts of a share each, and
     # the new keys are part 0: they are there later than the others, and need more work.
     old = tl.maximum(context - query_len, 0)
+    early = tl.maximum(query_len - context, 0)  # padding before the first token; nobody sees it
     low = 0
     if WINDOW > 0:
         low = tl.maximum(old - WINDOW + 1, 0)
@@ -369,6 +370,7 @@ def rope_attention_kernel(
         value_to = value_cache_head + value_to[:, None] + dim[None, :]
         tl.store(value_to, new_value, mask=fresh_live[:, None] & (dim < D)[None, :])
         seen = (fresh[None, :] <= token[:, None]) & row_live[:, None]
+        seen = seen & (fresh[None, :] >= early)
         if WINDOW > 0:
             seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
         row_max, row_sum, acc = attend(

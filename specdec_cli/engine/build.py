@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.draft import AbsentDraft, DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
 from specdec_cli.engine.loop import Engine, Proposer, Request
 from specdec_cli.engine.ngram import NgramProposer
@@ -40,21 +40,25 @@ def build(
     """
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
-    descriptions = plan.models
+    descriptions = plan.held
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
     try:
         on_stage("loading the target")
         if loaded_target is not None:
             loaded_target.cache.layers.clear()
         modules = [loaded_target.module if loaded_target else load(plan.target, device)]
-        if plan.draft is not None:
+        if plan.draft is not None and plan.draft in descriptions:
             borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
             on_stage("loading the draft")
             modules.append(load(plan.draft, device, borrowed))
         fused = [] if loaded_target is None else [loaded_target.fused]
         fused += [
-            None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len)
+            None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len, d.parallel)
             for d, module in list(zip(descriptions, modules, strict=True))[len(fused) :]
         ]
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of what was larger before it was split or merged
         num_blocks = recipe.cache.num_blocks or choose_num_blocks(
             CacheNeed(
                 batch_size=recipe.run.batch_size,
@@ -66,16 +70,21 @@ def build(
             device,
             gpu_memory_utilization=recipe.cache.gpu_memory_utilization,
             cpu_bytes=recipe.cache.cpu_bytes,
+            parallel=plan.parallel,
         )
         caches = [KVCache(d.layers, num_blocks, block_size, d.dtype, device) for d in descriptions]
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
     target = TargetScorer(PagedModel(modules[0], caches[0], fused=fused[0]))
     proposer: Proposer | None = None
-    if plan.draft is not None:
+    if plan.draft is not None and plan.draft in descriptions:
         narrower = plan.draft.vocab_size < plan.target.vocab_size
         model = PagedModel(modules[1], caches[1], narrower, fused[1])
-        proposer = DraftWorker(model, plan.target.vocab_size, plan.draft.max_len)
+        proposer = DraftWorker(
+            model, plan.target.vocab_size, plan.draft.max_len, plan.draft.parallel
+        )
+    elif plan.draft is not None:
+        proposer = AbsentDraft(plan.target.vocab_size, plan.draft.max_len, device)
     elif plan.k:
         longest, shortest = recipe.speculation.ngram_max, recipe.speculation.ngram_min
         proposer = NgramProposer(longest, shortest, plan.target.vocab_size, device)
@@ -97,6 +106,7 @@ def build(
         eos_ids=plan.target.eos_ids,
         synthetic=_synthetic(recipe.speculation) if plan.k else None,
         pipelined=plan.no_cuda_graphs is None,
+        parallel=plan.parallel,
     )
     if device.type == "cuda" and recipe.run.warmup:
         # Kernels are compiled at their first launch, and rounds captured, which would count as the
@@ -112,7 +122,7 @@ def build(
 
 def out_of_memory(plan: Plan) -> SetupError:
     """The error for running out of memory, with what was asked for."""
-    weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.models)
+    weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(plan.device)

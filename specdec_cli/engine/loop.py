@@ -1,7 +1,8 @@
 """The engine: rounds of propose, score, verify and apply over a changing set of sequences.
 
 The only module that changes a sequence. Knows no text; stop strings are found by an object that
-is handed in.
+is handed in. With several ranks each runs the same rounds on the same sequences: what is proposed
+and what is decided is rank 0's, and everything else follows from it.
 """
 
 import time
@@ -14,17 +15,25 @@ from typing import Protocol
 import torch
 
 from specdec_cli.engine.batch import Span
-from specdec_cli.engine.draft import DraftWorker, no_proposal
+from specdec_cli.engine.draft import AbsentDraft, DraftWorker, no_proposal
 from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.metrics import Metrics, RunClock, summarise
 from specdec_cli.engine.padded import RoundRule
+from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.engine.pipeline import Pipeline
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence, Verdict
-from specdec_cli.engine.verify import check_finite, verify
+from specdec_cli.engine.types import (
+    Proposal,
+    RoundNoise,
+    SamplingParams,
+    Scores,
+    Sequence,
+    Verdict,
+)
+from specdec_cli.engine.verify import check_finite, read_verdict, verify
 
 
 class Proposer(Protocol):
@@ -97,7 +106,8 @@ class Engine:
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. synthetic: accept by given rates instead of by
     rejection sampling; the output is then not the target's. pipelined: run padded rounds, launched
-    one ahead of the host (as graphs on CUDA), where the proposer is a model or k = 0.
+    one ahead of the host (as graphs on CUDA), where the proposer is a model or k = 0. parallel: the
+    ranks that the target is split over.
     """
 
     def __init__(
@@ -112,6 +122,7 @@ class Engine:
         eos_ids: frozenset[int],
         synthetic: SyntheticAcceptance | None = None,
         pipelined: bool = False,
+        parallel: TensorParallel = ALONE,
     ) -> None:
         self.target = target
         self.draft = draft
@@ -122,6 +133,7 @@ class Engine:
         self.eos_ids = eos_ids
         self.synthetic = synthetic
         self.pipelined = pipelined
+        self.parallel = parallel
         self._pipelines: dict[Hashable, Pipeline] = {}
 
     def with_batch_size(self, batch_size: int) -> "Engine":
@@ -167,7 +179,8 @@ class Engine:
         run = Run(k, params, scheduler, RunClock(self.target.model.device))
         for request in requests:
             self._add(run, request)
-        if self.pipelined and run.seqs and (k == 0 or isinstance(self.draft, DraftWorker)):
+        is_model = isinstance(self.draft, DraftWorker | AbsentDraft)
+        if self.pipelined and run.seqs and (k == 0 or is_model):
             run.pipeline = self._pipeline(run)
         return run
 
@@ -187,11 +200,15 @@ class Engine:
         noise = self._noise(run, seqs, max(lens))
         with run.clock.stage("draft"):
             proposal = self._propose(run, seqs, lens, noise)
+        with run.clock.stage("broadcast"):
+            self.parallel.broadcast(proposal.token_ids)
         with run.clock.stage("verify"):
             scores = self.target.score(seqs, proposal, run.params)
         with run.clock.stage("sample"):
-            decide = verify if self.synthetic is None else self.synthetic.verify
-            verdict = decide(proposal, scores, noise.first(proposal.token_ids.shape[1]))
+            decided = self._decide(proposal, scores, noise)
+        with run.clock.stage("broadcast"):
+            self.parallel.broadcast(decided)
+        verdict = read_verdict(decided)
         # A proposer may propose less than it was asked for, but never more.
         now = time.perf_counter()
         return self._apply(run, seqs, proposal.lens, verdict, now - started, now)
@@ -247,10 +264,11 @@ class Engine:
                 rates = torch.tensor(self.synthetic.rates(k), device=device)
             eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
             draft = self.draft if k and isinstance(self.draft, DraftWorker) else None
+            draft_max_len = self.draft.max_len if k and self.draft is not None else 0
             rule = RoundRule(
                 k=k,
                 params=params,
-                draft_max_len=min(draft.max_len, self.max_model_len) if draft is not None else 0,
+                draft_max_len=min(draft_max_len, self.max_model_len),
                 max_model_len=self.max_model_len,
                 eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
                 rates=rates,
@@ -258,7 +276,9 @@ class Engine:
             # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
             held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
             columns = held + self.allocator.blocks_for(k + 1)
-            self._pipelines[key] = Pipeline(target, draft, rule, self.batch_size, columns)
+            self._pipelines[key] = Pipeline(
+                target, draft, rule, self.batch_size, columns, self.parallel
+            )
         return self._pipelines[key]
 
     def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
@@ -307,6 +327,14 @@ class Engine:
             model = self.target.model
             return no_proposal(len(seqs), model.vocab_size, model.device)
         return self.draft.propose(seqs, lens, noise, run.params)
+
+    def _decide(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
+        """The round's decision, see `engine.verify.decision`; room for it on ranks other than 0."""
+        batch, k = proposal.token_ids.shape
+        if not self.parallel.is_first:
+            return proposal.token_ids.new_zeros(batch, k + 2)
+        decide = verify if self.synthetic is None else self.synthetic.verify
+        return decide(proposal, scores, noise.first(k))
 
     def _apply(
         self,

@@ -90,7 +90,9 @@ class Acceptance:
 class Metrics:
     """One run. Times in milliseconds unless the name says seconds.
 
-    draft_ms, verify_ms, sample_ms, round_ms: means per engine round. prefill_ms: mean per prompt.
+    draft_ms, broadcast_ms, verify_ms, sample_ms, round_ms: means per engine round. broadcast_ms:
+    sending proposals and decisions to the target's other ranks; only rank 0's says anything, since
+    elsewhere it contains the wait. prefill_ms: mean per prompt.
     ttft_ms: from a prompt's admission to its first token. tpot_ms: per token after the first.
     output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode only.
     """
@@ -104,6 +106,7 @@ class Metrics:
     num_preemptions: int
     acceptance: Acceptance
     draft_ms: float
+    broadcast_ms: float
     verify_ms: float
     sample_ms: float
     round_ms: float
@@ -123,7 +126,7 @@ class Metrics:
 
 
 Stamp = float | torch.cuda.Event
-STAGES = ("draft", "verify", "sample")
+STAGES = ("draft", "broadcast", "verify", "sample")
 
 
 @dataclass(slots=True)
@@ -151,9 +154,9 @@ class RunClock:
         if on_cuda:
             torch.cuda.nvtx.range_pop()
 
-    def add_stages(self, milliseconds: Values[float]) -> None:
-        """Add times of a round's stages that were measured elsewhere, in the order of STAGES."""
-        for name, spent in zip(STAGES, milliseconds, strict=True):
+    def add_stages(self, milliseconds: dict[str, float]) -> None:
+        """Add times of a round's stages that were measured elsewhere."""
+        for name, spent in milliseconds.items():
             self.stage_ms[name] += spent
 
     def add_round(self, seconds: float, proposed: bool) -> None:
@@ -198,7 +201,7 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
     done = [s for s in seqs if s.finish_reason != "error"]
     rounds = max(1, clock.num_rounds)
     tokens = sum(s.num_new_tokens for s in done)
-    draft_ms, verify_ms, sample_ms = (clock.stage_ms[stage] / rounds for stage in STAGES)
+    stage_ms = {stage: clock.stage_ms[stage] / rounds for stage in STAGES}
     ttft = [
         (s.first_token_at - s.admitted_at) * 1e3
         for s in done
@@ -223,9 +226,10 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
             [a for s in done for a in s.accepted_per_round],
             k,
         ),
-        draft_ms=draft_ms,
-        verify_ms=verify_ms,
-        sample_ms=sample_ms,
+        draft_ms=stage_ms["draft"],
+        broadcast_ms=stage_ms["broadcast"],
+        verify_ms=stage_ms["verify"],
+        sample_ms=stage_ms["sample"],
         round_ms=clock.decode_seconds * 1e3 / rounds,
         prefill_ms=clock.prefill_seconds * 1e3 / max(1, len(done)),
         prefill_seconds=clock.prefill_seconds,

@@ -13,12 +13,17 @@ import torch
 from specdec_kernels import ops
 
 from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.sampling import Purpose, to_probs
+from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.engine.sampling import Purpose
 from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import RoundNoise, SamplingParams
+from specdec_cli.engine.verify import decision
 
-NUM_STAMPS = 4  # before drafting, before scoring, before deciding, at the end
+# What ends at each stamp after the first. With one rank nothing is sent, and the stamps that would
+# tell are left out.
+STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "sample")
+NUM_STAMPS = len(STAMPED) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,22 @@ class RoundRule:
     @property
     def is_greedy(self) -> bool:
         return self.params.temperature == 0.0
+
+    @property
+    def filters(self) -> tuple[float, int, float]:
+        """Temperature, top-k and top-p."""
+        return self.params.temperature, self.params.top_k, self.params.top_p
+
+
+@dataclass(frozen=True, slots=True)
+class DraftLogits:
+    """What proposals were drawn from; probabilities are never stored.
+
+    logits: [B, K, V'], V' at most V. rows: fp32 [B, K, 4], see `ops.logit_rows`.
+    """
+
+    logits: torch.Tensor
+    rows: torch.Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -66,22 +87,49 @@ class Record:
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] nanoseconds on the device's clock."""
+        """[NUM_STAMPS] nanoseconds on the device's clock; 0 where none was taken."""
         return self.flat[-NUM_STAMPS:]
+
+    def stage_ms(self) -> dict[str, float]:
+        """How long each stage took; read on the host."""
+        times: list[int] = self.stamps.tolist()
+        spent = dict.fromkeys(STAMPED, 0.0)
+        last = times[0]
+        for stage, time in zip(STAMPED, times[1:], strict=True):
+            if time:
+                spent[stage] += (time - last) / 1e6
+                last = time
+        return spent
 
 
 def padded_round(
-    slots: Slots, draft: DraftWorker | None, target: TargetScorer, rule: RoundRule, record: Record
+    slots: Slots,
+    draft: DraftWorker | None,
+    target: TargetScorer,
+    rule: RoundRule,
+    record: Record,
+    parallel: TensorParallel,
 ) -> None:
-    """Run one round of every slot, moving `slots` on and filling `record`."""
+    """Run one round of every slot, moving `slots` on and filling `record`.
+
+    parallel: the target's ranks, each of which runs this. What is proposed and what is decided is
+    rank 0's. draft: None where this rank holds no part of it.
+    """
     ops.stamp(record.stamps, 0)
     noise = _noise(slots, rule)
     lens = proposal_lens(slots, rule)
-    proposed, q = _propose(slots, draft, lens, rule, noise)
+    proposed, drawn_from = _propose(slots, draft, lens, rule, noise)
     ops.stamp(record.stamps, 1)
+    if parallel.size > 1:
+        parallel.broadcast(proposed)
+        ops.stamp(record.stamps, 2)
     logits = _score(slots, target, proposed, lens, rule)
-    ops.stamp(record.stamps, 2)
-    tokens, accepted = _decide(proposed, q, logits, lens, rule, noise)
+    ops.stamp(record.stamps, 3)
+    if parallel.is_first:
+        decided = _decide(proposed, drawn_from, logits, lens, rule, noise)
+    else:
+        decided = (lens.new_zeros(len(lens), rule.k + 1), lens)
+    tokens, accepted = decided if parallel.size == 1 else _agreed(*decided, record, parallel)
     ops.advance(
         tokens,
         accepted,
@@ -93,7 +141,17 @@ def padded_round(
         rule.eos_ids,
         record.rows,
     )
-    ops.stamp(record.stamps, 3)
+    ops.stamp(record.stamps, 6)
+
+
+def _agreed(
+    tokens: torch.Tensor, accepted: torch.Tensor, record: Record, parallel: TensorParallel
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rank 0's decision: tokens [B, K + 1] and accepted [B], int64."""
+    ops.stamp(record.stamps, 4)
+    decided = parallel.broadcast(decision(tokens, accepted))
+    ops.stamp(record.stamps, 5)
+    return decided[:, :-1].contiguous(), decided[:, -1].contiguous()
 
 
 def proposal_lens(slots: Slots, rule: RoundRule) -> torch.Tensor:
@@ -120,18 +178,18 @@ def _propose(
     lens: torch.Tensor,
     rule: RoundRule,
     noise: RoundNoise | None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, DraftLogits | None]:
     """K tokens a slot, int64 [B, K] (-1 where logits are not finite), and, unless decoding is
-    greedy, the distributions they were drawn from, fp32 [B, K, V].
+    greedy, what they were drawn from.
 
     The first pass feeds the last two tokens: the draft's cache lacks one of them, or both after a
     round whose proposals were all accepted. To write a key again changes nothing.
     """
-    batch = slots.tail.shape[0]
     if rule.k == 0 or draft is None:
-        return slots.tail.new_zeros(batch, 0), None
+        return slots.tail.new_zeros(len(slots.tail), rule.k), None
     tokens: list[torch.Tensor] = []
-    probs: list[torch.Tensor] = []
+    drawn_from: list[torch.Tensor] = []
+    stats: list[torch.Tensor] = []
     for step in range(rule.k):
         logits = draft.model.forward_padded(
             slots.tail if step == 0 else tokens[-1][:, None],
@@ -141,16 +199,20 @@ def _propose(
             margin=2,
             max_len=rule.draft_max_len,
             last_only=True,
-        )
-        logits = draft.fit(logits[:, 0])
+        )[:, 0, : draft.target_vocab]
         if rule.is_greedy:
             tokens.append(greedy_pick(logits))
         else:
             assert noise is not None
-            q = to_probs(logits, rule.params)
-            tokens.append(ops.sample_categorical(q, noise.draft[:, step].contiguous()))
-            probs.append(q)
-    return torch.stack(tokens, dim=1), torch.stack(probs, dim=1) if probs else None
+            rows = ops.logit_rows(logits, *rule.filters)
+            tokens.append(ops.sample_logits(logits, rows, *rule.filters, noise.draft[:, step]))
+            if draft.parallel.is_first:  # only rank 0 verifies
+                drawn_from.append(logits)
+                stats.append(rows.rows)
+    proposed = torch.stack(tokens, dim=1)
+    if not drawn_from:
+        return proposed, None
+    return proposed, DraftLogits(torch.stack(drawn_from, dim=1), torch.stack(stats, dim=1))
 
 
 def _score(
@@ -174,7 +236,7 @@ def _score(
 
 def _decide(
     proposed: torch.Tensor,
-    q: torch.Tensor | None,
+    draft: DraftLogits | None,
     logits: torch.Tensor,
     lens: torch.Tensor,
     rule: RoundRule,
@@ -190,21 +252,25 @@ def _decide(
         accept_noise = None if noise is None else noise.accept
         return ops.accept(proposed, best, lens, accept_noise, rule.rates)
     assert noise is not None
-    p = to_probs(logits, rule.params)
+    flat = logits.flatten(0, 1)
+    rows = ops.logit_rows(flat, *rule.filters)
     if rule.rates is not None:
-        best = ops.sample_categorical(p.flatten(0, 1), noise.sample.flatten())
-        return ops.accept(proposed, best.view(p.shape[:2]), lens, noise.accept, rule.rates)
-    tokens, accepted = ops.rejection_sample(
-        proposed.clamp(min=0),
-        lens.to(torch.int32),
-        p[:, :0] if q is None else q,
-        p,
+        best = ops.sample_logits(flat, rows, *rule.filters, noise.sample.flatten())
+        return ops.accept(proposed, best.view(logits.shape[:2]), lens, noise.accept, rule.rates)
+    if draft is None:
+        tokens = ops.sample_logits(flat, rows, *rule.filters, noise.sample[:, 0])
+        return tokens[:, None], tokens.clamp(max=0)
+    return ops.reject_logits(
+        proposed,
+        lens,
+        draft.logits,
+        draft.rows,
+        logits,
+        rows,
+        *rule.filters,
         noise.accept,
         noise.sample,
     )
-    places = torch.arange(rule.k, device=lens.device)
-    spoilt = ((proposed < 0) & (places < lens[:, None])).any(dim=1)
-    return tokens, accepted.long().masked_fill(spoilt, -2)
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.padded import Record, RoundRule, padded_round
+from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import Sequence
@@ -28,15 +29,15 @@ class Outcome:
 
     seqs: by slot, as they were when the round was launched; one that has finished since has run a
     ghost round, which means nothing. tokens: K + 1 a slot, of which accepted + 1 count. lens:
-    proposal lengths. stage_ms: drafting, scoring, deciding, on the device's clock. seconds: since
-    the round before, or since this one's launch. read_at: the host's clock.
+    proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the round before, or
+    since this one's launch. read_at: the host's clock.
     """
 
     seqs: list[Sequence]
     tokens: list[list[int]]
     accepted: list[int]
     lens: list[int]
-    stage_ms: tuple[float, float, float]
+    stage_ms: dict[str, float]
     seconds: float
     read_at: float
 
@@ -50,7 +51,7 @@ class _Flight:
 
 
 class Pipeline:
-    """The rounds of one rule over a batch of slots."""
+    """The rounds of one rule over a batch of slots, on this rank of `parallel`."""
 
     def __init__(
         self,
@@ -59,6 +60,7 @@ class Pipeline:
         rule: RoundRule,
         batch_size: int,
         num_columns: int,
+        parallel: TensorParallel,
     ) -> None:
         device = target.model.device
         self.rule = rule
@@ -74,7 +76,7 @@ class Pipeline:
 
         def run() -> None:
             with torch.inference_mode():
-                padded_round(self.slots, draft, target, rule, self._record)
+                padded_round(self.slots, draft, target, rule, self._record, parallel)
 
         self._run = run
         if device.type == "cuda":
@@ -125,13 +127,12 @@ class Pipeline:
         self._read_at = now
         k = self.rule.k
         rows: list[list[int]] = flight.record.rows.tolist()[: len(flight.seqs)]
-        at: list[int] = flight.record.stamps.tolist()
         return Outcome(
             seqs=flight.seqs,
             tokens=[row[: k + 1] for row in rows],
             accepted=[row[k + 1] for row in rows],
             lens=[row[k + 2] for row in rows],
-            stage_ms=((at[1] - at[0]) / 1e6, (at[2] - at[1]) / 1e6, (at[3] - at[2]) / 1e6),
+            stage_ms=flight.record.stage_ms(),
             seconds=seconds,
             read_at=now,
         )

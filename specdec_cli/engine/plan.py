@@ -6,6 +6,15 @@ from typing import Any
 
 import torch
 
+from specdec_cli.engine.parallel import (
+    ALONE,
+    ONE_RANK,
+    Groups,
+    TensorParallel,
+    local_rank,
+    make_groups,
+    world_size,
+)
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.fused import is_fusable
@@ -30,7 +39,9 @@ class Permissions:
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    `draft` is None when no draft model is to propose. shared_bytes: weights that are not loaded for
+    `draft` is None when no draft model is to propose. groups: this rank's place among those that
+    share each model; on a rank that holds no part of the draft, `draft` describes it, and
+    `groups.draft` is None. shared_bytes: weights that are not loaded for
     the draft, because it borrows the target's. compiled: roles of the models whose padded passes
     are compiled.
     """
@@ -41,6 +52,7 @@ class Plan:
     draft: Description | None
     tokenizer: Tokenizer
     max_model_len: int
+    groups: Groups = ONE_RANK
     shared_bytes: int = 0
     compiled: tuple[str, ...] = ()
 
@@ -70,8 +82,19 @@ class Plan:
         return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
 
     @property
+    def parallel(self) -> TensorParallel:
+        """This rank among those of the target."""
+        assert self.groups.target is not None, "every rank holds a part of the target"
+        return self.groups.target
+
+    @property
     def models(self) -> list[Description]:
         return [m for m in (self.target, self.draft) if m is not None]
+
+    @property
+    def held(self) -> list[Description]:
+        """The models that this rank holds a part of."""
+        return self.models if self.groups.draft is not None else [self.target]
 
     @property
     def no_cuda_graphs(self) -> str | None:
@@ -91,7 +114,7 @@ class Plan:
     @property
     def stages(self) -> list[str]:
         """What `build` does one after the other, as it says it."""
-        found = [f"loading the {m.spec.role}" for m in self.models]
+        found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda" and self.recipe.run.warmup:
             found.append("compiling kernels and capturing rounds")
             shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
@@ -104,7 +127,12 @@ class Plan:
         """Why nothing is compiled."""
         if self.recipe.run.compile == "off":
             return "as asked"
-        return self.no_cuda_graphs or "layers are fused instead"
+        return self.no_cuda_graphs or self.no_whole_graphs or "layers are fused instead"
+
+    @property
+    def no_whole_graphs(self) -> str | None:
+        """Why no model can be compiled in one piece, or None when it can."""
+        return "models are split over ranks" if self.parallel.size > 1 else None
 
     @property
     def execution(self) -> dict[str, str]:
@@ -145,16 +173,20 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
 
     Raises `UsageError` for what the recipe asks and this version does not do, `SetupError` for
     models or devices that are missing or do not fit together.
+
+    With several ranks every one of them calls this, in a world that somebody else has started.
     """
-    if recipe.target.tensor_parallel_size > 1:
-        raise UsageError("target.tensor_parallel_size > 1 is not available in this version")
+    _check_world(recipe)
     device = resolve_device(recipe.run.device)
-    target = describe(_spec("target", recipe.target, permissions), device)
+    groups = _groups(recipe, device)
+    target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0
     wants_draft = recipe.speculation.method == "draft_model"
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
-        draft = describe(_spec("draft", recipe.draft, permissions), device)
+        # Ranks that hold no part of it judge it too, so that all of them refuse it, or none.
+        part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
+        draft = describe(_spec("draft", recipe.draft, permissions), device, part)
         check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
         shared_bytes = _check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
     found = Plan(
@@ -164,29 +196,59 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
         draft=draft,
         tokenizer=tokenizer,
         max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
+        groups=groups,
         shared_bytes=shared_bytes,
     )
     if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:
         _use_one_thread()
     # What is compiled are the passes of rounds that graphs replay.
-    for key, wanted in (("cuda_graphs", recipe.run.cuda_graphs), ("compile", recipe.run.compile)):
-        if wanted == "on" and found.no_cuda_graphs is not None:
-            raise UsageError(f"run.{key}: on cannot be had: {found.no_cuda_graphs}")
+    for key, wanted, reason in (
+        ("cuda_graphs", recipe.run.cuda_graphs, found.no_cuda_graphs),
+        ("compile", recipe.run.compile, found.no_cuda_graphs or found.no_whole_graphs),
+    ):
+        if wanted == "on" and reason is not None:
+            raise UsageError(f"run.{key}: on cannot be had: {reason}")
     return replace(found, compiled=compiled_roles(found))
 
 
+def _check_world(recipe: Recipe) -> None:
+    """Raises `UsageError` unless there are as many processes as the target is to have ranks."""
+    wanted, found = recipe.target.tensor_parallel_size, world_size()
+    if wanted != found:
+        raise UsageError(
+            f"target.tensor_parallel_size is {wanted}, and {found} "
+            f"{'process runs' if found == 1 else 'processes run'}",
+            f"start one process for each rank: torchrun --nproc-per-node {wanted}",
+        )
+
+
+def _groups(recipe: Recipe, device: torch.device) -> Groups:
+    """This rank's places. Raises `UsageError` for a device that only one rank could have."""
+    target_tp = recipe.target.tensor_parallel_size
+    if target_tp > 1 and torch.device(recipe.run.device.replace("auto", "cpu")).index is not None:
+        raise UsageError(
+            f"run.device: {recipe.run.device} is one device, and {target_tp} ranks need their own",
+            "use run.device: cuda",
+        )
+    draft_tp = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
+    return make_groups(target_tp, draft_tp, device)
+
+
 def resolve_device(wanted: str) -> torch.device:
-    """`auto` is the first GPU where there is one. Raises `SetupError` for a device that is not."""
+    """`auto` is a GPU where there is one: the first, or one for each process of a host.
+
+    Raises `SetupError` for a device that is not.
+    """
     if wanted == "auto":
-        return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(wanted)
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise SetupError(f"no CUDA device for run.device: {wanted}", "use --device cpu or auto")
-        index = device.index or 0
+        index = local_rank() if device.index is None else device.index
         if index >= torch.cuda.device_count():
             raise SetupError(
-                f"no device {wanted}: this machine has {torch.cuda.device_count()} GPUs"
+                f"no device cuda:{index}: this machine has {torch.cuda.device_count()} GPUs"
             )
         return torch.device("cuda", index)
     return device
@@ -195,7 +257,7 @@ def resolve_device(wanted: str) -> torch.device:
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
     """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
     wanted = plan.recipe.run.compile
-    if wanted == "off" or plan.no_cuda_graphs is not None:
+    if wanted == "off" or (plan.no_cuda_graphs or plan.no_whole_graphs) is not None:
         return ()
     return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
 
@@ -242,6 +304,12 @@ def _check_shared(target: Description, draft: Description, share: tuple[str, ...
 
     Both are on meta. Raises `SetupError` where shapes or dtypes differ.
     """
+    if "lm_head" in share and draft.parallel.size != target.parallel.size:
+        raise SetupError(
+            f"draft.share: lm_head cannot be borrowed; the target's is split over "
+            f"{target.parallel.size} ranks, and the draft runs on {draft.parallel.size}",
+            "take lm_head out of draft.share, or give both the same tensor_parallel_size",
+        )
     own = dict(draft.module.named_parameters(remove_duplicate=False))
     borrowed = borrowed_weights(draft.module, target.module, share)
     for what, (name, theirs) in zip(share, borrowed.items(), strict=True):

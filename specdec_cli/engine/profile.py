@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from specdec_cli.engine.parallel import ALONE, TensorParallel, local_world_size
 from specdec_cli.errors import SetupError
 
 _CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
@@ -41,17 +42,20 @@ def choose_num_blocks(
     *,
     gpu_memory_utilization: float,
     cpu_bytes: int | None,
+    parallel: TensorParallel = ALONE,
 ) -> int:
-    """Blocks to allocate now that the weights are loaded.
+    """Blocks to allocate now that the weights are loaded: what fits on the rank with least room.
 
-    bytes_per_block: of both models together. Raises `SetupError` with the numbers when not even
-    the smallest cache fits.
+    bytes_per_block: of both models together, on this rank. Raises `SetupError` with the numbers
+    when not even the smallest cache fits.
     """
     budget = _budget(device, gpu_memory_utilization, cpu_bytes)
-    fits = budget // bytes_per_block
+    found = parallel.gather_objects((budget // bytes_per_block, budget, bytes_per_block))
+    fits, budget, bytes_per_block = least = min(found)
     if fits < 2:
+        where = str(device) if parallel.size == 1 else f"rank {found.index(least)}"
         raise SetupError(
-            f"no room for a KV cache on {device}: {_mib(budget)} MiB are left for it and one block "
+            f"no room for a KV cache on {where}: {_mib(budget)} MiB are left for it and one block "
             f"of {need.block_size} tokens takes {_mib(bytes_per_block)} MiB",
             "use smaller models or a smaller dtype, or raise cache.gpu_memory_utilization "
             "(cache.cpu_bytes on CPU)",
@@ -64,9 +68,8 @@ def _budget(device: torch.device, utilization: float, cpu_bytes: int | None) -> 
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return max(0, int(free - (1.0 - utilization) * total))
-    if cpu_bytes is not None:
-        return cpu_bytes
-    return int(_available_memory() * _CPU_SHARE)
+    whole = int(_available_memory() * _CPU_SHARE) if cpu_bytes is None else cpu_bytes
+    return whole // local_world_size()
 
 
 def _available_memory() -> int:

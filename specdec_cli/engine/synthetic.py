@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.engine.types import Proposal, RoundNoise, Scores, Verdict
-from specdec_cli.engine.verify import read_verdict
+from specdec_cli.engine.types import Proposal, RoundNoise, Scores
+from specdec_cli.engine.verify import decision
 from specdec_cli.errors import UsageError
 
 _LONGEST_PROPOSAL = 1024
@@ -51,7 +51,7 @@ class SyntheticAcceptance:
             )
         return self.conditional[:k]
 
-    def verify(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+    def verify(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
         """Like `verify`, with the places' rates in place of p / q."""
         device, k = scores.probs.device, proposal.token_ids.shape[1]
         batch = torch.arange(len(proposal.lens), device=device)
@@ -64,4 +64,4 @@ class SyntheticAcceptance:
         tokens[batch, accepted] = own
         accepted = accepted.masked_fill(own < 0, -1)
         accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)
-        return read_verdict(tokens, accepted)
+        return decision(tokens, accepted)

@@ -19,7 +19,10 @@ class TargetScorer:
         self.model.forward(spans, [0] * len(spans))
 
     def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
-        """Distributions after each sequence's last token and after each of its proposals."""
+        """Distributions after each sequence's last token and after each of its proposals.
+
+        All ranks compute them: while rank 0 does, the others have nothing else to do.
+        """
         k = proposal.token_ids.shape[1]
         spans = [
             Span(s, s.target_kv, len(s.tokens), n) for s, n in zip(seqs, proposal.lens, strict=True)

@@ -88,7 +88,8 @@ class Proposal:
 
     token_ids: int64 [B, K]; entries past a sequence's length are valid ids without meaning.
     lens: k_i of each sequence, known to the host.
-    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero.
+    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero. On
+    ranks other than 0, which do not verify, [B, 0, V] will do.
     """
 
     token_ids: torch.Tensor

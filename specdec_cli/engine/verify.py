@@ -7,14 +7,12 @@ from specdec_cli.engine.types import Proposal, RoundNoise, Scores, Verdict
 from specdec_cli.errors import RunError
 
 
-def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
     """Modified rejection sampling (Leviathan et al., 2211.17192; Chen et al., 2302.01318).
 
     Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0));
     with every proposal accepted draw from the target's next distribution. Greedy decoding is the
-    one-hot case.
-
-    Raises `RunError` when a distribution is not finite.
+    one-hot case. Returns a decision, see `decision`.
     """
     device = scores.probs.device
     lens = torch.tensor(proposal.lens, dtype=torch.int32).to(device, non_blocking=True)
@@ -24,21 +22,28 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
     )
     # A draft token of -1 was drawn from a row that is not finite.
     accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)
-    return read_verdict(tokens, accepted)
+    return decision(tokens, accepted)
 
 
-def read_verdict(tokens: torch.Tensor, accepted: torch.Tensor) -> Verdict:
+def decision(tokens: torch.Tensor, accepted: torch.Tensor) -> torch.Tensor:
+    """What a round decided as one tensor, which ranks can send: int64 [B, K + 2].
+
+    tokens: [B, K + 1], the accepted proposals, a token of the target's own, and what has no
+    meaning. accepted: [B], the last column; -1 where the target's logits were not finite, -2 where
+    the draft's were not.
+    """
+    return torch.cat((tokens.long(), accepted.long()[:, None]), dim=1)
+
+
+def read_verdict(decided: torch.Tensor) -> Verdict:
     """Read a decision: the one place of a round where the host waits for the device.
 
-    tokens: int64 [B, K + 1]. accepted: int64 [B], -1 where the target's logits were not finite,
-    -2 where the draft's were not. Raises `RunError` for these.
+    Raises `RunError` when a distribution was not finite.
     """
-    counts: list[int] = accepted.tolist()
+    rows: list[list[int]] = decided.tolist()
+    counts = [row[-1] for row in rows]
     check_finite(counts)
-    rows: list[list[int]] = tokens.tolist()
-    return Verdict(
-        tokens=[row[: a + 1] for row, a in zip(rows, counts, strict=True)], accepted=counts
-    )
+    return Verdict([row[: row[-1] + 1] for row in rows], counts)
 
 
 def check_finite(counts: list[int]) -> None:

@@ -5,7 +5,6 @@ stack. transformers describes both as data, renamings and operations such as sta
 they are followed here for any family. Knows nothing of files.
 """
 
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -20,7 +19,7 @@ from transformers.core_model_loading import (
 )
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
-Read = Callable[[], torch.Tensor]
+from specdec_cli.models.weights import Part, Read
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
@@ -77,7 +76,7 @@ class _Group:
         self.names = [name.replace(targets[0], target, 1) for target in targets]
         self._made: dict[str, torch.Tensor] = {}
 
-    def read(self, name: str) -> torch.Tensor:
+    def read(self, name: str, part: Part | None = None) -> torch.Tensor:
         """Each of `names` can be read once; the parts are read with the first of them."""
         if not self._made:
             try:
@@ -87,4 +86,5 @@ class _Group:
             except RuntimeError as problem:
                 raise ValueError(str(problem)) from problem
             self._made = {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
-        return self._made.pop(name)
+        whole = self._made.pop(name)
+        return whole if part is None else part.of(whole)

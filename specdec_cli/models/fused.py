@@ -4,7 +4,8 @@ A model's meaning stays transformers': only classes whose code is known to compu
 here have a fused form, and it is tested against the original. A layer is five kernels: norm and
 merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
 gated MLP; down projection and residual. The module itself stays whole: its weights become views of
-the merged ones. Legend: T packed tokens, D features of a head.
+the merged ones. Split over ranks, the two projections that end in the residual stream are plain
+products, whose sum over ranks is added to it once. Legend: T packed tokens, D features of a head.
 """
 
 from dataclasses import dataclass
@@ -12,11 +13,13 @@ from typing import Any, Self
 
 import torch
 from specdec_kernels import ops
+from specdec_kernels.linear import Normed
 from specdec_kernels.rope_attention import split_heads_reference
 from torch import Tensor
 
 from specdec_cli.engine.batch import ForwardBatch
 from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import attach
 
 # Their layers differ in biases, per-head norms and windows alone.
@@ -90,13 +93,14 @@ class FusedLayer:
 class FusedForward:
     """A model's forward pass; made by `fuse`.
 
-    max_len: positions that passes will ask for.
+    max_len: positions that passes will ask for. parallel: the ranks that the module is split over.
     """
 
-    def __init__(self, module: Any, max_len: int) -> None:
+    def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
         decoder = module.model
+        self.parallel = parallel
+        self.vocab_size = int(module.config.vocab_size)
         layers = list(decoder.layers)
-        self.embedding: Tensor = decoder.embed_tokens.weight
         self.cos, self.sin = _rotary_table(decoder.rotary_emb, module.dtype, module.device, max_len)
         self.layers = [
             FusedLayer.of(layer, following, index, scale, window)
@@ -108,7 +112,8 @@ class FusedForward:
         self.eps = float(decoder.norm.variance_epsilon)
         self.head = _merged([module.lm_head.weight])
         self.head_bias: Tensor | None = module.lm_head.bias
-        if module.config.tie_word_embeddings:
+        self.embedding: Tensor = decoder.embed_tokens.weight
+        if module.lm_head.weight is decoder.embed_tokens.weight:
             self.embedding = self.head
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
@@ -120,27 +125,48 @@ class FusedForward:
         for layer in self.layers:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = _attend(layer, qkv, cos, sin, cache, batch)
-            x = ops.linear_add_norm(
+            x = self._add_norm(
                 mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias
             )
             inner = ops.norm_gate_up(x, layer.gate_up)
             if layer.following_norm is not None:
-                x = ops.linear_add_norm(
-                    inner, layer.down, x.hidden, layer.following_norm, layer.eps
-                )
+                x = self._add_norm(inner, layer.down, x.hidden, layer.following_norm, layer.eps)
             else:
-                hidden = ops.linear_add(inner, layer.down, x.hidden)
+                hidden = self._add(inner, layer.down, x.hidden)
         if batch.logit_rows is not None:
             hidden = hidden[batch.logit_rows]
-        return ops.norm_linear(ops.norm(hidden, self.norm, self.eps), self.head, self.head_bias)
+        x = ops.norm(hidden, self.norm, self.eps)
+        logits = ops.norm_linear(x, self.head, self.head_bias)
+        return self.parallel.all_gather(logits, self.vocab_size)
+
+    def _add_norm(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        bias: Tensor | None = None,
+    ) -> Normed:
+        """`ops.linear_add_norm` of the whole product, of which each rank holds a part."""
+        if self.parallel.size == 1:
+            return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
+        part = self.parallel.all_reduce(ops.linear(x, weight, bias))
+        return ops.add_norm(part, residual, norm_weight, eps)
+
+    def _add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
+        """`ops.linear_add` of the whole product."""
+        if self.parallel.size == 1:
+            return ops.linear_add(x, weight, residual)
+        return residual + self.parallel.all_reduce(ops.linear(x, weight))
 
 
-def fuse(module: Any, max_len: int) -> FusedForward | None:
+def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """The fused form of a loaded model, None where it has none.
 
     Weights are held once: `module` keeps working, on views of what is merged here.
     """
-    return FusedForward(module, max_len) if is_fusable(module) else None
+    return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
 def _attend(

@@ -5,9 +5,10 @@ filled tensor by tensor from safetensors, or with random numbers for `load_forma
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Callable, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, initialization
 
 from specdec_cli.engine.kv_cache import LayerShape
+from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.gate import Unsupported, check_config, probe, quantisation
 from specdec_cli.models.resolve import model_folder
-from specdec_cli.models.weights import Read, open_checkpoint
+from specdec_cli.models.tp import WHOLE, Shards, shard
+from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
@@ -40,7 +43,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """A model that passed the gate and holds no weights yet (its tensors are on meta)."""
+    """A model that passed the gate and holds no weights yet (its tensors are on meta).
+
+    With several ranks, module and layers are those of this rank: its part of the matrices and its
+    heads.
+    """
 
     spec: ModelSpec
     folder: Path
@@ -49,6 +56,8 @@ class Description:
     dtype: torch.dtype
     max_len: int
     eos_ids: frozenset[int]
+    parallel: TensorParallel = ALONE
+    shards: Shards = field(default=WHOLE)
 
     @property
     def vocab_size(self) -> int:
@@ -65,12 +74,16 @@ class Description:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters on the device; tied ones count once."""
-        return sum(p.numel() * p.element_size() for p in self.module.parameters())
+        """Bytes of the parameters on this rank's device; tied ones count once."""
+        own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
+        return sum(p.numel() * p.element_size() for p in own)
 
 
-def describe(spec: ModelSpec, device: torch.device) -> Description:
-    """Read the config, build the module on meta and pass it through the gate.
+def describe(
+    spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
+) -> Description:
+    """Read the config, build the module on meta, pass it through the gate and take this rank's
+    part of it.
 
     Raises `SetupError` for what cannot be found, read or supported.
     """
@@ -90,7 +103,9 @@ def describe(spec: ModelSpec, device: torch.device) -> Description:
         # past the config's own check, since some families insist on a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
-        layers = probe(module, spec.name)
+        layers, shards = probe(module, spec.name), WHOLE
+        if parallel.size > 1:
+            shards, layers = shard(module, layers, parallel, spec.name)
     except SetupError:
         raise
     except Exception as problem:
@@ -108,6 +123,8 @@ def describe(spec: ModelSpec, device: torch.device) -> Description:
         dtype=dtype,
         max_len=_max_len(config),
         eos_ids=_eos_ids(config, folder),
+        parallel=parallel,
+        shards=shards,
     )
 
 
@@ -124,39 +141,47 @@ def load(
     """
     module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
-        _fill(module, description.dtype, device, _dummy_source(module, device), borrowed)
+        _fill(description, device, _dummy_source(module, device), borrowed)
     else:
         with open_checkpoint(description.folder, spec.allow_pickle) as tensors:
-            source = _checkpoint_source(module, spec, tensors, borrowed.keys())
-            _fill(module, description.dtype, device, source, borrowed)
+            source = _checkpoint_source(description, tensors, borrowed.keys())
+            _fill(description, device, source, borrowed)
     _restore_buffers(module, device)
     return module
 
 
-Source = Callable[[str, torch.Tensor], torch.Tensor | None]
+Source = Callable[[str, torch.Tensor, Part | None], torch.Tensor | None]
 
 
 def _fill(
-    module: Any,
-    dtype: torch.dtype,
+    description: Description,
     device: torch.device,
     source: Source,
     borrowed: dict[str, torch.nn.Parameter],
 ) -> None:
-    """Replace every meta parameter and stored buffer by the tensor `source` gives for its name.
+    """Replace every meta parameter and stored buffer by the tensor, or this rank's part of it, that
+    `source` gives for its name.
 
-    A tied parameter is one object under several names and is read once. Where the source has
-    nothing, the tensor is left to transformers' own initialisation (`_restore_buffers`).
+    A tied parameter is one object under several names and is read once; a head that is a part of
+    the embedding becomes a view of it. Where the source has nothing, the tensor is left to
+    transformers' own initialisation (`_restore_buffers`).
     """
-    exact = _exact_names(module, dtype)
+    module, shards = description.module, description.shards
+    exact = _exact_names(module, description.dtype)
     done: dict[int, torch.Tensor] = {}
+    by_name: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, owner, leaf, meta in _stored(module):
             if name in borrowed:
                 owner._parameters[leaf] = borrowed[name]
                 continue
+            part, origin = shards.parts.get(name), shards.tied.get(name, name)
+            if part is not None and origin != name and origin in by_name:
+                owner._parameters[leaf] = torch.nn.Parameter(part.of(by_name[origin].data), False)
+                owner._parameters[leaf]._is_hf_initialized = True
+                continue
             if id(meta) not in done:
-                value = source(name, meta)
+                value = source(origin, meta, part)
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
                 # Zeros: that initialisation does not reach everything (activations of apertus).
                 make = torch.zeros if value is None else torch.empty
@@ -168,7 +193,7 @@ def _fill(
                     filled._is_hf_initialized = True  # type: ignore[attr-defined]
                 done[id(meta)] = filled
             held = owner._parameters if leaf in owner._parameters else owner._buffers
-            held[leaf] = done[id(meta)]
+            held[leaf] = by_name[name] = done[id(meta)]
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
@@ -189,9 +214,10 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _checkpoint_source(
-    module: Any, spec: ModelSpec, tensors: dict[str, Read], borrowed: Set[str]
+    description: Description, tensors: dict[str, Read], borrowed: Set[str]
 ) -> Source:
     """The module's tensors by name; refuses a checkpoint that lacks some of them."""
+    module, spec, tied = description.module, description.spec, description.shards.tied
     try:
         readers = converted(module, tensors)
     except Exception as problem:
@@ -201,15 +227,16 @@ def _checkpoint_source(
             "config.json and the weights do not belong together",
         ) from problem
     # A file may hold a tied tensor under any of its names.
+    identity = {name: id(tensor) for name, _, _, tensor in _stored(module)}
     names: dict[int, list[str]] = {}
-    for name, _, _, tensor in _stored(module):
-        names.setdefault(id(tensor), []).append(name)
+    for name in identity:
+        names.setdefault(identity[tied.get(name, name)], []).append(name)
     missing = []
-    found: dict[int, Read] = {}
-    for identity, aliases in names.items():
+    found: dict[str, Read] = {}
+    for aliases in names.values():
         held = [name for name in aliases if name in readers]
         if held:
-            found[identity] = readers[held[0]]
+            found |= dict.fromkeys(aliases, readers[held[0]])
         elif not borrowed >= set(aliases):
             missing.append(aliases[0])
     if missing:
@@ -218,9 +245,12 @@ def _checkpoint_source(
             "config.json and the weights do not belong together, or a file is missing",
         )
 
-    def source(name: str, meta: torch.Tensor) -> torch.Tensor:
+    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor:
+        shape = list(meta.shape if part is None else part.shape)
         try:
-            value = found[id(meta)]()
+            value = found[name](part)
+        except WrongShape as problem:
+            raise _wrong_shape(name, spec, list(problem.found), shape) from None
         except ValueError as problem:
             raise SetupError(
                 f"{name} of {spec.name} cannot be put together from its parts in the weights "
@@ -235,35 +265,43 @@ def _checkpoint_source(
                 "take the checkpoint that it was made from",
             )
         if value.shape != meta.shape:
-            raise SetupError(
-                f"{name} of {spec.name} has shape {list(value.shape)} in the weights and "
-                f"{list(meta.shape)} by its config.json",
-                "config.json and the weights do not belong together",
-            )
+            raise _wrong_shape(name, spec, list(value.shape), shape)
         return value
 
     return source
 
 
+def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
+    return SetupError(
+        f"{name} of {spec.name} has shape {stored} in the weights and {wanted} by its config.json",
+        "config.json and the weights do not belong together",
+    )
+
+
 def _dummy_source(module: Any, device: torch.device) -> Source:
-    """Random matrices seeded by parameter name; the rest is left to its own initialisation, which
-    makes norms neutral and biases zero. (Norms of each head and biases of each expert come
-    stacked, as matrices.)"""
+    """Random matrices seeded by parameter name, of which a rank takes its part.
+
+    The rest is left to its own initialisation, which makes norms neutral and biases zero. (Norms
+    of each head and biases of each expert come stacked, as matrices.)
+    """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
-    def source(name: str, meta: torch.Tensor) -> torch.Tensor | None:
+    def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | None:
         if meta.dim() < 2 or "norm" in name or "bias" in name:
             return None
+        shape = meta.shape if part is None else part.shape
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
         generator = torch.Generator(device).manual_seed(seed)
-        count = meta.numel()
+        count = math.prod(shape)
         if device.type == "cpu":
             # Drawing billions of numbers takes minutes on a CPU; repeating a tile takes none.
             tile = torch.empty(min(count, _DUMMY_TILE)).normal_(0.0, std, generator=generator)
             repeats = -(-count // tile.numel())
-            return tile.repeat(repeats)[:count].view(meta.shape)
-        value = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-        return value.normal_(0.0, std, generator=generator)
+            value = tile.repeat(repeats)[:count].view(shape)
+        else:
+            value = torch.empty(shape, dtype=meta.dtype, device=device)
+            value.normal_(0.0, std, generator=generator)
+        return value if part is None else part.of(value)
 
     return source
 

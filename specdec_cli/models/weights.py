@@ -6,18 +6,51 @@ nothing of models.
 
 import json
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec_cli.errors import SetupError
 
-Read = Callable[[], torch.Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Entries start..stop of dimension `dim` of a tensor of `shape`."""
+
+    dim: int
+    start: int
+    stop: int
+    shape: tuple[int, ...]
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Raises `WrongShape` when `whole` is not of the shape."""
+        if tuple(whole.shape) != self.shape:
+            raise WrongShape(tuple(whole.shape))
+        return whole.narrow(self.dim, self.start, self.stop - self.start)
+
+
+class WrongShape(Exception):
+    """A tensor that was to be read in part has another shape, which is given."""
+
+    def __init__(self, found: tuple[int, ...]) -> None:
+        super().__init__()
+        self.found = found
+
+
+class Read(Protocol):
+    """Reads one tensor, or the part of it that is asked for and no more where the file can."""
+
+    def __call__(self, part: Part | None = None) -> torch.Tensor: ...
 
 
 @contextmanager
@@ -82,9 +115,17 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
         raise _damaged(file, problem) from None
 
     def reader(name: str) -> Read:
-        def read() -> torch.Tensor:
+        def read(part: Part | None = None) -> torch.Tensor:
             try:
-                tensor: torch.Tensor = handle.get_tensor(name)
+                tensor: torch.Tensor
+                if part is None:
+                    tensor = handle.get_tensor(name)
+                else:
+                    stored = handle.get_slice(name)
+                    if tuple(stored.get_shape()) != part.shape:
+                        raise WrongShape(tuple(stored.get_shape()))
+                    places = [slice(None)] * part.dim + [slice(part.start, part.stop)]
+                    tensor = stored[tuple(places)]
             except (SafetensorError, OSError) as problem:
                 raise _damaged(file, problem) from None
             return tensor
@@ -107,8 +148,8 @@ def _open_pickle(file: Path) -> dict[str, Read]:
     return {name: partial(_same, tensor) for name, tensor in loaded.items()}
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+def _same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
+    return tensor if part is None else part.of(tensor)
 
 
 def _damaged(file: Path, problem: Exception) -> SetupError:

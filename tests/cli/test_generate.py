@@ -56,7 +56,15 @@ METRIC_KEYS = (
     COUNTS
     | PER_POSITION
     | {"mean_acceptance_length", "draft_acceptance_rate", "acceptance_histogram"}
-    | {"draft_ms", "verify_ms", "sample_ms", "round_ms", "prefill_ms", "decode_seconds"}
+    | {
+        "draft_ms",
+        "broadcast_ms",
+        "verify_ms",
+        "sample_ms",
+        "round_ms",
+        "prefill_ms",
+        "decode_seconds",
+    }
     | {"output_tokens_per_second", "decode_tokens_per_second", "ttft_ms", "tpot_ms"}
 )
 
@@ -384,7 +392,7 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "no demo model": (5, "no bundled model demo:x", ["--target", "demo:x"]),
     "k": (2, "num_speculative_tokens", ["-k", "-1"]),
     "k no number": (2, "Invalid value for '-k'", ["-k", "two"]),
-    "target tp": (2, "tensor_parallel_size > 1 is not available", ["--target-tp", "2"]),
+    "target tp": (2, "target.tensor_parallel_size is 2, and 1 process runs", ["--target-tp", "2"]),
     "no cuda": (5, "no CUDA device for run.device: cuda", ["--device", "cuda"]),
     "device": (2, "--device: run.device: should be auto, cpu", ["--device", "tpu"]),
     "temperature": (2, "temperature: should be greater", ["--temperature", "-0.5"]),

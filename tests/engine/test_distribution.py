@@ -17,8 +17,8 @@ from scipy import stats
 from specdec_cli.engine import loop
 from specdec_cli.engine.loop import Engine, Request
 from specdec_cli.engine.sampling import round_noise
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Verdict
-from specdec_cli.engine.verify import verify
+from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
+from specdec_cli.engine.verify import read_verdict, verify
 from tests import lossless
 from tests.lossless import (
     CORRECT,
@@ -308,11 +308,11 @@ def test_verdict_of_planted_rule_is_the_engines(
     want = outputs(make(batch_size=3), requests(), 4)
     calls: list[list[int]] = []
 
-    def both(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Verdict:
+    def both(proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
         calls.append(proposal.lens)
-        verdict = lossless.engine_verify(Rule())(proposal, scores, noise)
-        assert verdict == verify(proposal, scores, noise)
-        return verdict
+        decided = lossless.engine_verify(Rule())(proposal, scores, noise)
+        assert read_verdict(decided) == read_verdict(verify(proposal, scores, noise))
+        return decided
 
     monkeypatch.setattr(loop, "verify", both)
     assert outputs(make(batch_size=3), requests(), 4) == want

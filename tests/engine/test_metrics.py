@@ -29,6 +29,7 @@ ACCEPTANCE_NAMES = {
 }
 TIME_NAMES = {
     "draft_ms",
+    "broadcast_ms",
     "verify_ms",
     "sample_ms",
     "round_ms",
@@ -214,7 +215,7 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert metrics.prefill_seconds == pytest.approx(sum(s.prefill_seconds for s in result.seqs))
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
-    stages = metrics.draft_ms + metrics.verify_ms + metrics.sample_ms
+    stages = metrics.draft_ms + metrics.broadcast_ms + metrics.verify_ms + metrics.sample_ms
     assert 0 < stages <= metrics.round_ms
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
@@ -233,11 +234,11 @@ def test_shares_of_a_round_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = result.seqs
     assert one.decode_seconds == other.decode_seconds > 0
     assert math.isclose(one.decode_seconds * 2, result.metrics.decode_seconds)
-    # Three rounds of 3 stages, two looks each, and a look at each end of the round.
-    assert result.metrics.decode_seconds == 3 * 7.0
-    assert result.metrics.verify_ms == 1e3 and result.metrics.round_ms == 7e3
-    assert result.metrics.ttft_ms.mean == 7e3
-    assert result.metrics.tpot_ms.mean == 8e3, "a round and the step to the next one"
+    # Three rounds of 3 stages and 2 broadcasts, two looks each, and one at each end.
+    assert result.metrics.decode_seconds == 3 * 11.0
+    assert result.metrics.verify_ms == 1e3 and result.metrics.round_ms == 11e3
+    assert result.metrics.ttft_ms.mean == 11e3
+    assert result.metrics.tpot_ms.mean == 12e3, "a round and the step to the next one"
 
 
 def finished(index: int, new: int, admitted: float, first_at: float, end: float) -> Sequence:

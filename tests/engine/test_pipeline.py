@@ -11,7 +11,7 @@ from specdec_cli.engine.loop import Engine, Request, RunResult
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import RunError
-from tests.support import VOCAB, make_engine, save_tiny
+from tests.support import VOCAB, make_engine, save_noised, save_tiny
 
 PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
@@ -35,15 +35,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A target and a draft that agrees with it about half of the time."""
     folder = tmp_path_factory.mktemp("pair")
     target = save_tiny(folder / "target", "llama")
-    draft = save_tiny(folder / "draft", "llama", seed=0)
-    from safetensors.torch import load_file, save_file
-
-    file = draft / "model.safetensors"
-    weights = load_file(file)
-    generator = torch.Generator().manual_seed(3)
-    noised = {n: w + 0.01 * torch.randn(w.shape, generator=generator) for n, w in weights.items()}
-    save_file(noised, file, metadata={"format": "pt"})
-    return target, draft
+    return target, save_noised(folder / "draft", target)
 
 
 def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> list[Engine]:

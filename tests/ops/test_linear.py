@@ -70,6 +70,8 @@ TILES = [
     Tiles(16, 32, 64, 4, 1, 0, 4, 3),
     Tiles(16, 16, 32, 2, 3, 0, 4, 3),
     Tiles(32, 16, 64, 1, 2, 0, 4, 3),
+    Tiles(16, 16, 32, 1, 1, 0, 4, 3, early=64),
+    Tiles(16, 32, 64, 4, 1, 0, 4, 3, early=128),
 ]
 
 
@@ -119,6 +121,26 @@ def test_linear_add(dtype, device):
         assert_close("out", expected, out, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [3, FEW_ROWS + 1])
+def test_a_product_whose_parts_are_added_up(rows, dtype, device):
+    """As two ranks do it: each a part of the features read, one of them the bias."""
+    kind = {"dtype": dtype, "device": device}
+    x, residual = normal(rows, 80, **kind), normal(rows, 24, **kind)
+    weight, bias = normal(24, 80, scale=80**-0.5, **kind), normal(24, **kind)
+    norm = 1 + normal(24, scale=0.3, **kind)
+    halves = [
+        linear_triton.linear_triton(x[:, part], weight[:, part].contiguous(), own)
+        for part, own in ((slice(0, 40), bias), (slice(40, 80), None))
+    ]
+    stream = linear_triton.add_norm_triton(halves[0] + halves[1], residual, norm, EPS)
+    whole = F.linear(x.double(), weight.double(), bias.double())
+    assert_close("halves", whole, halves[0].double() + halves[1].double(), TOLERANCE[dtype])
+    assert_close("hidden", residual.double() + whole, stream.hidden, 2 * TOLERANCE[dtype])
+    assert stream.squares is None
+    assert_close("scaled", norm_of(stream.hidden, norm), stream.scaled, TOLERANCE[dtype])
+
+
 def test_norm_then_product(device):
     kind = {"dtype": torch.float32, "device": device}
     x, norm = normal(5, 48, **kind), normal(48, **kind)
@@ -138,6 +160,9 @@ def test_references_agree_with_torch():
     normed = F.rms_norm(hidden, (8,), norm, EPS)
     assert_close("hidden", hidden, stream.hidden, 1e-12)
     assert_close("linear_add", hidden, ops.linear_add(x, weight, residual), 1e-12)
+    again = ops.add_norm(ops.linear(x, weight), residual, norm, EPS)
+    assert_close("add_norm", stream.hidden, again.hidden, 1e-12)
+    assert_close("add_norm", stream.scaled, again.scaled, 1e-12)
     assert_close("scaled", normed, stream.scaled, 1e-12)
     gate, up = (normed @ gate_up.T).chunk(2, 1)
     assert_close("gate", F.silu(gate) * up, ops.norm_gate_up(stream, gate_up), 1e-12)

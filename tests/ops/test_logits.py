@@ -86,6 +86,13 @@ def exact_weights(logits: Tensor, temperature: float) -> Tensor:
     return ((x - x.amax(1, keepdim=True)) / temperature).exp()
 
 
+def exact_probs(logits: Tensor, settings: Settings) -> Tensor:
+    """`to_probs` of logits [..., V] in fp64, but for what is kept."""
+    weights = exact_weights(logits.flatten(0, -2), settings[0]).view(logits.shape)
+    weights = weights * (to_probs(logits, *settings) > 0)
+    return weights / weights.sum(-1, keepdim=True)
+
+
 def check_rows(logits: Tensor, settings: Settings, found: LogitRows) -> None:
     """Follow the definition in fp64. Rounding may move top-p's border where it is nearly met."""
     temperature, top_k, top_p = settings
@@ -324,8 +331,8 @@ def check_round(
     host = {name: tensor.cpu() for name, tensor in made.items()}
     missing = host["target_logits"].shape[2] - host["draft_logits"].shape[2]
     padded = torch.nn.functional.pad(host["draft_logits"].float(), (0, missing), value=-INF)
-    p = to_probs(host["target_logits"], *settings).double()
-    q = to_probs(padded, *settings).double()
+    p = exact_probs(host["target_logits"], settings)
+    q = exact_probs(padded, settings)
     for b, length in enumerate(host["lens"].tolist()):
         count = 0
         while count < length:
@@ -340,7 +347,6 @@ def check_round(
         weights = p[b, count]
         if count < length:
             weights = (weights - q[b, count]).clamp_min(0)
-            weights[weights < 1e-7] = 0  # where p and q are alike but for rounding
         check_cdf(weights, float(host["sample_noise"][b, count]), row[count], f"row {b}")
 
 

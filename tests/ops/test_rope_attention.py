@@ -146,6 +146,21 @@ def test_sequence_without_context_stays_finite(device):
     assert out.isfinite().all()
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_before_the_first_token_are_padding(splits, device):
+    """A prompt of one token is fed as two: the one before it belongs to nobody."""
+    layer = make_layer(Shape((1, 2), (1, 2), sinks=True), torch.float32, device)
+    order = torch.tensor([0, 0, 0, 0, 1, 2], device=device)  # three padding tokens in all
+    given = {name: layer.arguments[name][order] for name in ("qkv", "cos", "sin", "slots")}
+    padding = torch.tensor([True, True, False, True, False, False], device=device)
+    given["qkv"][padding] = 3.0
+    given["slots"][padding] = 1  # in the trash block
+    query_start = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+    out = layer.run(**given, query_start=query_start, max_query_len=3, splits=splits)
+    assert_close("out", layer.expected, out[~padding], 1e-5)
+    assert out.isfinite().all()
+
+
 def test_wide_tables_and_strided_rows(device):
     layer = make_layer(Shape((2, 3), (20, 9)), torch.float32, device)
     table = layer.arguments["block_tables"]

@@ -1,0 +1,200 @@
+"""Tensor parallelism: each rank holds a part of a model's matrices.
+
+transformers says of each family, as data (`_tp_plan`), which products are split by the features
+they write (colwise) and which by those they read (rowwise); its own machinery splits over the whole
+world, so the splitting and the collectives here are ours, over a group that is handed in. Attention
+is split by whole heads, and key and value heads are held more than once where there are fewer than
+ranks. Embeddings are whole on every rank. Works on a module on the meta device.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from specdec_cli.engine.kv_cache import LayerShape
+from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.models.gate import Unsupported, probe
+from specdec_cli.models.weights import Part
+
+_COLUMNS = "colwise"
+_ROWS = "rowwise"
+_GATHERED = {"colwise_gather_output", "colwise_rep"}
+_SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
+_SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
+# Held whole by every rank. (An embedding could be split too, for an all-reduce a pass.)
+_WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
+_KEYS_AND_VALUES = {"k_proj", "v_proj"}
+# A plan does not say that a family looks at all of a layer's features together (gemma3n does, for
+# the sparsity of its activations) and would write other text without a word. So these are the ones
+# whose logits the tests compare, split over 4 ranks.
+FAMILIES = frozenset(
+    """
+    apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4
+    gpt_neox granite helium llama ministral ministral3 mistral olmo olmo2 olmo3 phi phi3
+    qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma youtu
+    """.split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """What a rank holds of a module's stored tensors; those not named are whole.
+
+    parts: by parameter name. tied: parameters that are a part of another one, whose name is given.
+    """
+
+    parts: dict[str, Part]
+    tied: dict[str, str]
+
+
+WHOLE = Shards({}, {})
+
+
+def shard(
+    module: Any, layers: list[LayerShape], parallel: TensorParallel, name: str
+) -> tuple[Shards, list[LayerShape]]:
+    """Reduce `module`, on meta, to this rank's part; returns the parts and what its layers cache.
+
+    Afterwards the module computes, with the others of its group, what it computed alone. layers:
+    what they cache when whole. name: for messages.
+
+    Raises `Unsupported` for a family without a plan, or whose split form is not tested, for kinds
+    of splitting that are not built here, and where heads or features do not divide.
+    """
+    kind, size = module.config.model_type, parallel.size
+    plan = {k: v for k, v in (module._tp_plan or {}).items() if v not in _WHOLE}
+    styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
+    unknown = sorted({style for style in styles.values() if style not in _SPLIT})
+    if unknown:
+        raise Unsupported(
+            name,
+            f"{kind} is split over ranks in a way that is not built ({', '.join(unknown)})",
+            "tensor_parallel_size: 1 works",
+        )
+    if not any("layers." in linear for linear in styles):
+        raise Unsupported(
+            name,
+            f"transformers has no tensor parallel plan for the layers of {kind}",
+            "tensor_parallel_size: 1 works",
+        )
+    if kind not in FAMILIES:
+        raise Unsupported(
+            name,
+            f"it is not known that {kind} stays the same when it is split over ranks",
+            "tensor_parallel_size: 1 works; of the common families llama, qwen2, qwen3, mistral, "
+            "gemma, phi3 and olmo2 can be split",
+        )
+    tied = _tied_head(module)
+    parts: dict[str, Part] = {}
+    for path, style in styles.items():
+        linear = module.get_submodule(path)
+        assert isinstance(linear, nn.Linear), f"{path} is planned as {style}"
+        share = _share(module.config, layers, path, linear, style, parallel, name)
+        parts |= _split(path, linear, style, share, parallel)
+    try:
+        local = probe(module, name)
+    except Unsupported as problem:
+        reason = f"its layers do not run in {size} parts"
+        raise Unsupported(name, reason, "tensor_parallel_size: 1 works") from problem
+    return Shards(parts, tied if tied.keys() <= parts.keys() else {}), local
+
+
+def _pattern(name: str) -> str:
+    """How a plan names what `name` is in every layer."""
+    return ".".join("*" if step.isdigit() else step for step in name.split("."))
+
+
+def _names(module: Any) -> list[str]:
+    """Of submodules, and of parameters: stacked experts are planned by theirs."""
+    return [n for n, _ in (*module.named_modules(), *module.named_parameters()) if n]
+
+
+def _tied_head(module: Any) -> dict[str, str]:
+    """The head's weight and, where it is the embedding's, the embedding's name."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if head is None or head.weight is not embedding.weight:
+        return {}
+    names = {id(m): n for n, m in module.named_modules()}
+    return {f"{names[id(head)]}.weight": f"{names[id(embedding)]}.weight"}
+
+
+def _share(
+    config: Any,
+    layers: list[LayerShape],
+    path: str,
+    linear: nn.Linear,
+    style: str,
+    parallel: TensorParallel,
+    name: str,
+) -> tuple[int, int]:
+    """This rank's features of a product: whole heads in attention, else an even share.
+
+    What is gathered at once may be cut anywhere. Raises `Unsupported` for what does not divide.
+    """
+    if style in _GATHERED:
+        return parallel.share(linear.out_features)
+    size, reads = parallel.size, style != _COLUMNS
+    width = linear.in_features if reads else linear.out_features
+    if style not in _SPLIT_INPUT and re.search("attn|attention", path):
+        if config.num_attention_heads % size:
+            raise _indivisible(name, f"{config.num_attention_heads} attention heads", size)
+        if path.rpartition(".")[2] in _KEYS_AND_VALUES:
+            heads = layers[int(re.findall(r"layers\.(\d+)", path)[0])].num_kv_heads
+            if heads % size and size % heads:
+                raise _indivisible(name, f"{heads} key and value heads", size)
+            if heads < size:
+                # Query heads of several ranks attend to the same one.
+                start = parallel.rank * heads // size * (width // heads)
+                return start, start + width // heads
+    if width % size:
+        what = "read" if reads else "written"
+        raise _indivisible(name, f"{width} features {what} by {path}", size)
+    return parallel.share(width)
+
+
+def _split(
+    path: str, linear: nn.Linear, style: str, share: tuple[int, int], parallel: TensorParallel
+) -> dict[str, Part]:
+    """Cut one product down to the features in `share`, and let it meet the others' where needed."""
+    (start, stop), width = share, linear.out_features
+    if style == _COLUMNS or style in _GATHERED:
+        weight = Part(0, start, stop, tuple(linear.weight.shape))
+        parts = {f"{path}.weight": weight}
+        linear.out_features = stop - start
+        if linear.bias is not None:
+            bias = Part(0, start, stop, tuple(linear.bias.shape))
+            parts[f"{path}.bias"] = bias
+            linear.bias = _narrowed(linear.bias, bias)
+        if style in _GATHERED:
+            linear.register_forward_hook(lambda _, args, out: _gathered(out, parallel, width))
+    else:
+        weight = Part(1, start, stop, tuple(linear.weight.shape))
+        parts = {f"{path}.weight": weight}
+        linear.in_features = stop - start
+        if not parallel.is_first:
+            linear.register_parameter("bias", None)  # it is added once
+        if style in _SPLIT_INPUT:
+            linear.register_forward_pre_hook(lambda _, args: (args[0][..., start:stop],))
+        linear.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
+    linear.weight = _narrowed(linear.weight, weight)
+    return parts
+
+
+def _indivisible(name: str, what: str, size: int) -> Unsupported:
+    return Unsupported(name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks")
+
+
+def _narrowed(whole: Tensor, part: Part) -> nn.Parameter:
+    return nn.Parameter(whole.new_empty(part.local_shape), requires_grad=False)
+
+
+def _reduced(out: Tensor, parallel: TensorParallel) -> Tensor:
+    return out if out.is_meta else parallel.all_reduce(out)
+
+
+def _gathered(out: Tensor, parallel: TensorParallel, width: int) -> Tensor:
+    if out.is_meta:
+        return out.new_empty(*out.shape[:-1], width)
+    return parallel.all_gather(out, width)

@@ -1,0 +1,148 @@
+"""What runs on the ranks of the world. Every function is called by all of them, in one order."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.build import build
+from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.parallel import make_groups
+from specdec_cli.engine.plan import plan
+from specdec_cli.engine.synthetic import SyntheticAcceptance
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.errors import RunError
+from specdec_cli.recipe import load_recipe
+from tests.engine.test_families import BLOCK, Driver, drive, plain_reference
+from tests.support import CPU, make_engine, ngram_engine, paged_model
+
+# Not the first ranks and not neighbours: a rank's place in a group is not its place in the world.
+MEMBERS = {1: [2], 2: [1, 3], 4: [0, 1, 2, 3]}
+POISON = 1e4  # finite: padding reads what was never written, with weight zero
+
+
+def collectives(rank: int, tp: int) -> dict[str, Any] | None:
+    """What each collective gives to a rank of a group."""
+    own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
+    if own is None:
+        return None
+    start, stop = own.share(10)
+    mine = torch.arange(30.0).view(3, 10)[:, start:stop]
+    return {
+        "rank": own.rank,
+        "sum": own.all_reduce(torch.tensor([1.0 + own.rank])).tolist(),
+        "gathered": own.all_gather(mine, 10).tolist(),
+        "nothing": own.all_gather(mine[:0], 10).shape,
+        "sent": own.broadcast(torch.tensor([[own.rank, 7]])).tolist(),
+        "object": own.broadcast_object(f"from {own.rank}"),
+        "objects": own.gather_objects(own.rank * 2),
+    }
+
+
+def logit_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
+    """Against transformers' ordinary forward, which rank 0 runs for all; a family's own layers, or
+    the fused ones."""
+    own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
+    if own is None:
+        return None
+    model = paged_model(folder, 120, BLOCK, parallel=own, fused=fused)
+    assert (model.fused is not None) == fused
+    oracle = plain_reference(folder) if own.is_first else None
+
+    def told_oracle(ids: torch.Tensor) -> Any:
+        logits = torch.empty(1, ids.shape[1], model.vocab_size)
+        if oracle is not None:
+            logits.copy_(oracle(ids).logits)
+        return SimpleNamespace(logits=own.broadcast(logits))
+
+    return drive(Driver(model, told_oracle, [19, 6, 33]))
+
+
+def decode(
+    rank: int,
+    pair: tuple[Path, Path | None],
+    tps: tuple[int, int],
+    prompts: list[list[int]],
+    runs: list[tuple[int, dict[str, Any]]],
+    rates: tuple[float, ...] | None = None,
+    **settings: Any,
+) -> dict[str, Any] | None:
+    """Run prompts through an engine whose models are split over ranks, once for each (k, params)
+    of `runs`."""
+    groups = make_groups(*tps, CPU, MEMBERS[tps[0]])
+    if groups.target is None:
+        return None
+    if pair[1] is None:
+        engine = ngram_engine(pair[0], groups=groups, **settings)
+    else:
+        engine = make_engine(pair[0], pair[1], groups=groups, **settings)
+    if rates is not None:
+        engine.synthetic = SyntheticAcceptance.from_rates(rates)
+    return told(engine, prompts, runs)
+
+
+def told(
+    engine: Engine, prompts: list[list[int]], runs: list[tuple[int, dict[str, Any]]]
+) -> dict[str, Any]:
+    """For each run: what was written and how; and what it cost."""
+    models = [engine.target.model]
+    if isinstance(engine.draft, DraftWorker):
+        models.append(engine.draft.model)
+    for model in models:
+        for layer in model.cache.layers:
+            for tensor in layer:
+                tensor.fill_(POISON)
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    results = [engine.run(requests, k, SamplingParams(**params)) for k, params in runs]
+    assert engine.allocator.num_used == 0
+    return {
+        "seqs": [[seq_told(s) for s in result.seqs] for result in results],
+        "metrics": [result.metrics for result in results],
+        "kv_bytes": [model.cache.num_bytes for model in models],
+    }
+
+
+def seq_told(seq: Sequence) -> tuple[Any, ...]:
+    return (
+        seq.output_ids,
+        seq.proposed_per_round,
+        seq.accepted_per_round,
+        seq.finish_reason,
+        seq.num_preemptions,
+    )
+
+
+def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """From a recipe to a run, as a command does it, and what this rank holds."""
+    found = plan(load_recipe(None, sets))
+    engine = build(found, max(map(len, prompts)))
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    result = engine.run(requests, found.k, found.params)
+    assert found.draft is not None
+    return {
+        "outputs": [s.output_ids for s in result.seqs],
+        "num_blocks": engine.allocator.num_usable + 1,
+        "held": [m.spec.role for m in found.held],
+        "draft_bytes": sum(
+            p.numel() * p.element_size() for p in found.draft.module.parameters() if not p.is_meta
+        ),
+        "kv_heads": found.target.layers[0].num_kv_heads,
+    }
+
+
+def spoilt(
+    rank: int, pair: tuple[Path, Path], tps: tuple[int, int], prompts: list[list[int]], **more: Any
+) -> str:
+    """What a run says whose draft produces NaN on rank 0 alone."""
+    groups = make_groups(*tps, CPU)
+    engine = make_engine(*pair, groups=groups, **more)
+    if rank == 0:
+        assert isinstance(engine.draft, DraftWorker)
+        with torch.no_grad():
+            engine.draft.model.module.lm_head.weight.fill_(float("nan"))
+    with pytest.raises(RunError) as raised:
+        told(engine, prompts, [(3, {"max_new_tokens": 10})])
+    return raised.value.message

@@ -1,0 +1,16 @@
+"""One world for all tests of this folder: starting it takes longer than most of them."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.dist.world import World
+
+WORLD_SIZE = 4
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(WORLD_SIZE, tmp_path_factory.mktemp("world"))
+    yield world
+    world.close()

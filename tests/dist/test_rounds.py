@@ -1,0 +1,215 @@
+"""Rounds of a target and a draft of any degrees: what is written does not depend on them.
+
+fp32 and tiny models, whose logits lie far enough apart that the order in which ranks' parts are
+added never decides a token of these runs.
+"""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import cases
+from tests.dist.world import World
+from tests.support import (
+    VOCAB,
+    greedy_reference,
+    make_engine,
+    ngram_engine,
+    reference,
+    save_noised,
+    save_tiny,
+)
+
+pytestmark = pytest.mark.dist
+
+PROMPTS = [
+    [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
+    for i, length in enumerate((5, 1, 17, 9))
+]
+PAIRS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (1, 1)]  # (target TP, draft TP)
+ROUNDS = {"ragged": False, "padded": True}
+NEW = 12
+GREEDY = {"max_new_tokens": NEW}
+SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
+MASKED = {"max_new_tokens": NEW, "temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
+RUNS = [(3, GREEDY), (4, SAMPLED), (2, MASKED)]
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """Targets of 2 key and value heads, each with a draft that agrees with it about half of the
+    time."""
+    folder = tmp_path_factory.mktemp("pairs")
+    found = {}
+    for family in ("llama", "qwen3"):
+        target = save_tiny(folder / family, family)
+        found[family] = (target, save_noised(folder / f"{family}-draft", target))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(pairs: dict[str, Pair]) -> dict[str, Any]:
+    """What one process writes, in ragged rounds."""
+    engines = {family: make_engine(*pair, batch_size=3) for family, pair in pairs.items()}
+    return {family: cases.told(engine, PROMPTS, RUNS) for family, engine in engines.items()}
+
+
+def agreed(found: list[Any], size: int) -> dict[str, Any]:
+    """What rank 0 of a group tells, after checking that the others tell the same."""
+    members = [x for x in found if x is not None]
+    assert len(members) == size
+    assert all(x["seqs"] == members[0]["seqs"] for x in members)
+    return members[0]
+
+
+@pytest.mark.parametrize(
+    ("family", "tps", "rounds"),
+    [
+        *[("llama", tps, "ragged") for tps in PAIRS],
+        *[("qwen3", tps, "padded") for tps in PAIRS],
+        ("llama", (4, 2), "padded"),
+        ("qwen3", (4, 2), "ragged"),
+    ],
+    ids=str,
+)
+def test_output_does_not_depend_on_degrees(
+    world: World,
+    pairs: dict[str, Pair],
+    alone: dict[str, Any],
+    family: str,
+    tps: tuple[int, int],
+    rounds: str,
+) -> None:
+    """Tokens, proposals and acceptances, greedy and sampled; with refills of slots, and proposals
+    that are cut where a sequence ends."""
+    found = world.run(
+        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=3, pipelined=ROUNDS[rounds]
+    )
+    first = agreed(found, tps[0])
+    assert first["seqs"] == alone[family]["seqs"]
+    proposing = first["metrics"][0]
+    assert 0.2 < proposing.acceptance.draft_acceptance_rate < 0.9
+    lengths = {k for seq in first["seqs"][0] for k in seq[1]}
+    assert len(lengths) > 1, "no rounds of mixed proposal lengths"
+    # Both caches on the draft's ranks, the target's alone on the others.
+    held = [len(x["kv_bytes"]) for x in found if x is not None]
+    assert held == [2] * tps[1] + [1] * (tps[0] - tps[1])
+    sent = [m.broadcast_ms for m in first["metrics"]]
+    assert all(sent) if tps[0] > 1 else max(sent) < 0.5
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_plain_decoding_and_single_proposals(
+    world: World, pairs: dict[str, Pair], rounds: str
+) -> None:
+    runs = [(0, GREEDY), (0, SAMPLED), (1, SAMPLED)]
+    want = cases.told(make_engine(*pairs["llama"], batch_size=3), PROMPTS, runs)
+    more = {"batch_size": 3, "pipelined": ROUNDS[rounds]}
+    found = world.run(cases.decode, pairs["llama"], (4, 2), PROMPTS, runs, **more)
+    assert agreed(found, 4)["seqs"] == want["seqs"]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_output_is_transformers(pairs: dict[str, Pair], alone: dict[str, Any], family: str) -> None:
+    """With the test above: at every degree."""
+    model = reference(pairs[family][0])
+    for prompt, told in zip(PROMPTS, alone[family]["seqs"][0], strict=True):
+        assert told[0] == greedy_reference(model, prompt, NEW)
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("tps", [(2, 1), (4, 2)], ids=str)
+def test_preemption_and_eos(
+    world: World, pairs: dict[str, Pair], tps: tuple[int, int], rounds: str
+) -> None:
+    runs = [(4, SAMPLED | {"max_new_tokens": 30})]
+    freely = cases.told(make_engine(*pairs["llama"]), PROMPTS, runs)["seqs"][0]
+    settings: dict[str, Any] = {"batch_size": 4, "eos_ids": frozenset({freely[0][0][13]})}
+    ample = cases.told(make_engine(*pairs["llama"], **settings), PROMPTS, runs)
+    found = world.run(
+        cases.decode,
+        pairs["llama"],
+        tps,
+        PROMPTS,
+        runs,
+        num_blocks=17,
+        pipelined=ROUNDS[rounds],
+        **settings,
+    )
+    first = agreed(found, tps[0])
+    assert [s[:4] for s in first["seqs"][0]] == [s[:4] for s in ample["seqs"][0]]
+    assert sum(s[4] for s in first["seqs"][0]) > 0
+    assert {s[3] for s in first["seqs"][0]} == {"eos", "length"}
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str) -> None:
+    rates = (0.8, 0.5, 0.2)
+    runs = [(3, GREEDY), (3, SAMPLED)]
+    one, four = (
+        agreed(
+            world.run(
+                cases.decode,
+                pairs["llama"],
+                tps,
+                PROMPTS,
+                runs,
+                rates=rates,
+                batch_size=3,
+                pipelined=ROUNDS[rounds],
+            ),
+            tps[0],
+        )
+        for tps in ((1, 1), (4, 2))
+    )
+    assert one["seqs"] == four["seqs"]
+
+
+def test_prompt_lookup(world: World, pairs: dict[str, Pair]) -> None:
+    """Every rank looks up for itself and finds the same."""
+    target = pairs["llama"][0]
+    prompts = [p * 3 for p in PROMPTS[:4]]
+    runs = [(4, GREEDY), (4, SAMPLED)]
+    want = cases.told(ngram_engine(target, batch_size=3), prompts, runs)
+    first = agreed(
+        world.run(cases.decode, (target, None), (4, 1), prompts, runs, batch_size=3), 4
+    )
+    assert first["seqs"] == want["seqs"]
+    assert first["metrics"][0].acceptance.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_logits_that_are_not_finite_end_the_run_everywhere(
+    world: World, pairs: dict[str, Pair], rounds: str, tmp_path: Path
+) -> None:
+    """Rank 0 alone sees it; the others must not go on without it."""
+    said = world.run(cases.spoilt, pairs["llama"], (4, 2), PROMPTS, pipelined=ROUNDS[rounds])
+    assert said == ["the draft produced logits that are not finite (NaN or infinity)"] * 4
+
+
+@pytest.mark.parametrize("draft_tp", [1, 2])
+def test_the_demo_pair_from_a_recipe(world: World, draft_tp: int) -> None:
+    """The cache is what fits on the rank with least room: rank 0, which holds both models."""
+    # Of 16 tokens in fp32, keys and values of 32: 8 layers of one head each, and the draft's 2.
+    block = 16 * 4 * 64 * (8 * 1 + 2 * 4 // draft_tp)
+    sets = {
+        "speculation.num_speculative_tokens": 3,
+        "sampling.max_new_tokens": NEW,
+        "sampling.temperature": 0.7,
+        "sampling.ignore_eos": True,
+        "run.device": "cpu",
+        "run.batch_size": 3,
+        "cache.cpu_bytes": 4 * 7 * block,
+    }
+    split = {"target.tensor_parallel_size": 4, "draft.tensor_parallel_size": draft_tp}
+    one = cases.built(0, sets, PROMPTS)
+    found = world.run(cases.built, sets | split, PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * 4
+    assert {x["num_blocks"] for x in found} == {7}
+    roles = [["target", "draft"]] * draft_tp + [["target"]] * (4 - draft_tp)
+    assert [x["held"] for x in found] == roles
+    assert [x["draft_bytes"] > 0 for x in found] == [len(held) == 2 for held in roles]
+    assert {x["kv_heads"] for x in found} == {1}

@@ -1,0 +1,89 @@
+"""A world of processes that stays up and runs one function after another on every rank."""
+
+import contextlib
+import multiprocessing
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_TIMEOUT_S = 60  # of a collective that somebody does not join
+
+
+class World:
+    """`size` processes over gloo. They are forked from one that has imported what they need."""
+
+    def __init__(self, size: int, folder: Path) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.dist.cases"])
+        self.size = size
+        self._ends: list[Connection] = []
+        self._processes = []
+        with _import_path():
+            for rank in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(
+                    target=_serve, args=(rank, size, str(folder / "meeting"), theirs), daemon=True
+                )
+                process.start()
+                self._ends.append(ours)
+                self._processes.append(process)
+
+    def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """What `case` returns on each rank, called with its rank first."""
+        for end in self._ends:
+            end.send((case, args, kwargs))
+        answers = []
+        for rank, end in enumerate(self._ends):
+            assert end.poll(3 * _TIMEOUT_S), f"rank {rank} does not answer"
+            answers.append(end.recv())
+        failed = [f"rank {rank}: {said}" for rank, (ok, said) in enumerate(answers) if not ok]
+        assert not failed, "\n".join(failed)
+        return [said for _, said in answers]
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+@contextlib.contextmanager
+def _import_path() -> Any:
+    """pytest's own additions to the path do not reach a new interpreter."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+    yield
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def _serve(rank: int, size: int, meeting: str, end: Connection) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_TIMEOUT_S),
+    )
+    while (order := end.recv()) is not None:
+        case, args, kwargs = order
+        try:
+            answer = (True, case(rank, *args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        end.send(answer)
+    dist.destroy_process_group()

@@ -1,0 +1,106 @@
+"""Rounds as CUDA graphs: the same tokens as every other way of running them, and no waiting."""
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.plan import plan
+from specdec_cli.engine.types import SamplingParams
+from specdec_cli.recipe import load_recipe
+from tests.conftest import NEEDS_CUDA
+from tests.engine.test_pipeline import engines, pair, told  # noqa: F401
+from tests.support import VOCAB
+
+pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
+CUDA = torch.device("cuda")
+PROMPTS = [[random.Random(i).randrange(3, 4000) for _ in range(7 + 5 * i)] for i in range(5)]
+
+
+def demo_engine(k: int, **keys: Any) -> tuple[Engine, SamplingParams]:
+    """The demo pair in fp32."""
+    overrides = {
+        "target.dtype": "float32",
+        "draft.dtype": "float32",
+        "run.batch_size": 2,
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": 48,
+        "sampling.ignore_eos": True,
+        **{key.replace("__", "."): value for key, value in keys.items()},
+    }
+    planned = plan(load_recipe("demo", overrides))
+    return build(planned, max(map(len, PROMPTS))), planned.params
+
+
+def requests() -> list[Request]:
+    return [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float) -> None:
+    found = {}
+    for name, keys in {
+        "graphs": {},
+        "compiled": {"run__compile": "on"},
+        "eager": {"run__cuda_graphs": "off"},
+    }.items():
+        engine, params = demo_engine(4, sampling__temperature=temperature, **keys)
+        assert engine.pipelined == (name != "eager")
+        assert (engine.target.model.compiled is not None) == (name == "compiled")
+        found[name] = told(engine.run(requests(), 4, params))
+    assert found["graphs"] == found["eager"] == found["compiled"]
+
+
+@contextmanager
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_waits_for_the_previous_round_only() -> None:
+    """Torch's own check does not see waits for events; the profiler does."""
+    rounds = 12
+    engine, params = demo_engine(3, sampling__max_new_tokens=200)
+    run = engine.start(requests()[:2], 3, params)
+    while run.pipeline is None or not run.pipeline.in_flight:
+        engine.step(run)
+    with waiting_is_an_error():
+        for _ in range(rounds):
+            assert engine.step(run)
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        for _ in range(rounds):
+            assert engine.step(run)
+    calls = Counter(event.name for event in profile.events())
+    assert calls["cudaGraphLaunch"] == calls["cudaEventSynchronize"] == rounds
+    assert calls["cudaStreamSynchronize"] == 0
+    assert calls["cudaDeviceSynchronize"] <= 1  # the profiler's own, as it ends
+    run.pipeline.discard()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None:  # noqa: F811
+    """Prompts of 1 to 60 tokens, refills, preemption and early ends, against eager rounds."""
+    source = random.Random(1)
+    prompts = [
+        [source.randrange(3, VOCAB) for _ in range(source.choice((1, 2, 9, 31, 60)))]
+        for _ in range(64)
+    ]
+    asked = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    params = SamplingParams(max_new_tokens=120, temperature=temperature, top_p=0.95, seed=11)
+    settings: dict[str, Any] = {"batch_size": 8, "num_blocks": 150, "eos_ids": frozenset({7})}
+    results = [engine.run(asked, 5, params) for engine in engines(pair, CUDA, **settings)]
+    assert told(results[0]) == told(results[1])
+    assert {s.finish_reason for s in results[1].seqs} == {"eos", "length"}
+    assert results[1].metrics.num_preemptions > 0
+    assert results[1].metrics.num_rounds > 200
