@@ -37,7 +37,10 @@ _log = logging.getLogger("specdec")
 # Batches of this many refills: long enough to be full most of the time, short enough that little
 # is lost when a job is killed.
 _BATCHES_A_UNIT = 8
-_MOST_CURVE_PARTS = 8  # batches of prompts that the time curve is measured on
+# The time curve is measured in parts, spread over the sweep.
+_MOST_CURVE_PARTS = 8
+_CURVE_PARTS_OF_BATCHES = 2
+_CURVE_REFILLS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,7 +313,7 @@ class Sweep:
         """All points of one draft and batch size."""
         settings, draft = self.plan.settings, job.plan.proposer
         self.watcher.begin("warming up")
-        first = _part(job, 0, engine.batch_size)
+        first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
         for k in settings.ks:
             for _ in range(job.plan.recipe.run.warmup):
                 self._guarded(
@@ -480,16 +483,23 @@ def _free_memory() -> None:
         torch.cuda.empty_cache()
 
 
+def _curve_size(job: Job, batch_size: int) -> int:
+    """Prompts of one part of the time curve: of larger batches, enough to refill them."""
+    return min(len(job.prompts), batch_size if batch_size == 1 else _CURVE_REFILLS * batch_size)
+
+
 def _curve_parts(job: Job, batch_size: int) -> int:
     """In how many parts the time curve is measured: over half of the prompts at most."""
-    return max(1, min(_MOST_CURVE_PARTS, len(job.prompts) // (2 * batch_size)))
+    most = len(job.prompts) // (2 * _curve_size(job, batch_size))
+    return max(1, min(_MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES, most))
 
 
 def _part(job: Job, part: int, batch_size: int) -> Job:
-    """A batch of prompts from one place among all of them."""
+    """Prompts from one place among all of them."""
     count = len(job.prompts)
     start = part * count // _curve_parts(job, batch_size)
-    chosen = {job.prompts[(start + i) % count].index for i in range(min(batch_size, count))}
+    size = _curve_size(job, batch_size)
+    chosen = {job.prompts[(start + i) % count].index for i in range(size)}
     return only(job, chosen.__contains__)
 
 

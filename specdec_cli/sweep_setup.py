@@ -4,6 +4,7 @@ Knows nothing of how points are measured or shown.
 """
 
 import json
+import logging
 from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
@@ -29,6 +30,8 @@ from specdec_cli.sweep import (
     settings_of,
     sweep_document,
 )
+
+_log = logging.getLogger("specdec")
 
 _SETTINGS = "settings.json"
 _FEW_PROMPTS = 20
@@ -180,6 +183,7 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
         _check_same(path, plan.settings)
         folder = RunFolder.reopen(path)
         records.load(folder)
+        _warn_of_another_environment(path, where)
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
@@ -236,6 +240,17 @@ def _check_same(path: Path, settings: SweepSettings) -> None:
             f"{to_json(there)} there and {to_json(now)} now",
             "resume with the same options, or name another folder with -o",
         )
+
+
+def _warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
+    """Samples measured with other versions are kept; their times may differ for that reason."""
+    try:
+        earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if (found := first_difference(earlier, json.loads(to_json(where)))) is not None:
+        key, there, now = found
+        _log.warning("%s was begun elsewhere: %s was %r and is %r", path, key, there, now)
 
 
 def finish(

@@ -107,6 +107,11 @@ def sweep_k(
     """
     lengths = parse_ks(ks)
     place = shard_of(shard, os.environ)
+    if place is not None and shard is None and not quiet:
+        typer.echo(
+            f"shard {place[0]}/{place[1]}, this task's of the Slurm array; --shard 0/1 takes all",
+            err=True,
+        )
     chosen: dict[str, object] = {
         "target": target,
         "target_tp": target_tp,
@@ -232,7 +237,7 @@ def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | 
     if place >= count:
         hint = f"shards are counted from 0: 0/{count} to {count - 1}/{count}" if count else None
         raise UsageError(f"--shard: there is no shard {text}", hint)
-    return place, count
+    return (place, count) if count > 1 else None
 
 
 def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
