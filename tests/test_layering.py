@@ -18,7 +18,8 @@ ROWS = {
     "engine.teacher",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
-    1: "engine engine.types engine.batch engine.kv_cache engine.parallel recipe prompts",
+    1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
+    "recipe prompts",
     0: "specdec_cli specdec_kernels errors text demo stats predict",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}

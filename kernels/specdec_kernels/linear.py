@@ -44,15 +44,23 @@ class Normed(NamedTuple):
     """[T, P] fp32, sums of squares of P parts of each row: the product that follows divides."""
     eps: float
 
+    def take(self, rows: Tensor) -> "Normed":
+        """Only these rows, int64 [M]."""
+        squares = None if self.squares is None else self.squares[rows]
+        return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
+
 
 def norm_reference(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.norm`."""
     return Normed(x, rms_norm_reference(x, norm_weight, eps), None, eps)
 
 
-def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_reference(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """See `ops.linear`."""
-    return F.linear(x, weight, bias)
+    out = F.linear(x, weight, bias)
+    return out if into is None else into.copy_(out)
 
 
 def add_norm_reference(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
@@ -69,20 +77,13 @@ def linear_add_norm_reference(
     bias: Tensor | None = None,
 ) -> Normed:
     """See `ops.linear_add_norm`."""
-    return norm_reference(linear_add_reference(x, weight, residual, bias), norm_weight, eps)
+    return norm_reference(residual + F.linear(x, weight, bias), norm_weight, eps)
 
 
 def norm_linear_reference(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See `ops.norm_linear`."""
     assert x.squares is None
     return F.linear(x.scaled, weight, bias)
-
-
-def linear_add_reference(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """See `ops.linear_add`."""
-    return residual + F.linear(x, weight, bias)
 
 
 def norm_gate_up_reference(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:

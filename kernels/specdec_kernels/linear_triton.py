@@ -299,10 +299,12 @@ def few_rows_linear(
     activation: str = "",
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One launch. x [T, K], weight [N, K] (or [2N, K] with an activation), squares [T, P] of x.
 
-    Returns [T, N]; with `norm_weight` [N] also the same times it, and squares [T, N / block_n].
+    Returns [T, N], which is `into` where given; with `norm_weight` [N] also the same times it, and
+    squares [T, N / block_n].
     """
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if activation else 1)
@@ -312,7 +314,11 @@ def few_rows_linear(
     assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
     assert bias is None or bias.shape == (num_features,)
     assert norm_weight is None or norm_weight.shape == (num_features,)
-    out = scaled = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    out = into
+    if out is None:
+        out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    assert out.shape == (num_rows, num_features) and out.is_contiguous()
+    scaled = out
     out_squares = partial = counts = out
     assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
     if norm_weight is not None:
@@ -498,28 +504,21 @@ def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> 
     )[0]
 
 
-def linear_triton(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """See `ops.linear`."""
     tiles = choose_tiles("add", x, weight)
-    if tiles is None:
-        return F.linear(x, weight, bias)
-    return few_rows_linear(x, weight, tiles, bias=bias)[0]
+    if tiles is not None:
+        return few_rows_linear(x, weight, tiles, bias=bias, into=into)[0]
+    out = F.linear(x, weight, bias)
+    return out if into is None else into.copy_(out)
 
 
 def add_norm_triton(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.add_norm`."""
     hidden, scaled = add_norm(x, residual, norm_weight, eps)
     return Normed(hidden, scaled, None, eps)
-
-
-def linear_add_triton(
-    x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """See `ops.linear_add`."""
-    tiles = choose_tiles("add", x, weight)
-    if tiles is None:
-        return residual + F.linear(x, weight, bias)
-    return few_rows_linear(x, weight, tiles, bias=bias, residual=residual)[0]
 
 
 def linear_add_norm_triton(

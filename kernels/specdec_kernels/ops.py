@@ -20,7 +20,6 @@ from specdec_kernels.linear import (
     add_norm_reference,
     gate_reference,
     linear_add_norm_reference,
-    linear_add_reference,
     linear_reference,
     norm_gate_up_reference,
     norm_linear_reference,
@@ -36,6 +35,7 @@ from specdec_kernels.logits import (
 from specdec_kernels.merge import merge_tokens_reference
 from specdec_kernels.noise import uniform_rows_reference
 from specdec_kernels.padding import padded_pass_reference
+from specdec_kernels.peers import Peers
 from specdec_kernels.rejection import rejection_sample_reference, sample_categorical_reference
 from specdec_kernels.rope_attention import rope_attention_reference
 from specdec_kernels.slots import slot_mapping_reference
@@ -52,7 +52,6 @@ __all__ = [
     "gather_plan",
     "greedy_argmax",
     "linear",
-    "linear_add",
     "linear_add_norm",
     "logit_rows",
     "merge_tokens",
@@ -61,6 +60,7 @@ __all__ = [
     "norm_linear",
     "padded_pass",
     "paged_attention",
+    "reduce_add_norm",
     "reject_logits",
     "rejection_sample",
     "rms_norm",
@@ -350,13 +350,16 @@ def norm_gate_up(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
     return norm_gate_up_reference(x, weight, activation)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """x @ weight^T (+ bias): one rank's part of an output or down projection.
 
     Args:
         x: [T, K], rows contiguous.
         weight: [N, K], contiguous.
         bias: [N].
+        into: [T, N], contiguous, where to write it.
 
     Returns:
         [T, N], contiguous.
@@ -364,8 +367,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.is_cuda:
         from specdec_kernels.linear_triton import linear_triton
 
-        return linear_triton(x, weight, bias)
-    return linear_reference(x, weight, bias)
+        return linear_triton(x, weight, bias, into)
+    return linear_reference(x, weight, bias, into)
 
 
 def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
@@ -378,23 +381,22 @@ def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> No
     return add_norm_reference(x, residual, norm_weight, eps)
 
 
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, bias: Tensor | None = None) -> Tensor:
-    """residual + x @ weight^T (+ bias), where no norm follows at once.
+def reduce_add_norm(
+    peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
+) -> Normed:
+    """`add_norm` of the sum of all ranks' parts, which they have written to their own memory.
+
+    CUDA only, at most 64 rows. Every rank of the group calls it, and with place 0 and 1 in turn.
 
     Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K], contiguous.
-        residual: [T, N], rows contiguous.
-        bias: [N].
-
-    Returns:
-        [T, N], contiguous; a new tensor.
+        peers: The group's memory; `peers.take(place, T, N)` is where this rank's part is.
+        place: 0 or 1.
+        residual: [T, N], rows contiguous, the same on all ranks.
+        norm_weight: [N].
     """
-    if x.is_cuda:
-        from specdec_kernels.linear_triton import linear_add_triton
+    from specdec_kernels.reduce_triton import reduce_add_norm_triton
 
-        return linear_add_triton(x, weight, residual, bias)
-    return linear_add_reference(x, weight, residual, bias)
+    return reduce_add_norm_triton(peers, place, residual, norm_weight, eps)
 
 
 def linear_add_norm(
@@ -405,10 +407,14 @@ def linear_add_norm(
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
-    """`linear_add`, made ready for the norm that follows: a layer's output and down projections.
+    """residual + x @ weight^T (+ bias), made ready for the norm that follows: a layer's output and
+    down projections.
 
     Args:
-        x, weight, residual, bias: As in `linear_add`.
+        x: [T, K], rows contiguous.
+        weight: [N, K], contiguous.
+        residual: [T, N], rows contiguous.
+        bias: [N].
         norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
         eps: Of that norm.
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from specdec_cli.engine.batch import ForwardBatch
 from specdec_cli.engine.kv_cache import KVCache
 from specdec_cli.engine.parallel import ALONE, TensorParallel
+from specdec_cli.engine.peers import shared_memory
 from specdec_cli.models.attention import attach
 
 # Their layers differ in biases, per-head norms and windows alone.
@@ -45,7 +46,7 @@ def _is_fusable(layer: Any, config: Any) -> bool:
 class FusedLayer:
     """One decoder layer's weights, merged, and what it asks of attention.
 
-    following_norm: the weight of the norm that the next layer begins with, None in the last.
+    following_norm: the weight of the norm that the next layer begins with, or of the last one.
     """
 
     index: int
@@ -54,7 +55,7 @@ class FusedLayer:
     eps: float
     attention_norm: Tensor
     mlp_norm: Tensor
-    following_norm: Tensor | None
+    following_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
     qkv: Tensor
@@ -66,7 +67,7 @@ class FusedLayer:
 
     @classmethod
     def of(
-        cls, layer: Any, following: Any | None, index: int, scale: float, sliding_window: int
+        cls, layer: Any, following_norm: Any, index: int, scale: float, sliding_window: int
     ) -> Self:
         attention, mlp = layer.self_attn, layer.mlp
         heads = [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -78,7 +79,7 @@ class FusedLayer:
             eps=float(layer.input_layernorm.variance_epsilon),
             attention_norm=layer.input_layernorm.weight,
             mlp_norm=layer.post_attention_layernorm.weight,
-            following_norm=None if following is None else following.input_layernorm.weight,
+            following_norm=following_norm.weight,
             query_norm=None if norms[0] is None else norms[0].weight,
             key_norm=None if norms[1] is None else norms[1].weight,
             qkv=_merged([h.weight for h in heads]),
@@ -101,20 +102,20 @@ class FusedForward:
         self.parallel = parallel
         self.vocab_size = int(module.config.vocab_size)
         layers = list(decoder.layers)
+        norms = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
         self.cos, self.sin = _rotary_table(decoder.rotary_emb, module.dtype, module.device, max_len)
         self.layers = [
-            FusedLayer.of(layer, following, index, scale, window)
-            for index, (layer, following, (scale, window)) in enumerate(
-                zip(layers, [*layers[1:], None], _recorded_calls(module), strict=True)
+            FusedLayer.of(layer, following_norm, index, scale, window)
+            for index, (layer, following_norm, (scale, window)) in enumerate(
+                zip(layers, norms, _recorded_calls(module), strict=True)
             )
         ]
-        self.norm: Tensor = decoder.norm.weight
-        self.eps = float(decoder.norm.variance_epsilon)
         self.head = _merged([module.lm_head.weight])
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = decoder.embed_tokens.weight
         if module.lm_head.weight is decoder.embed_tokens.weight:
             self.embedding = self.head
+        self.peers = shared_memory(parallel, self.embedding.shape[1], module.dtype)
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
@@ -126,21 +127,18 @@ class FusedForward:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = _attend(layer, qkv, cos, sin, cache, batch)
             x = self._add_norm(
-                mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias
+                *(0, mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias)
             )
             inner = ops.norm_gate_up(x, layer.gate_up)
-            if layer.following_norm is not None:
-                x = self._add_norm(inner, layer.down, x.hidden, layer.following_norm, layer.eps)
-            else:
-                hidden = self._add(inner, layer.down, x.hidden)
+            x = self._add_norm(1, inner, layer.down, x.hidden, layer.following_norm, layer.eps)
         if batch.logit_rows is not None:
-            hidden = hidden[batch.logit_rows]
-        x = ops.norm(hidden, self.norm, self.eps)
+            x = x.take(batch.logit_rows)
         logits = ops.norm_linear(x, self.head, self.head_bias)
         return self.parallel.all_gather(logits, self.vocab_size)
 
     def _add_norm(
         self,
+        place: int,
         x: Tensor,
         weight: Tensor,
         residual: Tensor,
@@ -148,17 +146,18 @@ class FusedForward:
         eps: float,
         bias: Tensor | None = None,
     ) -> Normed:
-        """`ops.linear_add_norm` of the whole product, of which each rank holds a part."""
+        """`ops.linear_add_norm` of the whole product, of which each rank holds a part.
+
+        place: 0 for what attention adds, 1 for the MLP.
+        """
         if self.parallel.size == 1:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
+        room = None if self.peers is None else self.peers.take(place, *residual.shape)
+        if self.peers is not None and room is not None:
+            ops.linear(x, weight, bias, into=room)
+            return ops.reduce_add_norm(self.peers, place, residual, norm_weight, eps)
         part = self.parallel.all_reduce(ops.linear(x, weight, bias))
         return ops.add_norm(part, residual, norm_weight, eps)
-
-    def _add(self, x: Tensor, weight: Tensor, residual: Tensor) -> Tensor:
-        """`ops.linear_add` of the whole product."""
-        if self.parallel.size == 1:
-            return ops.linear_add(x, weight, residual)
-        return residual + self.parallel.all_reduce(ops.linear(x, weight))
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:

@@ -222,6 +222,22 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp32-many", "*fp32", linear("gate", 48, 4096, 28672, torch.float32), SQUARES),
         ]
     },
+    **{
+        f"reduce_add_norm-{rows}": (
+            "reduce_triton",
+            "reduce_add_norm_kernel",
+            "*bf16",
+            {
+                **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
+                **{"BLOCK_N": 256, "DEPENDENT": True, "INTERPRETED": False},
+            },
+            {
+                **{"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"},
+                "squares_ptr": "*fp32",
+            },
+        )
+        for rows in (1, 64)
+    },
     "rms_norm": (
         "linear_triton",
         "rms_norm_kernel",
