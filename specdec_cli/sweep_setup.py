@@ -15,7 +15,7 @@ import torch
 
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.generation import Job, prepare
 from specdec_cli.points import Point
 from specdec_cli.prompts import Prompt
@@ -269,11 +269,15 @@ def finish(
     return document
 
 
-def is_partial(document: dict[str, Any], records: Records) -> bool:
-    """Whether a point or a prompt failed."""
-    return any(p["status"] in ("failed", "oom") for p in document["points"]) or any(
-        s["finish_reason"] == "error" for found in records.samples.values() for s in found.values()
-    )
+def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
+    """Partial where a point or a prompt failed; where no point is left, what stopped them all."""
+    statuses = [p["status"] for p in document["points"] if p["status"] != "skipped"]
+    samples = [s for found in records.samples.values() for s in found.values()]
+    if not samples and "ok" not in statuses:
+        only_memory = set(statuses) == {"oom"}
+        return ExitCode.ENVIRONMENT if only_memory else ExitCode.RUN_FAILED
+    failed = set(statuses) != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:

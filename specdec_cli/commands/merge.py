@@ -7,7 +7,7 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.errors import UsageError
 
 Folders = Annotated[
     list[Path], typer.Argument(metavar="DIR...", help="Run folders of the shards of one sweep.")
@@ -31,7 +31,7 @@ def merge(
     with waiting("merging", quiet=quiet):
         from specdec_cli.results import to_json
         from specdec_cli.sweep_merge import merge_folders
-        from specdec_cli.sweep_setup import is_partial
+        from specdec_cli.sweep_setup import exit_code
         from specdec_cli.sweep_view import print_results
 
         document, records = merge_folders(folders, output)
@@ -41,4 +41,4 @@ def merge(
         typer.echo(to_json(document))
     else:
         print_results(document)
-    raise typer.Exit(ExitCode.PARTIAL if is_partial(document, records) else ExitCode.OK)
+    raise typer.Exit(exit_code(document, records))

@@ -12,7 +12,7 @@ import typer
 
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.errors import UsageError
 
 Ks = Annotated[
     str,
@@ -185,7 +185,7 @@ def sweep_k(
         typer.echo(to_json(document) if as_json else document["text"])
         return
 
-    from specdec_cli.sweep_setup import finish, is_partial
+    from specdec_cli.sweep_setup import exit_code, finish
 
     done = sum(map(len, records.samples.values()))
     view = watcher(plan.num_samples - done, quiet=quiet)
@@ -208,7 +208,7 @@ def sweep_k(
         typer.echo(to_json(document))
     else:
         print_results(document)
-    raise typer.Exit(ExitCode.PARTIAL if is_partial(document, records) else ExitCode.OK)
+    raise typer.Exit(exit_code(document, records))
 
 
 def parse_ks(text: str) -> list[int]:

@@ -283,6 +283,27 @@ def test_a_point_that_runs_out_of_memory_is_a_point(
     assert [p["status"] for p in json.loads(again.out)["points"]] == ["ok"] * 4
 
 
+@pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
+def test_nothing_is_left(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Engine, "run", fails)
+    result = specdec(capsys, *SWEEP, "--json")
+    document = json.loads(result.out)
+    assert result.code == code
+    assert document["best"]["k"] is None and "could be compared" in document["best"]["reason"]
+    assert {p["reason"] for p in document["points"]} == {str(error)}
+
+
+def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a point's failure but the sweep's; what was written stays."""
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    refused(specdec(capsys, *SWEEP, "-q", "-o", tmp_path), 5, "No space left on device")
+
+
 def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     lines = [{"prompt": "def f(x):"}, {"prompt": "x " * 300}, {"prompt": "import os"}]
