@@ -19,8 +19,12 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, merge, recipe, sweep_k
+from specdec_cli.commands import generate, merge, recipe, report, sweep_k
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
+from specdec_cli.launch.rank import Rank, how_it_ended
+from specdec_cli.launch.ranks import RanksError
+from specdec_cli.launch.reports import Report
+from specdec_cli.launch.world import Place, find_place
 from specdec_cli.text import inert
 
 _EPILOG = (
@@ -39,6 +43,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("sweep-k")(sweep_k.sweep_k)
 app.command("merge")(merge.merge)
+app.command("report")(report.report)
 app.add_typer(recipe.app, name="recipe")
 
 
@@ -72,17 +77,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json = "--json" in options
     verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", option) for option in options)
+    program = sys.orig_argv[1:] if argv is None else ["-m", "specdec_cli", *arguments]
     outcome = _Outcome()
     held = io.StringIO()
     with _signals():
         with _streams(), contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
-            _run(arguments, outcome)
+            place = _place(program, verbose, outcome)
+            if not outcome.failed:
+                _run(arguments, place, outcome)
+        if place.rank is not None and outcome.failed:
+            _end_rank(place.rank, outcome)
         document = held.getvalue()
         if as_json and (outcome.failed or (outcome.code and not document.strip())):
-            document = json.dumps({"error": outcome.document()}) + "\n"
+            document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
         _deliver(document, outcome)
+        if place.rank is not None:
+            _end_rank(place.rank, outcome)
+            # What a rank with a parent did is in its report; torchrun would end the others for 3.
+            return outcome.code if outcome.failed or place.rank.seat.folder is None else 0
     return outcome.code
+
+
+def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
+    try:
+        place = find_place(program, os.environ, verbose=verbose)
+    except SpecdecError as error:
+        _after_exception(error, outcome)
+        return Place(tuple(program))
+    outcome.is_said = place.rank is None or place.rank.tells_user
+    return place
+
+
+def _end_rank(rank: Rank, outcome: "_Outcome") -> None:
+    """Tell how this rank ended; what it has to say is then the cause, maybe another rank's."""
+    end = how_it_ended(outcome.error, outcome.code, failed=outcome.failed)
+    said = rank.end(
+        Report(
+            rank.seat.rank, end, outcome.code, outcome.message, outcome.hint, outcome.trace.rstrip()
+        )
+    )
+    if said is not None and outcome.failed:
+        outcome.is_said = True
+        outcome.fail(said.code, said.explained, said.hint)
+        outcome.trace = said.trace
 
 
 class _Outcome:
@@ -94,6 +132,8 @@ class _Outcome:
         self.hint: str | None = None
         self.trace = ""
         self.failed = False
+        self.error: BaseException | None = None
+        self.is_said = True  # by this process; ranks leave it to their parent or to rank 0
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """End with an error; without a message nothing is said on stderr."""
@@ -108,10 +148,10 @@ class _Outcome:
 _ParserError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
-def _run(arguments: list[str], outcome: _Outcome) -> None:
+def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
     try:
         command = typer.main.get_command(app)
-        code = command.main(args=arguments, prog_name="specdec", standalone_mode=False)
+        code = command.main(args=arguments, prog_name="specdec", standalone_mode=False, obj=place)
         outcome.code = code if isinstance(code, int) else int(ExitCode.OK)
         if code == ExitCode.SIGINT:  # typer turns KeyboardInterrupt into this exit
             outcome.fail(ExitCode.SIGINT, "interrupted")
@@ -134,11 +174,14 @@ def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
 
 
 def _after_exception(error: Exception, outcome: _Outcome) -> None:
+    outcome.error = error
     if isinstance(error, _ParserError):
         message: str = getattr(error, "format_message", error.__str__)()
         outcome.fail(ExitCode.USAGE, message, _usage_hint(error))
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
+        if isinstance(error, RanksError):
+            outcome.trace = error.trace
     elif is_out_of_memory(error):
         outcome.fail(
             ExitCode.ENVIRONMENT,
@@ -175,6 +218,8 @@ def _first_line(error: Exception) -> str:
 
 def _report(outcome: _Outcome, verbose: bool) -> None:
     """The error on stderr: a line each, nothing that a terminal would obey."""
+    if not outcome.is_said:
+        return
     lines = []
     if verbose and outcome.trace:
         lines.append(outcome.trace.rstrip())

@@ -3,14 +3,22 @@
 Parses, prepares, runs and shows; the work is done elsewhere.
 """
 
+import os
+import stat
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.launch.world import Place, World, join
+from specdec_cli.text import is_unicode
 
 Prompts = Annotated[
     list[str] | None,
@@ -18,16 +26,23 @@ Prompts = Annotated[
 ]
 PromptFile = Annotated[
     str | None,
-    typer.Option("--prompt-file", metavar="FILE", help="Prompts: .txt, a line each, or .jsonl."),
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help="Prompts: .txt (a line each), .jsonl, .json, .csv, .tsv or .parquet.",
+    ),
 ]
 
 
 def generate(
+    ctx: typer.Context,
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
     chat: inputs.Chat = None,
     system: inputs.System = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
     target: options.Target = None,
     draft: options.Draft = None,
     target_tp: options.TargetTP = None,
@@ -57,7 +72,12 @@ def generate(
     Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.prompts import as_conversations
+
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    source = _Source(prompt or [], prompt_file, limit, skip_bad)
     chosen = {
+        "prompt_file": source.recipe_path,
         "target": target,
         "draft": draft,
         "target_tp": target_tp,
@@ -76,27 +96,72 @@ def generate(
         "block_size": block_size,
     }
     resolved = options.resolve(recipe, sets, chosen)
-    prompts, resolved = inputs.from_command_line(resolved, prompt or [], prompt_file, chat, system)
-    options.set_up_logging(quiet=quiet, verbose=verbose)
+    use_chat, opening = inputs.chat_of(chat, system, resolved.data)
 
-    is_single = bool(prompt) and len(prompts) == 1
+    def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
+        found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
+        if data is not None:
+            data = data.model_copy(update={"chat": use_chat, "system": opening})
+        return as_conversations(found, use_chat, opening), data
+
+    place: Place = ctx.obj
+    num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
+    if place.must_start(num_ranks):
+        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+    with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
+        prompts, data = world.inputs(read)
+        code = _write(
+            world,
+            resolved.model_copy(update={"data": data}),
+            prompts,
+            (trust_remote_code, allow_pickle),
+            is_single=bool(prompt) and len(prompts) == 1,
+            as_json=as_json,
+            output=output,
+            quiet=quiet,
+        )
+    raise typer.Exit(code)
+
+
+def _write(
+    world: World,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    permissions: tuple[bool, bool],
+    *,
+    is_single: bool,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+) -> ExitCode:
+    """Run the prompts and show what comes, on rank 0; returns the exit code."""
     with waiting("getting ready", quiet=quiet) as stages:
         from specdec_cli.engine.build import build
+        from specdec_cli.engine.loop import Emission
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
         from specdec_cli.reporting import collector, shows_live_text, sinks_for
         from specdec_cli.results import RunFolder, environment, generate_document, to_json
 
-        job = prepare(resolved, prompts, Permissions(trust_remote_code, allow_pickle))
+        job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
-        folder = RunFolder.create(output, resolved, where) if output is not None else None
+        folder = None
+        if output is not None and world.is_first:
+            folder = RunFolder.create(output, resolved, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
-    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet)
-    on_emit, finish = collector(job, sinks)
+    world.ready()
+    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet) if world.is_first else []
+    show, finish = collector(job, sinks)
+
+    def on_emit(emissions: list[Emission]) -> None:
+        world.beat()
+        with world.outside():
+            show(emissions)
+
     try:
         result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
         outputs = finish()
@@ -105,15 +170,16 @@ def generate(
             sink.close()
     if is_single and outputs[0].error is not None:
         raise UsageError(f"the prompt cannot run: {outputs[0].error}")
-    document = generate_document(resolved, where, outputs, result.metrics)
-    if folder is not None:
-        folder.write("summary.json", to_json(document) + "\n")
-    if as_json:
-        typer.echo(to_json(document))
     failures = {o.index: o.error for o in outputs if o.error is not None}
-    print_failures(failures)
+    with world.outside():
+        document = generate_document(resolved, where, outputs, result.metrics)
+        if folder is not None:
+            folder.write("summary.json", to_json(document) + "\n")
+        if as_json:
+            typer.echo(to_json(document))
+        print_failures(failures)
     if not quiet:
-        compared = job.plan.k > 0 and sys.stderr.isatty()
+        compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
         is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
         print_summary(
             result.metrics,
@@ -121,4 +187,78 @@ def generate(
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
         )
-    raise typer.Exit(ExitCode.PARTIAL if failures else ExitCode.OK)
+    return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the options say that prompts are."""
+
+    given: list[str]
+    file: str | None
+    limit: int | None
+    skip_bad: bool
+
+    @property
+    def recipe_path(self) -> str | None:
+        """The file, where it is all that a run takes prompts from and a recipe can name it."""
+        file = self.file
+        if self.given or file is None or file == "-":
+            return None
+        return file if file.strip() and is_unicode(file) and "\0" not in file else None
+
+
+def _prompts(
+    source: _Source,
+    data: "specdec_cli.recipe.DataSection | None",
+    sets: Mapping[str, object],
+) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
+    """Prompts from the options, else from a pipe, else from the recipe's data.
+
+    Also returns the data section that says where they came from, so that the resolved recipe
+    never names prompts that were not run; None for those that no recipe can name.
+    """
+    from specdec_cli.prompts import load_prompts, read_prompts
+
+    if (file := source.recipe_path) is not None:
+        assert data is not None and data.path == file
+        data = _limited(_of_another_file(data, sets), source.limit)
+        found = load_prompts(data, skip_bad=source.skip_bad, is_file=True)
+        return found, data.model_copy(update={"path": os.path.abspath(file)})
+    limit, skip_bad = source.limit, source.skip_bad
+    if source.given or source.file is not None:
+        stdin = sys.stdin if source.file == "-" else None
+        return (
+            read_prompts(source.given, source.file, stdin, limit=limit, skip_bad=skip_bad),
+            None,
+        )
+    if _is_piped() and (piped := read_prompts([], None, sys.stdin, limit=limit, skip_bad=skip_bad)):
+        return piped, None
+    if data is None:
+        raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
+    data = _limited(data, limit)
+    return load_prompts(data, skip_bad=skip_bad), data
+
+
+def _of_another_file(
+    data: "specdec_cli.recipe.DataSection", sets: Mapping[str, object]
+) -> "specdec_cli.recipe.DataSection":
+    """`data` without what the recipe says of its own prompts: only options speak of this file."""
+    about_rows = ("split", "subset", "column", "limit")
+    stale = [key for key in about_rows if not {f"data.{key}", "data"} & sets.keys()]
+    return data.model_copy(update=dict.fromkeys(stale))
+
+
+def _limited(
+    data: "specdec_cli.recipe.DataSection", limit: int | None
+) -> "specdec_cli.recipe.DataSection":
+    return data if limit is None else data.model_copy(update={"limit": limit})
+
+
+def _is_piped() -> bool:
+    """Whether standard input is a pipe or a file; a closed one, a terminal or /dev/null is not."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (OSError, ValueError, AttributeError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)

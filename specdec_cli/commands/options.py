@@ -146,6 +146,20 @@ BlockSize = Annotated[
     int | None,
     typer.Option("--block-size", metavar="N", help="Tokens a block.", rich_help_panel=_RUN),
 ]
+Limit = Annotated[
+    int | None,
+    typer.Option(
+        "--limit", metavar="N", min=1, help="Use only the first N prompts.", rich_help_panel=_RUN
+    ),
+]
+SkipBad = Annotated[
+    bool,
+    typer.Option(
+        "--skip-bad",
+        help="Leave out lines that are no prompt, and count them.",
+        rich_help_panel=_RUN,
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
@@ -193,6 +207,7 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "seed": ("--seed", "run.seed"),
     "num_blocks": ("--num-blocks", "cache.num_blocks"),
     "block_size": ("--block-size", "cache.block_size"),
+    "prompt_file": ("--prompt-file", "data.path"),
     "limit": ("--limit", "data.limit"),
     "synthetic_acceptance_rates": (
         "--synthetic-acceptance-rates",

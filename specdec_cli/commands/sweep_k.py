@@ -68,7 +68,8 @@ def sweep_k(
     recipe: options.RecipeArgument = None,
     ks: Ks = "0-8",
     dataset: inputs.Dataset = None,
-    limit: inputs.Limit = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
     chat: inputs.Chat = None,
     system: inputs.System = None,
     predict_only: PredictOnly = False,
@@ -144,8 +145,10 @@ def sweep_k(
         options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})
         for name in drafts
     ]
+    if recipes[0].target.tensor_parallel_size > 1:
+        raise UsageError("sweep-k runs on one rank in this version", "pass --target-tp 1")
     sizes = _batch_sizes(batch_size) or [recipes[0].run.batch_size]
-    prompts, first = inputs.from_data(recipes[0], dataset, limit, chat, system)
+    prompts, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
     recipes = [r.model_copy(update={"data": first.data}) for r in recipes]
     if resume and output is None:
         raise UsageError("--resume: which sweep?", "name its folder with -o DIR")

@@ -52,6 +52,13 @@ class KVCache:
     def num_bytes(self) -> int:
         return sum(t.numel() * t.element_size() for pair in self.layers for t in pair)
 
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero everything."""
+        for pair in self.layers:
+            for pool in pair:
+                pool.zero_()
+
 
 class BlockAllocator:
     """Hands out block ids 1..num_blocks-1; block 0 is never handed out.

@@ -34,6 +34,7 @@ from specdec_cli.engine.types import (
     Verdict,
 )
 from specdec_cli.engine.verify import check_finite, read_verdict, verify
+from specdec_cli.errors import RunError
 
 
 class Proposer(Protocol):
@@ -87,7 +88,8 @@ class Run:
     params: SamplingParams
     scheduler: Scheduler
     clock: RunClock
-    pipeline: Pipeline | None = None
+    pipelines: tuple[Pipeline, ...] = ()  # by number of slots; none where rounds are ragged
+    pipeline: Pipeline | None = None  # the one of them in use
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
 
@@ -98,6 +100,16 @@ class RunResult:
 
     seqs: list[Sequence]
     metrics: Metrics
+
+
+def slot_counts(batch_size: int) -> list[int]:
+    """The numbers of slots that rounds are captured for, so that the end of a run, when few
+    sequences are left, costs about what they cost: a quarter each of the next, as more would be
+    slow to compile."""
+    counts = [batch_size]
+    while counts[0] > 1:
+        counts.insert(0, -(-counts[0] // 4))
+    return counts
 
 
 class Engine:
@@ -134,7 +146,7 @@ class Engine:
         self.synthetic = synthetic
         self.pipelined = pipelined
         self.parallel = parallel
-        self._pipelines: dict[Hashable, Pipeline] = {}
+        self._pipelines: dict[Hashable, tuple[Pipeline, ...]] = {}
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
@@ -164,6 +176,9 @@ class Engine:
                 emissions = self.step(run)
                 if emissions and on_emit is not None:
                     on_emit(emissions)
+        except RunError:
+            self._clear_caches()
+            raise
         finally:
             if run.pipeline is not None:
                 run.pipeline.discard()
@@ -181,8 +196,14 @@ class Engine:
             self._add(run, request)
         is_model = isinstance(self.draft, DraftWorker | AbsentDraft)
         if self.pipelined and run.seqs and (k == 0 or is_model):
-            run.pipeline = self._pipeline(run)
+            run.pipelines = self._pipelines_of(run)
+            run.pipeline = run.pipelines[-1]
         return run
+
+    @staticmethod
+    def _pipeline_for(run: Run, count: int) -> Pipeline:
+        """The smallest that has a slot for each of `count` sequences."""
+        return next(p for p in run.pipelines if p.num_slots >= count)
 
     def step(self, run: Run) -> list[Emission]:
         """Advance by one round, or fill the caches of newly admitted sequences."""
@@ -217,8 +238,9 @@ class Engine:
         """Launch a round; then apply the one before it, if there is one in flight."""
         if not pipeline.in_flight:
             seqs, _ = run.scheduler.reserve()
-            pipeline.load(seqs, run.params.seed)
-            pipeline.launch()
+            run.pipeline = self._pipeline_for(run, len(seqs))
+            run.pipeline.load(seqs, run.params.seed)
+            run.pipeline.launch()
             return []
         pipeline.grow(run.scheduler.extend_ahead(run.k + 1))
         pipeline.launch()
@@ -228,13 +250,15 @@ class Engine:
         """Whether the round in flight has to be applied before anything else is done.
 
         So it is when sequences are to come or to be preempted, for which the host has to know
-        where all of them stand, and when another round would find every sequence finished.
+        where all of them stand, when fewer slots would do for those that are left, and when another
+        round would find every sequence finished.
         """
         if run.pipeline is None or not run.pipeline.in_flight:
             return False
         scheduler = run.scheduler
         return (
             scheduler.can_admit()
+            or self._pipeline_for(run, len(scheduler.running)) is not run.pipeline
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
         )
@@ -253,8 +277,8 @@ class Engine:
         seqs, lens = [done.seqs[b] for b in live], [done.lens[b] for b in live]
         return self._apply(run, seqs, lens, verdict, done.seconds, done.read_at)
 
-    def _pipeline(self, run: Run) -> Pipeline:
-        """The padded rounds for a run, captured once for each rule."""
+    def _pipelines_of(self, run: Run) -> tuple[Pipeline, ...]:
+        """The padded rounds for a run, captured once for each rule and number of slots."""
         k, params, target = run.k, run.params, self.target
         key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
         if key not in self._pipelines:
@@ -276,10 +300,17 @@ class Engine:
             # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
             held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
             columns = held + self.allocator.blocks_for(k + 1)
-            self._pipelines[key] = Pipeline(
-                target, draft, rule, self.batch_size, columns, self.parallel
+            self._pipelines[key] = tuple(
+                Pipeline(target, draft, rule, slots, columns, self.parallel)
+                for slots in slot_counts(self.batch_size)
             )
         return self._pipelines[key]
+
+    def _clear_caches(self) -> None:
+        """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""
+        for worker in (self.target, self.draft):
+            if isinstance(worker, TargetScorer | DraftWorker):
+                worker.model.cache.clear()
 
     def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
         """Feed both models one chunk of what lies before the last token of `seqs`.

@@ -85,6 +85,10 @@ class Pipeline:
             self._run = capture(run, device)
 
     @property
+    def num_slots(self) -> int:
+        return len(self.slots.length)
+
+    @property
     def in_flight(self) -> int:
         return len(self._flights)
 

@@ -237,10 +237,19 @@ class RunSection(_Section):
 class DataSection(_Section):
     """Where prompts come from."""
 
-    path: Name = Field(description=".txt or .jsonl file, Hugging Face dataset id, or demo:prompts")
-    split: Name | None = Field(default=None, description="split of a dataset id")
+    path: Name = Field(
+        description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
+        "demo:prompts"
+    )
+    split: Name | None = Field(
+        default=None, description="split of a dataset id, or a slice such as train[:100]"
+    )
     subset: Name | None = Field(default=None, description="configuration of a dataset id")
-    column: Name | None = Field(default=None, description="column with the prompt; null finds it")
+    column: Name | None = Field(
+        default=None,
+        description="column with the prompt; null takes the first there is of prompt, text, "
+        "question, instruction, turns (the first turn), messages and prompt_token_ids",
+    )
     limit: Count | None = Field(default=None, description="use only the first so many prompts")
     chat: Switch = Field(
         default="auto",

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.loop import Engine, Request, RunResult
+from specdec_cli.engine.loop import Engine, Request, RunResult, slot_counts
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import RunError
@@ -156,6 +156,37 @@ def test_a_run_with_other_params_on_the_same_engine(
         assert told(run(padded, k, max_new_tokens=12, **params)) == told(expected)  # type: ignore[arg-type]
 
 
+class StopAfter:
+    """Ends a sequence after so many tokens."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+
+    def feed(self, tokens: Any) -> int | None:
+        found = self.left if self.left <= len(tokens) else None
+        self.left -= len(tokens)
+        return found
+
+
+def test_few_sequences_run_in_few_slots(pair: tuple[Path, Path], device: torch.device) -> None:
+    """With 9 slots, of 9 sequences the last 3 and then the last one run in fewer."""
+    assert [slot_counts(n) for n in (1, 9, 32)] == [[1], [1, 3, 9], [1, 2, 8, 32]]
+
+    def requests() -> list[Request]:
+        return [Request(i, (5,) * (1 + i % 5), StopAfter(4 + 13 * i)) for i in range(9)]
+
+    ragged, padded = engines(pair, device, batch_size=9)
+    params = SamplingParams(max_new_tokens=130, temperature=1.0)
+    assert told(padded.run(requests(), 2, params)) == told(ragged.run(requests(), 2, params))
+    run = padded.start(requests(), 2, params)
+    used = []
+    while not run.scheduler.is_done:
+        padded.step(run)
+        assert run.pipeline is not None and len(run.scheduler.running) <= run.pipeline.num_slots
+        used.append(run.pipeline.num_slots)
+    assert used == sorted(used, reverse=True) and set(used) == {9, 3, 1}
+
+
 @pytest.mark.parametrize("who", ["target", "draft"])
 def test_logits_that_are_not_finite(
     pair: tuple[Path, Path], device: torch.device, who: str
@@ -167,3 +198,5 @@ def test_logits_that_are_not_finite(
     with pytest.raises(RunError, match=f"the {who} produced logits that are not finite"):
         run(engine, 3, max_new_tokens=10)
     assert engine.allocator.num_used == 0
+    caches = [model.cache for model in (engine.target.model, engine.draft.model)]  # type: ignore[union-attr]
+    assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)

@@ -172,7 +172,8 @@ def test_malformed(extension: str, case: str, tmp_path: Path, capsys: Capture) -
 def test_not_a_prompt_file(tmp_path: Path, capsys: Capture) -> None:
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "p.csv").write_text("prompt\nhello\n")
-    (tmp_path / "p.json").write_text('[{"prompt": "a"}]')
+    (tmp_path / "p.xlsx").write_bytes(b"PK")
+    (tmp_path / "p.yaml").write_text("- a")
     (tmp_path / "p.parquet").write_bytes(b"PAR1")
     (tmp_path / "noextension").write_text("hello\n")
     (tmp_path / "folder.txt").mkdir()
@@ -182,9 +183,9 @@ def test_not_a_prompt_file(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "locked.txt").touch(mode=0)
     cases = {
         "pipe.txt": "not a regular file",
-        "p.csv": "unknown extension '.csv'",
-        "p.json": "unknown extension '.json'",
-        "p.parquet": "unknown extension '.parquet'",
+        "p.xlsx": "unknown extension '.xlsx'",
+        "p.yaml": "unknown extension '.yaml'",
+        "p.parquet": "cannot be read as parquet",
         "noextension": "unknown extension '(none)'",
         "folder.txt": "is a directory, not a prompt file",
         "p.txt.gz": "is compressed with gzip",

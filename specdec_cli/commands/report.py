@@ -1,0 +1,89 @@
+"""`specdec report`: what a run folder says, as something to look at.
+
+Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec_cli.commands import options
+from specdec_cli.errors import UsageError
+from specdec_cli.text import inert, inert_json
+
+Folder = Annotated[
+    Path,
+    typer.Argument(metavar="DIR", help="A run folder of sweep-k or compare-tp, finished or not."),
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="DIR",
+        help="Write there instead of into the run folder; NAME.html writes that page alone.",
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="LIST",
+        help="Of html, png, csv, md and vllm, with commas between; all without it.",
+        show_default=False,
+    ),
+]
+
+
+def report(
+    folder: Folder,
+    output: Output = None,
+    formats: Format = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Turn a run folder into a page, plots, tables and a config for vLLM.
+
+    report.html holds everything and needs nothing else. Prints the answer, then the files.
+    """
+    from specdec_cli.report.content import content_of
+    from specdec_cli.report.folder import read_folder
+    from specdec_cli.report.write import FORMATS, write_page, write_report
+
+    chosen = [part.strip() for part in formats.split(",")] if formats is not None else FORMATS
+    if unknown := [part for part in chosen if part not in FORMATS]:
+        raise UsageError(f"--format: {unknown[0]!r} is none of {', '.join(FORMATS)}")
+    is_page = output is not None and output.suffix.lower() in (".html", ".htm")
+    if is_page and formats is not None and set(chosen) != {"html"}:
+        raise UsageError(
+            f"-o {output} is one page, and --format asks for {formats}",
+            "name a folder with -o, or leave --format out",
+        )
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    content = content_of(read_folder(folder))
+    if is_page:
+        assert output is not None
+        files = [write_page(content, output)]
+    else:
+        files = write_report(content, output or folder, chosen)
+    if as_json:
+        document = {
+            "schema": "specdec.report/1",
+            "kind": content.run.kind,
+            "answer": content.headline,
+            "answers": content.answers,
+            "is_partial": content.run.is_partial,
+            "warnings": content.warnings,
+            "files": [str(file) for file in files],
+            "vllm": None if content.deployment is None else content.deployment.as_dict(),
+        }
+        typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
+        return
+    typer.echo(inert(content.headline))
+    for file in files:
+        typer.echo(inert(str(file)))
+    for warning in content.warnings:
+        typer.echo(inert(f"warning: {warning}"), err=True)

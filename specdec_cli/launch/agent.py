@@ -1,0 +1,57 @@
+"""The process between a command and its ranks: torch's elastic launcher, on one machine.
+
+Run as a file by `launch.ranks`, so it imports nothing of ours. Says nothing on its own: how the
+ranks ended goes into a file.
+"""
+
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process as soon as its parent, process `parent`, is gone.
+
+    To be called in the main thread; on systems without prctl it does nothing.
+    """
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != parent:  # it went before we had asked
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    """agent.py PARENT_PID FOLDER NUM_RANKS PROGRAM...: run PROGRAM once a rank."""
+    parent, folder, num_ranks, *program = arguments
+    die_with(int(parent))
+    logging.disable(logging.CRITICAL)
+    os.environ["SPECDEC_LAUNCHER_PID"] = str(os.getpid())
+
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import parse_args, run
+
+    options = ["--standalone", "--no-python", "--local-addr=localhost", "--monitor-interval=0.1"]
+    options += [f"--nproc-per-node={num_ranks}", f"--log-dir={folder}/torchrun"]
+    exits: dict[int, int] = {}
+    try:
+        run(parse_args([*options, *program]))
+    except ChildFailedError as failed:
+        exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+    except SignalException as asked:
+        sys.exit(128 + asked.sigval)
+    written = Path(folder, "exits.tmp")
+    written.write_text(json.dumps(exits))
+    written.rename(Path(folder, "exits"))
+    sys.exit(1 if exits else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

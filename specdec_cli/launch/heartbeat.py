@@ -1,0 +1,168 @@
+"""A rank's heartbeat: whether its main thread moves, and what it waits for.
+
+A thread looks at the main thread's stack. Where that changes, or a step was counted, the rank
+moves; so a load that takes long is alive and one that hangs is not, without the loader's help.
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+
+from specdec_cli.launch.reports import write_atomically
+
+PERIOD_S = 0.25
+LEAST_START_S = 60.0  # a rank may take so long to start, whatever the timeout
+_FROZEN_S = 5.0
+_STOP_GRACE_S = 1.5
+
+BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """One look at a rank's main thread; times are this machine's monotonic clock, in seconds.
+
+    moved_at: when it was last seen to move. state: "busy"; "peers", in a collective or waiting for
+    the device; "outside", waiting for a reader of its output. ready: its models are loaded.
+    where: the innermost line of ours.
+    """
+
+    rank: int
+    pid: int
+    at: float
+    moved_at: float
+    steps: int
+    state: str
+    ready: bool
+    where: str
+
+
+def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
+    """The rank that holds the others up, once nobody can go on for `timeout_s`.
+
+    That is one that is busy and does not move, rather than those that wait for it. Where all ranks
+    wait for each other, or all but busy ones after loading, it is the one that came least far.
+    num_ranks: ranks that are to be there; some may not have beaten yet.
+    """
+    beats = list(beats)
+    idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
+    busy = [beat for beat in beats if beat.state == BUSY or is_frozen(beat, now)]
+    suspects = [beat for beat in busy if beat.rank in idle]
+    are_all_inside = len(beats) == num_ranks and all(beat.state != OUTSIDE for beat in beats)
+    if not suspects and are_all_inside:
+        waiting = [beat for beat in beats if beat not in busy and beat.rank in idle]
+        if len(waiting) == len(beats):
+            suspects = waiting
+        elif waiting and all(beat.ready for beat in beats):
+            suspects = busy  # it moves, but in a circle
+    return min(suspects, key=lambda beat: (beat.steps, beat.moved_at), default=None)
+
+
+def is_frozen(beat: Beat, now: float) -> bool:
+    """Whether the whole process stands still: even the thread that should have beaten since."""
+    return now - beat.at > _FROZEN_S
+
+
+def write_beat(folder: Path, beat: Beat) -> None:
+    write_atomically(folder / f"beat-{beat.rank}", json.dumps(asdict(beat)))
+
+
+def read_beats(folder: Path) -> list[Beat]:
+    """The last beat of every rank that has started."""
+    return [Beat(**json.loads(path.read_bytes())) for path in folder.glob("beat-*[0-9]")]
+
+
+class Heartbeat:
+    """The thread of one rank; made in its main thread.
+
+    on_beat: called with every beat. on_stop: called when the process was asked to end (SIGTERM)
+    and its main thread did not listen, as in a collective; it should not return.
+    """
+
+    def __init__(
+        self, rank: int, on_beat: Callable[[Beat], None], on_stop: Callable[[], None]
+    ) -> None:
+        self.steps = 0
+        self.state: str | None = None  # overrides what the stack says
+        self.ready = False
+        self._rank = rank
+        self._on_beat = on_beat
+        self._on_stop = on_stop
+        self._main = threading.get_ident()
+        # Python's own handlers run in the main thread only; this descriptor is written at once.
+        self._asked, asking = os.pipe()
+        os.set_blocking(asking, False)
+        os.set_blocking(self._asked, False)
+        signal.set_wakeup_fd(asking, warn_on_full_buffer=False)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """No more beats, and nothing more done about signals."""
+        self._over.set()
+        self._thread.join()
+        signal.set_wakeup_fd(-1)
+
+    def _run(self) -> None:
+        moved_at, last, stop_at = time.monotonic(), None, None
+        while not self._over.is_set():
+            now = time.monotonic()
+            frames = _stack(sys._current_frames().get(self._main))
+            seen = (self.steps, [(id(frame.f_code), frame.f_lasti) for frame in frames])
+            if seen != last:
+                moved_at, last = now, seen
+            beat = Beat(
+                rank=self._rank,
+                pid=os.getpid(),
+                at=now,
+                moved_at=moved_at,
+                steps=self.steps,
+                state=self.state or _state(frames),
+                ready=self.ready,
+                where=_where(frames),
+            )
+            del frames  # they would keep the locals of finished calls alive
+            self._on_beat(beat)
+            if stop_at is None and self._was_asked_to_stop():
+                stop_at = now + _STOP_GRACE_S
+            if stop_at is not None and now > stop_at:
+                self._on_stop()
+            self._over.wait(PERIOD_S)
+
+    def _was_asked_to_stop(self) -> bool:
+        try:
+            return bool({signal.SIGTERM, signal.SIGHUP} & set(os.read(self._asked, 64)))
+        except BlockingIOError:
+            return False
+
+
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """Frames from the innermost outwards."""
+    frames = []
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.f_back
+    return frames
+
+
+def _state(frames: list[FrameType]) -> str:
+    names = [frame.f_code.co_filename for frame in frames]
+    waits = any("torch/distributed/" in name or "torch/cuda/" in name for name in names)
+    return PEERS if waits else BUSY
+
+
+def _where(frames: list[FrameType]) -> str:
+    ours = (f for f in frames if "specdec_cli" in f.f_code.co_filename)
+    frame = next(ours, frames[0] if frames else None)
+    if frame is None:
+        return "its end"
+    path = Path(frame.f_code.co_filename)
+    return f"{frame.f_code.co_name} ({path.parent.name}/{path.name}:{frame.f_lineno})"

@@ -1,0 +1,204 @@
+"""One rank among several: its silence, its heartbeat, and telling how it ended.
+
+A rank that `specdec` started tells its parent, through the run's folder. One that torchrun or srun
+started tells rank 0, through the store that all ranks share, and rank 0 tells the user.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.launch import seat as seats
+from specdec_cli.launch.agent import die_with
+from specdec_cli.launch.heartbeat import BUSY, Beat, Heartbeat, is_frozen, write_beat
+from specdec_cli.launch.reports import (
+    End,
+    Report,
+    is_lost_peers,
+    root_cause,
+    stderr_path,
+    write_report,
+)
+from specdec_cli.launch.seat import Seat
+
+_LINGER_S = 2.0  # a rank that lost its peers waits for their reports before its end ends them
+_STORE_S = 2.0
+
+
+class PeersMissing(SetupError):
+    """The ranks did not find each other."""
+
+
+class Rank:
+    """This process as one of several ranks. Made once, in the main thread, before torch is there.
+
+    store: torch's store with the reports of joined ranks, once they have met. limit_s: how long the
+    main thread may stand still before this rank ends itself; None where a parent sees to it.
+    """
+
+    def __init__(self, seat: Seat, *, verbose: bool) -> None:
+        self.seat = seat
+        self.store: Any = None
+        self.limit_s: float | None = None
+        self.threads = _own_threads(seat)
+        self._stderr = -1
+        self._has_told = False
+        if seat.folder is not None:
+            die_with(int(os.environ[seats.LAUNCHER_PID]))
+        elif "TORCHELASTIC_RUN_ID" in os.environ:
+            die_with(os.getppid())
+        if seat.rank:
+            self._silence(verbose=verbose)
+        self.heartbeat = Heartbeat(seat.rank, self._on_beat, self._on_stop)
+
+    @property
+    def tells_user(self) -> bool:
+        """Whether errors are this process's to say."""
+        return self.seat.folder is None and self.seat.rank == 0
+
+    def end(self, report: Report) -> Report | None:
+        """Tell how this rank ended; returns what is to be said to the user here, if anything."""
+        self.heartbeat.stop()
+        return self._tell(report)
+
+    def exit(self, code: int) -> None:
+        """End the process after a failure at once: destructors would wait for the peers."""
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+    def _tell(self, report: Report) -> Report | None:
+        if self._has_told:
+            return None
+        self._has_told = True
+        # Whoever started us may already be ending us; what we have to say comes first.
+        asked = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(number, lambda *_: asked.set())
+        if self.seat.folder is not None:
+            with contextlib.suppress(FileNotFoundError):  # the parent has heard enough, and left
+                write_report(self.seat.folder, report)
+            if report.end is End.LOST_PEERS:
+                asked.wait(_LINGER_S)
+            return None
+        return None if report.end is End.DONE else self._tell_peers(report)
+
+    def _tell_peers(self, report: Report) -> Report | None:
+        try:
+            if self.store is None:
+                raise RuntimeError("the ranks have not met")
+            self.store.set(key := f"report/{self.seat.rank}", report.to_json())
+            self.store.check([key])  # hears an answer, which a lost store does not give
+        except RuntimeError:  # they never met, or rank 0 is gone and the store with it
+            if self.seat.rank == 0:
+                return report
+            if self.seat.rank == 1 and report.end is End.LOST_PEERS:
+                if self._stderr >= 0:
+                    os.dup2(self._stderr, 2)
+                return _said_nothing(0) if self.store is not None else report
+            return None
+        if self.seat.rank:
+            time.sleep(_LINGER_S)
+            return None
+        return root_cause(self._gather(report))
+
+    def _gather(self, own: Report) -> list[Report]:
+        """Rank 0's report and those of the others that come in before long."""
+        deadline = time.monotonic() + _LINGER_S
+        found = {own.rank: own}
+        while len(found) < self.seat.size and time.monotonic() < deadline:
+            for rank in set(range(self.seat.size)) - found.keys():
+                with contextlib.suppress(RuntimeError):
+                    if self.store.check([key := f"report/{rank}"]):
+                        found[rank] = Report.from_json(self.store.get(key))
+            if any(r.end in (End.FAILED, End.STUCK) for r in found.values()):
+                break
+            time.sleep(0.05)
+        else:
+            silent = set(range(self.seat.size)) - found.keys()
+            if own.end is End.LOST_PEERS and silent:
+                found[min(silent)] = _said_nothing(min(silent))
+        return list(found.values())
+
+    def _on_beat(self, beat: Beat) -> None:
+        if self.seat.folder is not None:
+            with contextlib.suppress(FileNotFoundError):
+                write_beat(self.seat.folder, beat)
+        elif self.limit_s is not None and beat.state == BUSY:
+            if beat.at - beat.moved_at > self.limit_s:
+                self._end_here(stuck(beat, beat.at, self.limit_s))
+
+    def _on_stop(self) -> None:
+        code = ExitCode.SIGTERM
+        self._end_here(Report(self.seat.rank, End.STOPPED, code, "was terminated"))
+
+    def _end_here(self, report: Report) -> None:
+        """End the process from the heartbeat's thread, the main thread being stuck."""
+        said = self._tell(report)
+        if said is not None and said.explained is not None:
+            os.write(2, f"error: {said.explained}\n".encode())
+        os._exit(report.code)
+
+    def _silence(self, *, verbose: bool) -> None:
+        """Only rank 0 is heard; what the libraries of others write to stderr is kept or dropped."""
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, 1)
+        if not verbose:
+            self._stderr = os.dup(2)
+            folder = self.seat.folder
+            if folder is not None:
+                path = stderr_path(folder, self.seat.rank)
+                devnull = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+            os.dup2(devnull, 2)
+
+
+def stuck(beat: Beat, now: float, timeout_s: float) -> Report:
+    """The report of a rank that holds the others up."""
+    how = "the process stands still" if is_frozen(beat, now) else "nothing happened"
+    message = f"hung in {beat.where}: {how} for {timeout_s:g} s"
+    hint = "run.timeout_s sets how long to wait"
+    return Report(beat.rank, End.STUCK, ExitCode.RUN_FAILED, message, hint)
+
+
+def _said_nothing(rank: int) -> Report:
+    return Report(
+        rank,
+        End.FAILED,
+        ExitCode.RUN_FAILED,
+        "is gone, or hangs: it did not say why",
+        "torchrun or srun may know how it ended",
+    )
+
+
+def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End:
+    """What the exception and exit code of a command mean for its rank."""
+    if not failed:
+        return End.DONE
+    if isinstance(error, PeersMissing) or (error is not None and is_lost_peers(error)):
+        return End.LOST_PEERS
+    return End.STOPPED if code in (ExitCode.SIGINT, ExitCode.SIGTERM) else End.FAILED
+
+
+def _own_threads(seat: Seat) -> int | None:
+    """Threads for this rank's share of the cores, or None where the user has chosen."""
+    chosen = os.environ.pop(seats.THREADS, None)
+    if chosen is not None:
+        os.environ.pop("OMP_NUM_THREADS", None)  # torchrun's 1, which is not the user's choice
+        return int(chosen)
+    if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
+        return None
+    return max(1, num_cores() // seat.local_size)
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

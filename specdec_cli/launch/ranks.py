@@ -1,0 +1,216 @@
+"""Starting ranks on this machine, watching them, and saying how they ended: the parent's side.
+
+Knows nothing of torch, which only the processes that it starts import.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specdec_cli.errors import ExitCode, RunError, SetupError
+from specdec_cli.launch import agent, seat
+from specdec_cli.launch.heartbeat import LEAST_START_S, Beat, find_stuck, read_beats
+from specdec_cli.launch.rank import num_cores, stuck
+from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
+
+_LOOK_S = 0.1
+_SETTLE_S = 5.0  # how long a failure waits for the one that caused it to be known
+_SETTLE_KNOWN_S = 0.3  # the same, once it is known what went wrong in one rank
+_STOP_S = 2.5  # from SIGTERM to SIGKILL
+_LEAVE_S = 10.0  # from the last rank's last word to its end
+
+
+@dataclass(frozen=True, slots=True)
+class RanksOutcome:
+    """How a world of ranks ended.
+
+    code: rank 0's exit code, or that of the failure that ended the run. failure: the root cause
+    of a run that failed. result: what rank 0 handed back (`World.hand_back`), or None.
+    """
+
+    code: int
+    failure: Report | None = None
+    result: object = None
+
+    def check(self) -> int:
+        """The exit code of a world that ended well; raises the failure of one that did not."""
+        if self.failure is None:
+            return self.code
+        if self.failure.message is None:  # such as a closed pipe, of which nobody is to be told
+            raise SystemExit(self.failure.code)
+        raise RanksError(self.failure)
+
+
+class RanksError(RunError):
+    """The root cause of a failed world, with the exit code of the rank that it names."""
+
+    def __init__(self, failure: Report) -> None:
+        super().__init__(failure.explained or "", failure.hint)
+        self.code = ExitCode(failure.code)
+        self.trace = failure.trace
+
+
+def run_ranks(
+    program: Sequence[str],
+    num_ranks: int,
+    *,
+    timeout_s: float,
+    inputs: object = None,
+    environ: Mapping[str, str] = os.environ,
+) -> RanksOutcome:
+    """Run `program` (a command line after the interpreter) as `num_ranks` ranks, to their end.
+
+    Rank 0's standard streams are the caller's. inputs: any picklable object for every rank
+    (`World.inputs`). timeout_s: a rank that does nothing for so long ends the run. Whatever ends
+    the call, an exception from a signal handler included, leaves no process behind; to be called
+    from the main thread, whose death the ranks share. May be called again and again.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # of mode 0700
+    try:
+        if inputs is not None:
+            (folder / "inputs").write_bytes(pickle.dumps(inputs))
+        launcher = _start(program, num_ranks, folder, environ)
+        try:
+            failure = _watch(launcher, num_ranks, folder, timeout_s)
+        finally:
+            _stop(launcher, folder)
+        if failure is not None:
+            return RanksOutcome(failure.code, failure)
+        return RanksOutcome(read_reports(folder)[0].code, result=_result(folder))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(
+    program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
+    arguments = [str(os.getpid()), str(folder), str(num_ranks), sys.executable, *program]
+    # Not from the current folder: a file there could go by the name of a module.
+    command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
+    env = {**environ, seat.FOLDER: str(folder)}
+    if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
+        env[seat.THREADS] = str(max(1, num_cores() // num_ranks))
+    env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    try:
+        # Of its own session: a terminal's Ctrl-C reaches us, and we end the ranks.
+        return subprocess.Popen(command, env=env, start_new_session=True)
+    except OSError as problem:
+        raise SetupError(f"cannot start {num_ranks} ranks: {problem.strerror}") from problem
+
+
+def _watch(
+    launcher: "subprocess.Popen[bytes]", num_ranks: int, folder: Path, timeout_s: float
+) -> Report | None:
+    """Wait until every rank is done, or one of them is known to be the cause of a failure."""
+    started = looked = time.monotonic()
+    settled = stuck_from = done_by = float("inf")
+    while True:
+        is_over = launcher.poll() is not None  # before reading: what it left is then complete
+        now = time.monotonic()
+        reports, beats = read_reports(folder), read_beats(folder)
+        exits = _exits(folder)
+        failures = _failures(folder, num_ranks, reports, beats, exits, is_over)
+        if len(reports) == num_ranks and not failures:
+            done_by = min(done_by, now + _LEAVE_S)
+            if is_over or now > done_by:
+                return None
+        elif failures:
+            own = any(r.end in (End.FAILED, End.STUCK) for r in reports.values())
+            is_known = own or bool(exits)
+            settled = min(settled, now + (_SETTLE_KNOWN_S if is_known else _SETTLE_S))
+            if is_over or now > settled:
+                return root_cause(failures)
+        elif is_over:
+            return _launcher_failed(launcher.returncode)
+        # Having been stopped ourselves (Ctrl-Z), we have not seen the ranks' latest beats.
+        if now - looked > 1:
+            stuck_from = now
+        if now - stuck_from > 1 or stuck_from == float("inf"):
+            live = [beat for beat in beats if beat.rank not in reports]
+            beat = None
+            if not failures:
+                beat = find_stuck(live, num_ranks - len(reports), now, timeout_s)
+            if beat is not None:
+                return stuck(beat, now, timeout_s)
+            if now - started > max(timeout_s, LEAST_START_S) and len(beats) < num_ranks:
+                late = min(set(range(num_ranks)) - {beat.rank for beat in beats})
+                return Report(late, End.STUCK, ExitCode.RUN_FAILED, "did not start")
+        looked = now
+        time.sleep(_LOOK_S)
+
+
+def _failures(
+    folder: Path,
+    num_ranks: int,
+    reports: Mapping[int, Report],
+    beats: Sequence[Beat],
+    exits: Mapping[int, int],
+    is_over: bool,
+) -> list[Report]:
+    """Reports of ranks that failed, and those we write for ranks that are gone without one."""
+    found = [report for report in reports.values() if report.end is not End.DONE]
+    seen = {beat.rank: beat for beat in beats}
+    for rank in set(range(num_ranks)) - reports.keys():
+        beat = seen.get(rank)
+        age = time.monotonic() - beat.at if beat is not None else 0.0
+        is_gone = rank in exits or is_over or (beat is not None and not _is_alive(beat.pid))
+        if is_gone and (beat is not None or exits):
+            words = last_words(folder, rank)
+            found.append(gone(rank, exits.get(rank), time.time() - age, words))
+    return found
+
+
+def _launcher_failed(code: int) -> Report:
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return Report(
+        0, End.FAILED, ExitCode.RUN_FAILED, f"was not started: the launcher ended ({how})"
+    )
+
+
+def _exits(folder: Path) -> dict[int, int]:
+    """Exit codes other than 0 that the launcher saw; signals are negative."""
+    try:
+        return {int(r): c for r, c in json.loads((folder / "exits").read_text()).items()}
+    except FileNotFoundError:
+        return {}
+
+
+def _result(folder: Path) -> object:
+    try:
+        found: object = json.loads((folder / "result").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _stop(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
+    """End the launcher and with it the ranks; returns when none of them is left."""
+    try:
+        if launcher.poll() is None:
+            launcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launcher.wait(_STOP_S)
+    finally:
+        launcher.kill()  # the kernel then kills the ranks
+        launcher.wait()
+    deadline = time.monotonic() + 1
+    while time.monotonic() < deadline and any(_is_alive(b.pid) for b in read_beats(folder)):
+        time.sleep(0.02)

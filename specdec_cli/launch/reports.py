@@ -1,0 +1,129 @@
+"""What ranks say of how they ended, and which of them is the cause. Imports nothing heavy."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from specdec_cli.errors import ExitCode
+
+
+class End(StrEnum):
+    """How a rank ended. The order is that in which an end explains those of other ranks."""
+
+    DONE = "done"
+    FAILED = "failed"  # an error of its own, or gone without a word
+    STUCK = "stuck"
+    LOST_PEERS = "lost peers"  # a collective failed: somebody else is the cause
+    STOPPED = "stopped"  # by a signal, mostly the launcher's after another rank's failure
+
+
+_BLAME = (End.FAILED, End.STUCK, End.LOST_PEERS, End.STOPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """How one rank ended. at: seconds since the epoch. message: None when there is none to give."""
+
+    rank: int
+    end: End
+    code: int
+    message: str | None = None
+    hint: str | None = None
+    trace: str = ""
+    at: float = field(default_factory=time.time)
+
+    @property
+    def explained(self) -> str | None:
+        """The message with its rank, which all ranks would say alike when it is bad usage."""
+        if self.message is None or self.code in (ExitCode.USAGE, ExitCode.PARTIAL):
+            return self.message
+        return f"rank {self.rank}: {self.message}"
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> "Report":
+        found = json.loads(text)
+        return cls(**{**found, "end": End(found["end"])})
+
+
+def root_cause(reports: Iterable[Report]) -> Report | None:
+    """The report that explains the others: the first of the most telling kind; None if all is well.
+
+    Lost peers and signals are what another rank's failure looks like from here.
+    """
+    failed = [report for report in reports if report.end is not End.DONE]
+    return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
+
+
+def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "") -> Report:
+    """The report for a rank that left none. exit_code: as subprocess gives it; None is unknown."""
+    end, hint = End.FAILED, last_words or None
+    if exit_code is not None and exit_code < 0:
+        try:
+            name = signal.Signals(-exit_code).name
+        except ValueError:
+            name = f"signal {-exit_code}"
+        message = f"was killed by {name}"
+        if name == "SIGKILL":
+            hint = hint or "the system does so when memory runs out; see its log"
+        elif name == "SIGABRT":  # how NCCL ends a rank that has lost its peers
+            end = End.LOST_PEERS
+        elif name == "SIGTERM":
+            end = End.STOPPED
+    else:
+        message = f"ended without a word (exit code {exit_code or 0}) before the run was done"
+    return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=last_seen)
+
+
+def write_report(folder: Path, report: Report) -> None:
+    write_atomically(folder / f"report-{report.rank}", report.to_json())
+
+
+def read_reports(folder: Path) -> dict[int, Report]:
+    """Every report in the folder by its rank."""
+    found = (Report.from_json(path.read_bytes()) for path in folder.glob("report-*[0-9]"))
+    return {report.rank: report for report in found}
+
+
+def stderr_path(folder: Path, rank: int) -> Path:
+    """Where a silent rank's standard error goes."""
+    return folder / f"stderr-{rank}"
+
+
+def last_words(folder: Path, rank: int) -> str:
+    """The last line that a silent rank wrote to its standard error."""
+    try:
+        text = stderr_path(folder, rank).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """A reader sees the whole text or none of it."""
+    scratch = path.with_name(f"{path.name}.tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def is_lost_peers(error: BaseException) -> bool:
+    """Whether an exception says that a collective failed, which is another rank's doing."""
+    names = {base.__name__ for base in type(error).__mro__}
+    if "OutOfMemoryError" in names or isinstance(error, MemoryError):
+        return False
+    if names & {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}:
+        return True
+    text = str(error)
+    if isinstance(error, RuntimeError) and ("gloo/" in text or "NCCL" in text):
+        return True
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and "torch/distributed/" in trace.tb_frame.f_code.co_filename

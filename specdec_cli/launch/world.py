@@ -1,0 +1,224 @@
+"""The ranks of a run as a command sees them: started, joined, or one process alone."""
+
+import contextlib
+import json
+import os
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
+from specdec_cli.launch.rank import PeersMissing, Rank
+from specdec_cli.launch.ranks import run_ranks
+from specdec_cli.launch.reports import write_atomically
+from specdec_cli.launch.seat import Seat, find_seat
+
+T = TypeVar("T")
+
+# Collectives wait for so much longer than a hung rank is given, so that it is the one to be named.
+_PAST_TIMEOUT_S = 5.0
+_LONG_S = 24 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """How this process came to be.
+
+    program: the command line, after the interpreter, that starts it again. seat: None unless
+    torchrun or srun started it. rank: None where it is alone.
+    """
+
+    program: tuple[str, ...]
+    seat: Seat | None = None
+    rank: Rank | None = None
+
+    def must_start(self, num_ranks: int) -> bool:
+        """Whether this process is to start ranks instead of running itself."""
+        return self.seat is None and num_ranks > 1
+
+    def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
+        """Run this command line as ranks and return its exit code; raises their root cause."""
+        return run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
+
+
+def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:
+    """How this process was started. A rank among several begins its life as one here."""
+    seat = find_seat(environ)
+    rank = Rank(seat, verbose=verbose) if seat is not None and seat.size > 1 else None
+    return Place(tuple(program), seat, rank)
+
+
+class World:
+    """The ranks of one run. Every method is to be called by all ranks, in the same order, but for
+    `beat` and `outside`.
+
+    rank, size: of this process. device: "cuda:i" or "cpu" where there are several ranks; otherwise
+    what the recipe says.
+    """
+
+    def __init__(self, rank: Rank | None, device: str, timeout_s: float) -> None:
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self.device = device
+        self.rank = rank.seat.rank if rank is not None else 0
+        self.size = rank.seat.size if rank is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0: the one that reads, writes and shows."""
+        return self.rank == 0
+
+    def once(self, read: Callable[[], T]) -> T:
+        """What `read` returns on rank 0, for every rank. Its result travels pickled."""
+        if self._rank is None:
+            return read()
+        import torch.distributed as dist
+
+        found = [read() if self.is_first else None]
+        dist.broadcast_object_list(found, src=0)
+        value: T = found[0]  # type: ignore[assignment]
+        return value
+
+    def inputs(self, read: Callable[[], T]) -> T:
+        """What the parent handed to its ranks; where it handed nothing, `once(read)`."""
+        folder = self._rank.seat.folder if self._rank is not None else None
+        if folder is not None and (path := folder / "inputs").exists():
+            value: T = pickle.loads(path.read_bytes())
+            return value
+        return self.once(read)
+
+    def ready(self) -> None:
+        """The models are loaded: from now on no rank is waited for longer than the timeout."""
+        if self._rank is None:
+            return
+        self._rank.heartbeat.ready = True
+        # Where a parent watches, nothing else needs to: a reader may hold rank 0 up for long.
+        is_watched = self._rank.limit_s is None
+        _set_timeouts(_LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S)
+
+    def beat(self) -> None:
+        """A step is done. Costs nothing."""
+        if self._rank is not None:
+            self._rank.heartbeat.steps += 1
+
+    @contextlib.contextmanager
+    def outside(self) -> Iterator[None]:
+        """While whoever reads the output may keep this rank waiting, as a pager does."""
+        if self._rank is None:
+            yield
+            return
+        self._rank.heartbeat.state = OUTSIDE
+        try:
+            yield
+        finally:
+            self._rank.heartbeat.state = None
+
+    def hand_back(self, result: object) -> None:
+        """Give rank 0's result, as JSON, to the parent that called `run_ranks`."""
+        folder = self._rank.seat.folder if self._rank is not None else None
+        if self.is_first and folder is not None:
+            write_atomically(folder / "result", json.dumps(result))
+
+
+@contextlib.contextmanager
+def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iterator[World]:
+    """Be one of `num_ranks` ranks, with torch.distributed ready where there are several.
+
+    device: `run.device`. NCCL connects GPUs, one a rank, and gloo CPUs. On leaving, every rank
+    waits for the others; on an exception none does. Raises `UsageError` when another number of
+    ranks was started, `SetupError` when there are too few GPUs or ranks do not meet.
+    """
+    rank, seat = place.rank, place.seat
+    if seat is not None and seat.size != num_ranks:
+        raise UsageError(
+            f"the recipe needs {num_ranks} rank{'s' * (num_ranks > 1)} "
+            f"(target.tensor_parallel_size); {seat.started_by} started {seat.size}",
+            f"let {seat.started_by} start {num_ranks}, or change --target-tp",
+        )
+    if rank is None:
+        assert num_ranks == 1, "`must_start` comes first"
+        yield World(None, device, timeout_s)
+        return
+
+    import torch
+    import torch.distributed as dist
+
+    if rank.threads is not None:
+        torch.set_num_threads(rank.threads)
+    device = _device(rank.seat, device)
+    _meet(rank, device, timeout_s)
+    yield World(rank, device, timeout_s)
+    if device == "cpu":
+        dist.barrier()
+    else:
+        dist.barrier(device_ids=[torch.device(device).index])
+    dist.destroy_process_group()
+
+
+def _device(seat: Seat, wanted: str) -> str:
+    """The device of this rank: its own GPU, or the CPU."""
+    import torch
+
+    if ":" in wanted:
+        raise UsageError(
+            f"run.device: {wanted} is one device; {seat.size} ranks need one each",
+            "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
+        )
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return "cpu"
+    count = torch.cuda.device_count()
+    # Slurm may show each task its own GPU only.
+    index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
+    if index >= count:
+        raise SetupError(
+            f"{seat.local_size} ranks need as many GPUs; this machine has {count}",
+            "use fewer ranks (--target-tp), or --device cpu",
+        )
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
+
+
+def _meet(rank: Rank, device: str, timeout_s: float) -> None:
+    """Connect to the other ranks."""
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+    seat = rank.seat
+    local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
+    os.environ |= {  # as torchrun has it; srun has names of its own
+        "RANK": str(seat.rank),
+        "WORLD_SIZE": str(seat.size),
+        "LOCAL_RANK": str(local_rank),  # which also says which GPU
+        "LOCAL_WORLD_SIZE": str(seat.local_size),
+        "MASTER_ADDR": seat.address,
+        "MASTER_PORT": str(seat.port),
+    }
+    patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
+    try:
+        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=patience)
+        if seat.folder is None:
+            client = TCPStore(
+                seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=patience
+            )
+            rank.store = PrefixStore("specdec", client)
+            rank.limit_s = timeout_s
+    except (RuntimeError, ValueError, OSError) as problem:
+        reason = str(problem).strip().partition("\n")[0]
+        raise PeersMissing(
+            f"could not meet the other ranks at {seat.address}:{seat.port}: {reason}",
+            "see that every rank was started and that this address can be reached from all of them",
+        ) from problem
+    # A load may take long, and longer on ranks that load more; a hung one is found otherwise.
+    _set_timeouts(_LONG_S)
+
+
+def _set_timeouts(seconds: float) -> None:
+    """Let collectives of every group wait for so long."""
+    import torch.distributed.distributed_c10d as c10d
+
+    for group in list(c10d._world.pg_map):
+        if not c10d._rank_not_in_group(group):
+            c10d._set_pg_timeout(timedelta(seconds=seconds), group)

@@ -1,0 +1,22 @@
+"""Prompts from options, files, pipes and datasets.
+
+Knows nothing of tokenizers or of what a chat template makes of messages: a prompt is text, the
+messages of a conversation, or token ids that somebody else made.
+"""
+
+from specdec_cli.prompts.conversations import as_conversations
+from specdec_cli.prompts.dataset import parse_dataset
+from specdec_cli.prompts.lines import MAX_LINE_BYTES
+from specdec_cli.prompts.load import EXTENSIONS, load_prompts, read_prompts
+from specdec_cli.prompts.types import Message, Prompt
+
+__all__ = [
+    "EXTENSIONS",
+    "MAX_LINE_BYTES",
+    "Message",
+    "Prompt",
+    "as_conversations",
+    "load_prompts",
+    "parse_dataset",
+    "read_prompts",
+]

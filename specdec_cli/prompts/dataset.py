@@ -1,0 +1,88 @@
+"""`PATH[:SPLIT[:COLUMN]]`, as `--dataset` has it, and splits of what has none by itself.
+
+Knows the notation; opens nothing but to see whether a path is there.
+"""
+
+import re
+from collections.abc import Sized
+from itertools import islice
+from pathlib import Path
+
+from specdec_cli.demo import PREFIX
+from specdec_cli.errors import UsageError
+from specdec_cli.prompts.lines import Rows
+from specdec_cli.text import one_line
+
+# What lies between colons: brackets (`train[10:20]`) keep theirs.
+_PART = re.compile(r"(?:\[[^\[\]]*\]|[^:])*")
+_DRIVE = re.compile(r"[A-Za-z]:[\\/]")
+_SCHEME = re.compile(r"[A-Za-z][\w+.-]*://(?:[^/:]*:\d+(?=/|$))?")
+_SLICE = re.compile(r"train(?:\[(\d*):(\d*)\])?|train\[(\d+%)?:(\d+%)?\]")
+_FORM = "PATH, PATH:SPLIT or PATH:SPLIT:COLUMN, such as squad:train[:100]:question"
+
+
+def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
+    """The path, split and column that `text` names; an empty part (`p.csv::question`) is None.
+
+    Colons in brackets, after a drive's letter, in `scheme://host:port` and in `demo:` belong to
+    their part, and so do those of a path that exists. Raises `UsageError`.
+    """
+    start = next((m.end() for p in (_DRIVE, _SCHEME) if (m := p.match(text))), 0)
+    if text.startswith(PREFIX):
+        start = len(PREFIX)
+    parts = _split_at_colons(text[start:])
+    parts[0] = text[:start] + parts[0]
+    for count in range(len(parts), 1, -1):
+        path = ":".join(parts[:count])
+        if _exists(path):
+            parts = [path, *parts[count:]]
+            break
+    if not parts[0].strip() or len(parts) > 3:
+        what = "names no path" if not parts[0].strip() else "has more than three parts"
+        raise UsageError(f"the dataset {one_line(text)!r} {what}", f"write {_FORM}")
+    path, split, column = (*parts, "", "")[:3]
+    return path, split or None, column or None
+
+
+def _split_at_colons(text: str) -> list[str]:
+    parts, place = [], 0
+    while True:
+        part = _PART.match(text, place)
+        assert part is not None  # it matches the empty text
+        parts.append(part[0])
+        if part.end() == len(text):
+            return parts
+        place = part.end() + 1
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long, or not a path at all
+        return False
+
+
+def sliced(rows: Rows, split: str | None, name: str) -> Rows:
+    """The rows of a single file under a split.
+
+    As `datasets` has it, a file's only split is `train`, which may be sliced (`train[:100]`,
+    `train[50%:]`). Raises `UsageError` for any other.
+    """
+    if split is None:
+        return rows
+    found = _SLICE.fullmatch(split)
+    if found is None:
+        raise UsageError(
+            f"{name}: a file has no split {one_line(split)!r}",
+            "its only one is train, or a slice of it such as train[:100]",
+        )
+    first, last, first_percent, last_percent = found.groups()
+    if not first_percent and not last_percent:
+        return islice(rows, int(first or 0), int(last) if last else None)
+    whole = list(rows)
+    return iter(whole[_row(first_percent or "0%", whole) : _row(last_percent or "100%", whole)])
+
+
+def _row(percent: str, whole: Sized) -> int:
+    """A percentage in rows, rounded as `datasets` rounds it."""
+    return round(int(percent.removesuffix("%")) * len(whole) / 100)

@@ -1,0 +1,100 @@
+"""Hugging Face datasets by id, and folders laid out like them, through the package `datasets`.
+
+Knows nothing of what makes a prompt.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.prompts.lines import Rows
+from specdec_cli.prompts.tables import wanted
+from specdec_cli.prompts.types import Source
+from specdec_cli.text import one_line
+
+
+def hub_source(
+    path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
+) -> Source:
+    """One split of a dataset; without a name, its only one.
+
+    path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). Raises
+    `UsageError` for a subset or split that is not there, naming those that are, and `SetupError`
+    when the dataset cannot be had.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise SetupError(
+            f"{path}: reading a dataset needs the package datasets", "pip install datasets"
+        ) from None
+    with _quiet(datasets):
+        try:
+            data = _loaded(datasets, path, subset, split)
+        except SpecdecError:
+            raise
+        except Exception as problem:
+            raise _refusal(path, problem, is_folder=is_folder) from problem
+    columns = tuple(data.column_names)
+    name = f"{path}:{split}" if split is not None else path
+    return Source(name, _rows(data.select_columns(wanted(columns, column)), name), columns)
+
+
+def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> Any:
+    builder = datasets.load_dataset_builder(path, name=subset)
+    known = list(builder.info.splits or ())
+    if split is None and len(known) == 1:
+        split = known[0]
+    # Some datasets learn their splits only while they are prepared.
+    data = datasets.load_dataset(path, name=subset, split=split)
+    if split is None:
+        known = list(data)
+        if len(known) > 1:
+            raise UsageError(
+                f"{path}: the dataset has several splits: {', '.join(map(one_line, known))}",
+                f"name one: data.split, or {path}:{known[0]}",
+            )
+        data = data[known[0]]
+    return data
+
+
+def _rows(data: Any, name: str) -> Rows:
+    for number, record in enumerate(data, start=1):
+        yield f"{name}: row {number}", record
+
+
+def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
+    kind = type(problem).__name__
+    if type(problem) is ValueError:  # an unknown split or configuration; it lists those known
+        return UsageError(
+            f"{path}: {' '.join(map(one_line, str(problem).split()))}",
+            "data.split and data.subset name what is wanted",
+        )
+    if is_folder or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
+        cause = problem.__cause__ or problem
+        why = one_line(str(cause).strip().partition("\n")[0])
+        return UsageError(f"{path}: cannot be read as a dataset: {why}")
+    if kind == "DatasetNotFoundError":
+        return SetupError(
+            f"no dataset {path} on the hub, or access to it is restricted",
+            "check the spelling; log in with `hf auth login`, or pass a local file",
+        )
+    return SetupError(
+        f"the dataset {path} is neither a local file nor in the local cache, and could not be "
+        f"downloaded ({kind})",
+        f"run `hf download --repo-type dataset {path}` where the hub can be reached, or pass a "
+        "local file",
+    )
+
+
+@contextmanager
+def _quiet(datasets: Any) -> Iterator[None]:
+    """No bars of the library's own on stderr."""
+    shown = datasets.utils.are_progress_bars_disabled() is False
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shown:
+            datasets.enable_progress_bars()

@@ -1,0 +1,243 @@
+"""Prompts from options, files, pipes and datasets: opens them, reads rows, reports bad ones.
+
+Knows nothing of tokenizers, or of what a chat template makes of messages.
+"""
+
+import io
+import logging
+import stat
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from specdec_cli import demo
+from specdec_cli.errors import UsageError
+from specdec_cli.prompts.dataset import sliced
+from specdec_cli.prompts.hub import hub_source
+from specdec_cli.prompts.lines import BOM, json_rows, jsonl_rows, text_rows
+from specdec_cli.prompts.records import PROMPT_KEYS, checked, columns_in_words, prompt_of
+from specdec_cli.prompts.tables import csv_source, parquet_source
+from specdec_cli.prompts.types import BadRow, Prompt, Source
+from specdec_cli.recipe import DataSection
+from specdec_cli.text import one_line
+
+EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
+
+_MAX_SHOWN = 5
+_GZIP_MAGIC = b"\x1f\x8b"
+_ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
+_log = logging.getLogger("specdec")
+
+
+def load_prompts(
+    data: DataSection, *, skip_bad: bool = False, is_file: bool = False
+) -> list[Prompt]:
+    """The prompts that a recipe's `data` names, in order, `index` counting from 0.
+
+    `data.path` is a file (`EXTENSIONS`), `demo:prompts`, a folder or id of a Hugging Face dataset.
+    Reading stops at `data.limit`. Bad rows are a `UsageError` naming each by file and line;
+    with `skip_bad` they are left out, and a warning counts them. `is_file`: the path can be nothing
+    but a file's. Raises `UsageError` for a split, subset or column that is not there, `SetupError`
+    for a dataset that cannot be had.
+    """
+    path = data.path
+    if path.startswith(demo.PREFIX) and not is_file:
+        path = str(demo.demo_path(path))
+        if not Path(path).is_file():
+            raise UsageError(f"no bundled prompts {data.path}", "bundled are demo:prompts")
+    is_folder = _is_folder(path)
+    if not is_file and (is_folder or not _is_file_name(path)):
+        source = hub_source(path, data.subset, data.split, data.column, is_folder=is_folder)
+        return _numbered(_prompts_of(source, data.column, data.limit, skip_bad=skip_bad))
+    if data.subset is not None:
+        raise UsageError(f"{path}: a file has no subsets", "leave data.subset out")
+    with _file_source(path, data.column) as source:
+        rows = sliced(iter(source.rows), data.split, path)
+        source = replace(source, rows=rows)
+        return _numbered(_prompts_of(source, data.column, data.limit, skip_bad=skip_bad))
+
+
+def read_prompts(
+    prompts: Sequence[str],
+    prompt_file: str | None,
+    stdin: TextIO | BinaryIO | None,
+    *,
+    limit: int | None = None,
+    skip_bad: bool = False,
+) -> list[Prompt]:
+    """The prompts given as options, then the first `limit` of the file.
+
+    `stdin` is read when there are neither, or when the file is `-`; a terminal never is. Nothing
+    anywhere gives an empty list. Bad prompts are a `UsageError` naming file, line and reason;
+    with `skip_bad` bad lines are left out, and a warning counts them.
+    """
+    found = [_from_option(text) for text in prompts]
+    if prompt_file is not None and prompt_file != "-":
+        with _file_source(prompt_file, None) as source:
+            found += _prompts_of(source, None, limit, skip_bad=skip_bad)
+    elif prompt_file == "-" or not prompts:
+        piped = _read_stdin(stdin, limit, skip_bad=skip_bad)
+        if prompt_file == "-" and not piped:
+            raise UsageError("standard input: no prompts in it")
+        found += piped
+    return _numbered(found)
+
+
+def _numbered(prompts: list[Prompt]) -> list[Prompt]:
+    return [replace(prompt, index=index) for index, prompt in enumerate(prompts)]
+
+
+def _from_option(text: str) -> Prompt:
+    try:
+        return Prompt(0, checked(text), where="--prompt")
+    except BadRow as bad:
+        raise UsageError(f"--prompt: {bad}") from None
+
+
+def _read_stdin(
+    stream: TextIO | BinaryIO | None, limit: int | None, *, skip_bad: bool
+) -> list[Prompt]:
+    """Lines like those of a .txt file, or of a .jsonl file when the first one opens an object."""
+    if stream is None or stream.closed or stream.isatty():
+        return []
+    try:
+        raw = getattr(stream, "buffer", stream).read()
+    except OSError:  # the terminal of a background job, or a stream that a test took away
+        return []
+    if isinstance(raw, str):
+        raw = raw.encode("utf-8", "surrogateescape")
+    if not raw:  # </dev/null, as batch systems have it: nothing was piped
+        return []
+    name = "standard input"
+    if raw.startswith(_GZIP_MAGIC):
+        raise UsageError(f"{name}: is compressed with gzip", "unpack it first: gunzip -c")
+    file = io.BytesIO(raw)
+    if raw.removeprefix(BOM).lstrip().startswith(b"{"):
+        source = Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
+    else:
+        source = Source(name, text_rows(file, name))
+    return _prompts_of(source, None, limit, skip_bad=skip_bad)
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_file_name(path: str) -> bool:
+    """Whether a name is meant as a file's, there or not; else it is a dataset's id."""
+    try:
+        if Path(path).exists():
+            return True
+    except (OSError, ValueError):
+        return True
+    # An id is NAME or OWNER/NAME.
+    is_path = path.startswith(("/", ".", "~")) or path.count("/") > 1 or "\\" in path or ":" in path
+    return is_path or Path(path).suffix.lower() in EXTENSIONS
+
+
+@contextmanager
+def _file_source(name: str, column: str | None) -> Iterator[Source]:
+    """The rows of a file, open for as long as they are read."""
+    if "://" in name:
+        raise UsageError(f"{one_line(name)}: is an address", "download it and name the file")
+    try:
+        path = Path(name)
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise UsageError(f"{name}: is a directory, not a prompt file")
+        if not stat.S_ISREG(mode):  # opening a pipe could wait for ever
+            raise UsageError(
+                f"{name}: not a regular file", "pipe prompts into standard input instead"
+            )
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise UsageError(f"{name}: no such prompt file") from None
+    except (OSError, ValueError) as error:
+        raise _unreadable(name, error) from None
+    with file:
+        if file.read(2) == _GZIP_MAGIC:
+            raise UsageError(f"{name}: is compressed with gzip", "unpack it first: gunzip")
+        file.seek(0)
+        try:
+            yield _source(file, path, name, column)
+        except OSError as error:  # a failing disk
+            raise _unreadable(name, error) from None
+
+
+def _unreadable(name: str, error: OSError | ValueError) -> UsageError:
+    why = error.strerror if isinstance(error, OSError) else "not a path"
+    return UsageError(f"{name!r}: cannot be read: {why}")
+
+
+def _source(file: BinaryIO, path: Path, name: str, column: str | None) -> Source:
+    match path.suffix.lower():
+        case ".txt":
+            if column is not None:
+                raise UsageError(f"{name}: a text file has no columns", "leave data.column out")
+            return Source(name, text_rows(file, name))
+        case ".jsonl":
+            return Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
+        case ".json":
+            return Source(name, json_rows(file, name))
+        case ".csv":
+            return csv_source(file, name, ",")
+        case ".tsv":
+            return csv_source(file, name, "\t")
+        case ".parquet":
+            return parquet_source(path, name, column)
+        case other:
+            raise UsageError(
+                f"{name}: unknown extension {other or '(none)'!r}",
+                "known are .txt (a prompt a line), .jsonl (an object a line), .json (a list), "
+                ".csv, .tsv and .parquet",
+            )
+
+
+def _prompts_of(
+    source: Source, column: str | None, limit: int | None, *, skip_bad: bool
+) -> list[Prompt]:
+    """The first `limit` prompts of a source; the bad rows up to there are told or counted."""
+    name = source.name
+    _check_columns(source, column)
+    found: list[Prompt] = []
+    bad: list[str] = []
+    rows = iter(source.rows)
+    while (limit is None or len(found) < limit) and (item := next(rows, None)) is not None:
+        where, row = item
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            found.append(replace(prompt_of(row, column), where=where))
+        except BadRow as reason:
+            bad.append(f"{where}: {reason}")
+    if bad and not skip_bad:
+        if len(bad) > _MAX_SHOWN:
+            bad[_MAX_SHOWN:] = [f"{name}: and {len(bad) - _MAX_SHOWN} more bad lines"]
+        raise UsageError("\n".join(bad), source.hint)
+    if not found:
+        all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
+        start = f"{name}:1" if source.columns is None else name
+        raise UsageError(f"{start}: no prompts in it{all_bad}", source.hint if bad else None)
+    if bad:
+        lines = "1 bad line" if len(bad) == 1 else f"{len(bad)} bad lines, the first of them"
+        _log.warning("skipped %s: %s", lines, bad[0])
+    return found
+
+
+def _check_columns(source: Source, column: str | None) -> None:
+    """Every row of a table has the same columns: a missing one is told once."""
+    if source.columns is None:
+        return
+    listed = columns_in_words(source.columns)
+    if column is not None and column not in source.columns:
+        raise UsageError(f"{source.name}: no column {one_line(column)!r}: {listed}")
+    if column is None and not any(key in source.columns for key in PROMPT_KEYS):
+        raise UsageError(
+            f"{source.name}: none of the columns {', '.join(PROMPT_KEYS)}: {listed}",
+            "name the one that holds the prompts with data.column",
+        )

@@ -1,0 +1,114 @@
+"""Tables: CSV, TSV and parquet files. Knows nothing of what makes a prompt."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.prompts.lines import MAX_LINE_BYTES, Rows
+from specdec_cli.prompts.records import CATEGORY_KEY, PROMPT_KEYS
+from specdec_cli.prompts.types import BadRow, Source
+from specdec_cli.text import is_unicode, one_line
+
+NEEDS_DATASETS = "`pip install datasets` brings it"
+
+_BATCH_ROWS = 1024
+
+
+def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
+    """A table with a header line; cells are text. A quoted cell may run over several lines."""
+    # Bytes that are no UTF-8 come out as lone surrogates: the row that holds them is bad, not the
+    # file.
+    text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        with _long_cells():
+            header = next(reader, None)
+    except csv.Error as error:
+        raise UsageError(f"{name}:1: not a table: {error}") from None
+    if not header:
+        raise UsageError(f"{name}:1: no header line with the names of the columns")
+    if twice := next((c for c in header if header.count(c) > 1), None):
+        raise UsageError(f"{name}:1: two columns are called {one_line(twice)!r}")
+    return Source(name, _csv_rows(reader, header, name), tuple(header))
+
+
+def _csv_rows(reader: Any, header: Sequence[str], name: str) -> Rows:
+    while True:
+        where = f"{name}:{reader.line_num + 1}"
+        try:
+            with _long_cells():
+                cells = next(reader)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            yield where, BadRow(f"not a row of the table: {error}")
+            continue
+        if not cells:  # a blank line
+            continue
+        yield where, _record(header, cells)
+
+
+def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | BadRow:
+    if len(cells) != len(header):
+        return BadRow(f"has {len(cells)} cells; the header names {len(header)} columns")
+    if any("\0" in cell for cell in cells):
+        return BadRow("holds a NUL byte: a binary file, or UTF-16?")
+    if not all(map(is_unicode, cells)):
+        return BadRow("not UTF-8 text")
+    return dict(zip(header, cells, strict=True))
+
+
+@contextmanager
+def _long_cells() -> Iterator[None]:
+    """Lets a cell be as long as a line of other files; the limit is the whole process's."""
+    before = csv.field_size_limit(MAX_LINE_BYTES)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def parquet_source(path: Path, name: str, column: str | None) -> Source:
+    """A parquet file, a batch of rows at a time, only the columns that can matter.
+
+    Raises `SetupError` without pyarrow.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise SetupError(f"{name}: parquet needs the package pyarrow", NEEDS_DATASETS) from None
+    try:
+        file = parquet.ParquetFile(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UsageError(f"{name}: cannot be read as parquet: {_first_line(error)}") from None
+    columns = tuple(file.schema_arrow.names)
+    return Source(name, _parquet_rows(file, name, wanted(columns, column)), columns)
+
+
+def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
+    import pyarrow
+
+    number = 0
+    try:
+        for batch in file.iter_batches(_BATCH_ROWS, columns=columns):
+            for record in batch.to_pylist():
+                number += 1
+                yield f"{name}: row {number}", record
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        what = f"cannot be read as parquet: {_first_line(error)}"
+        raise UsageError(f"{name}: row {number + 1}: {what}") from None
+
+
+def wanted(columns: Sequence[str], column: str | None) -> list[str]:
+    """The columns to read: pictures and sounds beside a prompt need not be decoded."""
+    keys = (*PROMPT_KEYS, CATEGORY_KEY) if column is None else (column, CATEGORY_KEY)
+    return [name for name in columns if name in keys]
+
+
+def _first_line(error: Exception) -> str:
+    return one_line(str(error).strip().partition("\n")[0])

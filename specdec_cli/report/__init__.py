@@ -1,0 +1,1 @@
+"""Run folders turned into something to look at: HTML, plots, tables, a config to deploy."""

@@ -1,0 +1,91 @@
+"""What a report says, put together once for every format."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli.report import findings, tables
+from specdec_cli.report.findings import Best
+from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.tables import Table
+from specdec_cli.report.vllm import Deployment, deployment
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """headline: the answer. answers: one by batch size. reasons: the run's own words for them.
+    tables: by name, None where there is nothing to show. category_point: which point those are of.
+    """
+
+    run: Run
+    bests: tuple[Best, ...]
+    title: str
+    headline: str
+    answers: tuple[str, ...]
+    reasons: tuple[str, ...]
+    warnings: tuple[str, ...]
+    setup: str
+    tables: Mapping[str, Table | None]
+    category_point: str
+    deployment: Deployment | None
+
+
+def content_of(run: Run) -> Content:
+    """A report's content, of whatever the folder had."""
+    labels = findings.draft_labels(run)
+    bests = findings.best_by_batch_size(run)
+    shown = _point_for_categories(run, bests)
+    by_category = tables.categories(run, shown) if shown is not None else None
+    return Content(
+        run=run,
+        bests=tuple(bests),
+        title=f"specdec {run.kind}: {run.path.resolve().name}",
+        headline=findings.headline(run, bests, labels),
+        answers=tuple(findings.answer(run, best, labels) for best in bests),
+        reasons=tuple(dict.fromkeys(b.reason for b in bests if b.reason)),
+        warnings=tuple(findings.warnings(run)),
+        setup=_setup(run),
+        tables={
+            "results": tables.results(run, bests),
+            "rounds": tables.times_of_a_round(run),
+            "latencies": tables.latencies(run),
+            "predictions": tables.predictions(run),
+            "categories": by_category,
+        },
+        category_point=""
+        if shown is None
+        else f"{findings.setting_in_words(run, shown, labels)}, batch size {shown.batch_size}.",
+        deployment=deployment(run, bests),
+    )
+
+
+def _point_for_categories(run: Run, bests: list[Best]) -> Point | None:
+    """The best point; where that is no speculation, the fastest with proposals."""
+    for best in bests:
+        if best.point is not None and not best.point.is_baseline:
+            return best.point
+    speeds = [
+        (s, i)
+        for i, p in enumerate(run.points)
+        if not p.is_baseline and (s := findings.speedup(run, p)) is not None
+    ]
+    return run.points[max(speeds)[1]] if speeds else None
+
+
+def _setup(run: Run) -> str:
+    """What was run, in a line."""
+    parts = [f"target {run.setting('target', 'model') or '?'}"]
+    drafts = sorted({p.draft for p in run.points if p.draft is not None})
+    named: Any = ", ".join(drafts) or run.setting("draft", "model")
+    if named:
+        parts.append(f"{'drafts' if len(drafts) > 1 else 'draft'} {named}")
+    prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
+    data = run.setting("data", "path")
+    if prompts:
+        parts.append(f"{max(prompts)} prompts{f' of {data}' if data else ''}")
+    if (temperature := run.setting("sampling", "temperature")) is not None:
+        parts.append("greedy" if temperature == 0 else f"temperature {temperature}")
+    device = run.environment.get("gpu") or run.environment.get("device")
+    if device:
+        parts.append(f"on {device}, {run.environment.get('dtype', '?')}")
+    return " · ".join(parts)

@@ -1,0 +1,112 @@
+"""A report for other programs: CSV tables, and markdown for notes and pull requests."""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Sequence
+
+from specdec_cli.report.content import Content
+from specdec_cli.report.folder import Run
+from specdec_cli.report.plots import Plot
+from specdec_cli.report.tables import (
+    Table,
+    Value,
+    raw_acceptance,
+    raw_categories,
+    raw_points,
+)
+from specdec_cli.text import inert, one_line
+
+# What a spreadsheet takes for the beginning of a formula.
+_FORMULA = ("=", "+", "-", "@", "\t", "\r")
+_MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
+
+
+def csv_tables(run: Run) -> dict[str, str]:
+    """File names and contents: points.csv, and by position and category where there are figures."""
+    found = [raw_points(run), raw_acceptance(run), raw_categories(run)]
+    return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
+
+
+def _csv(table: Table) -> str:
+    buffer = io.StringIO()
+    writer = csv.writer(buffer, lineterminator="\n")
+    writer.writerow([column.title for column in table.columns])
+    writer.writerows([_cell(value) for value in row] for row in table.rows)
+    return buffer.getvalue()
+
+
+def _cell(value: Value) -> str:
+    """Figures as they are; text that a spreadsheet would run gets an apostrophe in front."""
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        return repr(value)
+    text = inert(value)
+    return f"'{text}" if text.startswith(_FORMULA) else text
+
+
+def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
+    """The report as markdown; `folder` is where its pictures lie, from it."""
+    lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
+    lines += [f"> {_plain(warning)}" for warning in content.warnings]
+    if len(content.answers) > 1:
+        lines += ["", *(f"- {_plain(one)}" for one in content.answers)]
+    lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
+    pictures = {plot.name: plot for plot in plots}
+    order = {
+        "results": "speedup",
+        "rounds": "rounds",
+        "categories": "categories",
+        "predictions": "predictions",
+        "latencies": "",
+    }
+    for name, picture in order.items():
+        table = content.tables[name]
+        if table is None or not table.rows:
+            continue
+        lines += [f"## {table.title}", ""]
+        if name == "categories":
+            lines += [_plain(content.category_point), ""]
+        if picture in pictures:
+            lines += [_picture(pictures.pop(picture), folder), ""]
+        lines += [*_markdown_table(table), ""]
+    for plot in pictures.values():
+        lines += [f"## {plot.title}", "", _picture(plot, folder), ""]
+    if content.deployment is not None:
+        lines += ["## In vLLM", "", *_fenced(content.deployment.command, "sh"), ""]
+        if content.deployment.config is not None:
+            lines += [*_fenced(json.dumps(content.deployment.config, indent=2), "json"), ""]
+        lines += [f"- {_plain(note)}" for note in content.deployment.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _picture(plot: Plot, folder: str) -> str:
+    return f"![{_plain(plot.caption)}]({folder}{plot.name}.png)"
+
+
+def _markdown_table(table: Table) -> list[str]:
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
+    rows = [f"| {' | '.join(map(_plain, titles))} |", f"|{'---|' * len(titles)}"]
+    return rows + [f"| {' | '.join(map(_plain, table.shown(row)))} |" for row in table.rows]
+
+
+def _plain(text: str) -> str:
+    """Text that markdown shows as it is, on one line."""
+    line = one_line_of(text)
+    return _MARKUP.sub(r"\\\1", line)
+
+
+def one_line_of(text: str) -> str:
+    """All of a text on one line, nothing in it invisible."""
+    pieces = [one_line(text[i : i + 80]) for i in range(0, len(text), 80)]
+    return "".join(pieces)
+
+
+def _fenced(text: str, language: str) -> list[str]:
+    """A block of code that nothing in it can end."""
+    inner = inert(text)
+    longest = max((len(run) for run in re.findall(r"`+", inner)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}{language}", inner, fence]

@@ -1,0 +1,255 @@
+"""What a run says: speed-ups, the best point by batch size, the answer in words.
+
+Computes from points alone what a run that was cut short did not come to write. Knows nothing of
+HTML or plots.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli.report.folder import Point, Run, finite
+
+_LABEL_LENGTH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a point stands in a plot: the panel, the line in it, and its place on the x axis."""
+
+    panel: str
+    series: str
+    x: int
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The best point at a batch size.
+
+    point: None when nothing could be measured; k = 0 stands for no speculation. tied: others that
+    are no different statistically, in words. is_recorded: the run said so itself; else it is the
+    fastest of the points there are.
+    """
+
+    batch_size: int | None
+    point: Point | None
+    tied: tuple[str, ...]
+    reason: str
+    is_recorded: bool
+
+
+def draft_labels(run: Run) -> dict[str | None, str]:
+    """A short name for each draft: the last part of a path, or more where that is not unique."""
+    names = sorted({p.draft for p in run.points if p.draft is not None})
+    labels: dict[str | None, str] = {None: "no draft"}
+    for name in names:
+        short = name.rstrip("/").rpartition("/")[2] or name
+        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
+        text = short if is_unique else name
+        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
+    return labels
+
+
+def baseline_of(run: Run, point: Point) -> Point | None:
+    """Plain decoding to compare a point with: same batch size and target TP."""
+    same = [
+        p
+        for p in run.points
+        if p.is_ok
+        and p.is_baseline
+        and (p.batch_size, p.target_tp) == (point.batch_size, point.target_tp)
+    ]
+    own = [p for p in same if p.draft == point.draft]
+    return next(iter(own or same), None)
+
+
+def speedup(run: Run, point: Point) -> float | None:
+    """As recorded, or from decoding speeds when the run ended before it was."""
+    if not point.is_ok:
+        return None
+    if (recorded := point.number("speedup")) is not None:
+        return recorded
+    if point.is_baseline:
+        return 1.0
+    base = baseline_of(run, point)
+    speed = point.number("decode_tokens_per_second")
+    plain = base.number("decode_tokens_per_second") if base is not None else None
+    return speed / plain if speed is not None and plain else None
+
+
+def residual(run: Run, point: Point) -> float | None:
+    """Predicted over measured speed-up, less one."""
+    predicted, measured = point.number("predicted_speedup"), speedup(run, point)
+    return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def place_of(run: Run, point: Point, labels: Mapping[str | None, str]) -> Place | None:
+    """Where a point with proposals is drawn; None for plain decoding and incomplete records."""
+    if run.kind == "compare-tp":
+        if point.is_baseline or point.draft_tp is None:
+            return None
+        return Place(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
+    if point.k is None or point.is_baseline:
+        return None
+    return Place(_batch(point.batch_size), labels[point.draft], point.k)
+
+
+def _batch(size: int | None) -> str:
+    return f"batch size {size}"
+
+
+def best_by_batch_size(run: Run) -> list[Best]:
+    """The best point at each batch size, in order."""
+    sizes = sorted({p.batch_size for p in run.points if p.batch_size is not None})
+    recorded = (run.summary or {}).get("best_by_batch_size")
+    found = []
+    for size in sizes:
+        entry = recorded.get(str(size)) if isinstance(recorded, Mapping) else None
+        if entry is None and len(sizes) == 1:
+            entry = (run.summary or {}).get("best")
+        best = _recorded(run, size, entry) if isinstance(entry, Mapping) else None
+        found.append(best or _fastest(run, size))
+    return found
+
+
+def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
+    keys = [key for key in ("k", "draft", "target_tp", "draft_tp") if key in entry]
+    points = [p for p in run.points if p.is_ok and p.batch_size == size]
+
+    def matches(point: Point) -> bool:
+        if entry.get("k") == 0:
+            return point.is_baseline
+        return all(getattr(point, key) == entry[key] for key in keys)
+
+    matching = [p for p in points if matches(p)]
+    if not matching:
+        return None
+    tied = entry.get("tied")
+    others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
+    chosen = matching[0]
+    others = [one for one in others if one and one != _tied_in_words({"k": chosen.k})]
+    reason = entry.get("reason")
+    return Best(size, chosen, tuple(others), reason if isinstance(reason, str) else "", True)
+
+
+def _tied_in_words(one: object) -> str:
+    if isinstance(one, Mapping):
+        words = {"k": "k =", "draft": "with", "target_tp": "target TP", "draft_tp": "draft TP"}
+        said = [f"{word} {one[key]}" for key, word in words.items() if one.get(key) is not None]
+        return " ".join(said)
+    return f"k = {one}" if finite(one) is not None else str(one)
+
+
+def _fastest(run: Run, size: int) -> Best:
+    points = [p for p in run.points if p.is_ok and p.batch_size == size]
+    # Across target TPs a speed-up would compare with different speeds of plain decoding.
+    name = "decode_tokens_per_second"
+    by_speed = run.kind == "compare-tp"
+    speeds = [
+        (s, -(p.k or 0), p)
+        for p in points
+        if (s := p.number(name) if by_speed else speedup(run, p)) is not None
+    ]
+    if not speeds:
+        return Best(size, None, (), "", False)
+    return Best(size, max(speeds, key=lambda item: item[:2])[2], (), "", False)
+
+
+def setting_in_words(run: Run, point: Point, labels: Mapping[str | None, str]) -> str:
+    """What is run at a point: `k = 4 with draft-1b`."""
+    if point.is_baseline:
+        is_comparison = run.kind == "compare-tp"
+        return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
+    if run.kind == "compare-tp":
+        return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
+    named = f" with {labels[point.draft]}" if point.draft is not None else ""
+    return f"k = {point.k}{named}"
+
+
+def times(value: float) -> str:
+    """A speed-up as it is shown."""
+    return f"{value:.2f}×"
+
+
+def interval_in_words(interval: tuple[float, float] | None) -> str:
+    return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
+
+
+def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+    """The finding at one batch size, a sentence or two."""
+    point = best.point
+    at = f"at {_batch(best.batch_size)}"
+    if point is None:
+        return f"Nothing was measured {at}."
+    measured = speedup(run, point)
+    if point.is_baseline:
+        which = f", on target TP {point.target_tp}" if run.kind == "compare-tp" else ""
+        plain = f"No speculation {at}: plain decoding is fastest{which}."
+        return f"{plain} {_runner_up(run, best, labels)}"
+    what = setting_in_words(run, point, labels)
+    fast = ""
+    if measured is not None:
+        fast = f", {times(measured)} the speed of plain decoding"
+        fast += interval_in_words(point.interval("speedup_ci"))
+    if measured is not None and measured < 1 and run.kind == "compare-tp":
+        fast += ", so no speculation would be faster still"
+    tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
+    least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
+    return f"Best {at}: {what}{fast}.{tied}{least}"
+
+
+def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+    """How near speculation came where plain decoding won."""
+    rest = [
+        (s, p)
+        for p in run.points
+        if p.batch_size == best.batch_size
+        and not p.is_baseline
+        and (s := speedup(run, p)) is not None
+    ]
+    if not rest:
+        return "No point with proposals was measured."
+    fastest, point = max(rest, key=lambda item: item[0])
+    interval = interval_in_words(point.interval("speedup_ci"))
+    what = f"{setting_in_words(run, point, labels)}, is {times(fastest)}{interval}"
+    return f"The best with proposals, {what}."
+
+
+def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> str:
+    """The answer of the whole run, in a line."""
+    found = [best for best in bests if best.point is not None]
+    if not found:
+        return "No point was measured."
+    if len(found) == 1:
+        return answer(run, found[0], labels)
+    if all(b.point is not None and b.point.is_baseline for b in found):
+        return "No speculation: plain decoding is fastest at every batch size."
+    settings = {setting_in_words(run, b.point, labels) for b in found if b.point is not None}
+    if len(settings) == 1:
+        speeds = [s for b in found if b.point and (s := speedup(run, b.point)) is not None]
+        span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
+        (what,) = settings
+        return f"Best at every batch size: {what}{span} the speed of plain decoding."
+    parts = [
+        f"at {b.batch_size}: {setting_in_words(run, b.point, labels)}"
+        for b in found
+        if b.point is not None
+    ]
+    return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
+
+
+def warnings(run: Run) -> list[str]:
+    """What a reader has to know before believing the figures."""
+    found = []
+    if run.is_partial:
+        found.append(
+            "This run did not come to its end: there is no summary. What is shown was computed "
+            "from the points that were finished."
+        )
+    if run.setting("speculation", "acceptance") == "synthetic":
+        found.append("Acceptance was given, not measured: the text is not the target's.")
+    if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
+        found.append(
+            "Random weights of a model's shape were run: times are real, acceptance is no pair's."
+        )
+    return [*found, *run.notes]

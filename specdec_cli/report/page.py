@@ -1,0 +1,69 @@
+"""A report as one HTML page that needs nothing else: no script, no address, plots inside.
+
+Everything from the folder is escaped by the template's engine; only our own plots are not.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.report.content import Content
+from specdec_cli.report.plots import Plot
+from specdec_cli.report.tables import Table
+from specdec_cli.text import inert
+
+_TEMPLATE = "page.html.j2"
+
+
+def page(content: Content, plots: Sequence[Plot]) -> str:
+    """The page's text."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup
+
+    engine = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    engine.filters["inert"] = lambda value: inert(str(value))
+    engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
+    engine.filters["drawn"] = Markup  # the plots' text was escaped as they were drawn
+    return engine.get_template(_TEMPLATE).render(
+        title=inert(content.title),
+        headline=content.headline,
+        answers=content.answers,
+        reasons=content.reasons,
+        warnings=content.warnings,
+        setup=content.setup,
+        plots=plots,
+        has_acceptance=any(plot.name == "acceptance" for plot in plots),
+        tables=content.tables,
+        category_point=content.category_point,
+        deployment=content.deployment,
+        environment=rows_of(content.run.environment),
+        recipe_text=content.run.recipe_text,
+        is_text=is_text,
+    )
+
+
+def is_text(table: Table, column: int) -> bool:
+    """Whether a column holds words, which are set flush left."""
+    return any(
+        isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
+        for row in table.rows
+    )
+
+
+def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The environment as keys and values, inner ones with dots."""
+    found: list[tuple[str, str]] = []
+    for key, value in environment.items():
+        if isinstance(value, Mapping):
+            found += rows_of(value, f"{prefix}{key}.")
+        else:
+            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            found.append((f"{prefix}{key}", shown))
+    return found

@@ -1,0 +1,322 @@
+"""The tables of a report, as values; HTML, markdown and CSV are made of the same ones."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from specdec_cli.report.findings import Best, draft_labels, residual, speedup
+from specdec_cli.report.folder import Point, Run, finite
+
+STAGES = ("draft", "broadcast", "verify", "sample")
+_PERCENTILES = ("p50", "p90", "p99")
+
+Value = str | float | int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column: `digits` after the point where it holds numbers, None for text and whole ones."""
+
+    title: str
+    digits: int | None = None
+    unit: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """name: of its file. note: what a reader has to know, below the title. strong: rows to mark."""
+
+    name: str
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[tuple[Value, ...], ...]
+    note: str = ""
+    strong: frozenset[int] = frozenset()
+
+    def shown(self, row: Sequence[Value]) -> list[str]:
+        """A row's cells as text."""
+        return [cell(value, column) for value, column in zip(row, self.columns, strict=True)]
+
+
+def cell(value: Value, column: Column) -> str:
+    if value is None:
+        return "–"
+    if isinstance(value, float) and column.digits is not None:
+        return f"{value:.{column.digits}f}"
+    return str(value)
+
+
+def setting_columns(run: Run) -> tuple[Column, ...]:
+    """The columns that say which point a row is about."""
+    if run.kind == "compare-tp":
+        return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
+    return (Column("draft"), Column("batch"), Column("k"))
+
+
+def setting_cells(
+    run: Run, point: Point, labels: Mapping[str | None, str] | None
+) -> tuple[Value, ...]:
+    """A point's cells under `setting_columns`; without labels drafts have their full names."""
+    if run.kind == "compare-tp":
+        draft_tp = None if point.is_baseline else point.draft_tp
+        return (point.target_tp, draft_tp, point.batch_size, point.k)
+    name = point.draft if labels is None else labels[point.draft]
+    return (name, point.batch_size, point.k)
+
+
+def results(run: Run, bests: Sequence[Best]) -> Table:
+    """Speed and acceptance of every point, those that failed too."""
+    labels = draft_labels(run)
+    columns = (
+        *setting_columns(run),
+        Column("speed-up", 2, "×"),
+        Column("95 % interval"),
+        Column("decoding", 1, "tokens/s"),
+        Column("tokens a round", 2),
+        Column("95 % interval"),
+        Column("accepted", 1, "%"),
+        Column("status"),
+    )
+    if run.kind == "compare-tp":
+        extra = (Column("against equal TP", 2, "×"), Column("blocks"))
+        columns = (*columns[:-1], *extra, columns[-1])
+    rows = []
+    for point in run.points:
+        rate = point.number("draft_acceptance_rate")
+        row: list[Value] = [
+            *setting_cells(run, point, labels),
+            speedup(run, point),
+            _span(point.interval("speedup_ci")),
+            point.number("decode_tokens_per_second"),
+            point.number("mean_acceptance_length"),
+            _span(point.interval("mean_acceptance_length_ci")),
+            None if rate is None else 100 * rate,
+        ]
+        if run.kind == "compare-tp":
+            blocks = point.number("num_blocks")
+            row += [point.number("speedup_vs_equal_tp"), None if blocks is None else int(blocks)]
+        status = point.status if point.is_ok else f"{point.status}: {point.reason or 'no reason'}"
+        rows.append((*row, status))
+    best = {id(b.point.record) for b in bests if b.point is not None}
+    strong = frozenset(i for i, p in enumerate(run.points) if id(p.record) in best)
+    note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
+    return Table("results", "Every point", columns, tuple(rows), note, strong)
+
+
+def _span(interval: tuple[float, float] | None) -> str | None:
+    return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
+
+
+def times_of_a_round(run: Run) -> Table:
+    """Where a round's time goes."""
+    labels = draft_labels(run)
+    columns = (
+        *setting_columns(run),
+        *(Column(stage, 3, "ms") for stage in STAGES),
+        Column("round", 3, "ms"),
+        Column("prefill", 2, "ms"),
+    )
+    rows = [
+        (
+            *setting_cells(run, point, labels),
+            *(point.number(f"{stage}_ms") for stage in STAGES),
+            point.number("round_ms"),
+            point.number("prefill_ms"),
+        )
+        for point in run.points
+        if point.is_ok
+    ]
+    note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
+    return Table("rounds", "Time of a round", columns, tuple(rows), note)
+
+
+def latencies(run: Run) -> Table:
+    """Time to the first token and per token after it, over prompts."""
+    labels = draft_labels(run)
+    columns = (
+        *setting_columns(run),
+        *(Column(f"first token {p}", 1, "ms") for p in _PERCENTILES),
+        *(Column(f"per token {p}", 2, "ms") for p in _PERCENTILES),
+    )
+    rows = [
+        (
+            *setting_cells(run, point, labels),
+            *(point.number("ttft_ms", p) for p in _PERCENTILES),
+            *(point.number("tpot_ms", p) for p in _PERCENTILES),
+        )
+        for point in run.points
+        if point.is_ok
+    ]
+    note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
+    return Table("latencies", "Latency", columns, tuple(rows), note)
+
+
+def predictions(run: Run) -> Table | None:
+    """Predicted speed-up beside the measured one; None without predictions."""
+    labels = draft_labels(run)
+    points = [
+        p for p in run.points if not p.is_baseline and p.number("predicted_speedup") is not None
+    ]
+    if not points:
+        return None
+    columns = (
+        *setting_columns(run),
+        Column("predicted", 3, "×"),
+        Column("measured", 3, "×"),
+        Column("95 % interval"),
+        Column("residual", 1, "%"),
+    )
+    rows = []
+    for point in points:
+        miss = residual(run, point)
+        rows.append(
+            (
+                *setting_cells(run, point, labels),
+                point.number("predicted_speedup"),
+                speedup(run, point),
+                _span(point.interval("speedup_ci")),
+                None if miss is None else 100 * miss,
+            )
+        )
+    method = "by replaying rounds over the recorded matches"
+    if (finite(run.setting("sampling", "temperature")) or 0) > 0:
+        method = "from marginal acceptance rates, which is approximate when sampling"
+    note = f"Predicted from the run at the largest k, {method}; the residual is predicted over "
+    return Table(
+        "predictions", "Predicted and measured", columns, tuple(rows), f"{note}measured, less one."
+    )
+
+
+def categories(run: Run, point: Point) -> Table | None:
+    """One point by category of prompt, from its record, else from the samples that there are."""
+    found: list[tuple[Value, ...]] = []
+    for name, row in point.categories().items():
+        inner = row.get("metrics")
+        figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
+        rate = finite(figures.get("draft_acceptance_rate"))
+        prompts = finite(figures.get("num_prompts"))
+        found.append(
+            (
+                name,
+                None if prompts is None else int(prompts),
+                finite(figures.get("mean_acceptance_length")),
+                None if rate is None else 100 * rate,
+                finite(figures.get("speedup")),
+            )
+        )
+    note = ""
+    if not found and point.k is not None and point.batch_size is not None:
+        counts = run.samples.get((point.draft, point.k, point.batch_size), {})
+        found = [
+            (name, prompts, 1 + tokens / drafts if drafts else None, None, None)
+            for name, (drafts, tokens, prompts) in counts.items()
+        ]
+        note = "Counted from samples.jsonl."
+    if not found:
+        return None
+    found.sort(key=lambda row: (-(finite(row[2]) or 0), str(row[0])))
+    columns = (
+        Column("category"),
+        Column("prompts"),
+        Column("tokens a round", 2),
+        Column("accepted", 1, "%"),
+        Column("speed-up", 2, "×"),
+    )
+    kept = [i for i in range(len(columns)) if i < 3 or any(row[i] is not None for row in found)]
+    return Table(
+        "categories",
+        "By category",
+        tuple(columns[i] for i in kept),
+        tuple(tuple(row[i] for i in kept) for row in found),
+        note,
+    )
+
+
+# Tables for other programs: full names, and figures as they were recorded.
+
+
+def raw_points(run: Run) -> Table:
+    """One row a point with every figure of it."""
+    names = (
+        "decode_tokens_per_second",
+        "output_tokens_per_second",
+        "mean_acceptance_length",
+        "draft_acceptance_rate",
+        "num_drafts",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_prompts",
+        "num_output_tokens",
+        "num_rounds",
+        *(f"{stage}_ms" for stage in STAGES),
+        "round_ms",
+        "prefill_ms",
+        "predicted_speedup",
+    )
+    spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *_PERCENTILES)]
+    setting: tuple[str, ...] = ("draft", "k", "batch_size")
+    if run.kind == "compare-tp":
+        setting = ("target_tp", "draft_tp", "batch_size", "k")
+        names = (*names, "num_blocks", "speedup_vs_equal_tp")
+    titles = (
+        *setting,
+        "status",
+        "reason",
+        "speedup",
+        "speedup_lo",
+        "speedup_hi",
+        "mean_acceptance_length_lo",
+        "mean_acceptance_length_hi",
+        *names,
+        *(f"{name.removesuffix('_ms')}_{p}_ms" for name, p in spreads),
+    )
+    rows = [
+        (
+            *(getattr(point, name) for name in setting),
+            point.status,
+            point.reason,
+            speedup(run, point),
+            *(point.interval("speedup_ci") or (None, None)),
+            *(point.interval("mean_acceptance_length_ci") or (None, None)),
+            *(point.number(name) for name in names),
+            *(point.number(name, p) for name, p in spreads),
+        )
+        for point in run.points
+    ]
+    return Table("points", "", tuple(map(Column, titles)), tuple(rows))
+
+
+def raw_acceptance(run: Run) -> Table:
+    """One row a point and position."""
+    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "position")
+    rates = ("acceptance_rate", "conditional_acceptance_rate")
+    rows = [
+        (
+            point.draft,
+            point.target_tp,
+            point.draft_tp,
+            point.k,
+            point.batch_size,
+            position,
+            *pair,
+        )
+        for point in run.points
+        for position, pair in enumerate(
+            zip_longest(*(point.numbers(f"{rate}_per_pos") for rate in rates)), start=1
+        )
+    ]
+    return Table("acceptance", "", tuple(map(Column, (*titles, *rates))), tuple(rows))
+
+
+def raw_categories(run: Run) -> Table:
+    """One row a point and category."""
+    names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
+    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "category", *names)
+    rows = []
+    for point in run.points:
+        for category, row in point.categories().items():
+            inner = row.get("metrics")
+            figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
+            setting = (point.draft, point.target_tp, point.draft_tp, point.k, point.batch_size)
+            rows.append((*setting, category, *(finite(figures.get(name)) for name in names)))
+    return Table("categories", "", tuple(map(Column, titles)), tuple(rows))

@@ -1,0 +1,159 @@
+"""The answer for deployment: vLLM's `speculative_config`, and what vLLM would refuse.
+
+Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothing.
+"""
+
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli.report.findings import Best
+from specdec_cli.report.folder import Point, Run, finite
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """config: `speculative_config`, None for no speculation. rehearsal: the same with the measured
+    acceptance given, to time vLLM without trusting the pair. command: what starts a server.
+    """
+
+    config: dict[str, Any] | None
+    rehearsal: dict[str, Any] | None
+    command: str
+    notes: tuple[str, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "speculative_config": self.config,
+            "rehearsal": self.rehearsal,
+            "command": self.command,
+            "notes": list(self.notes),
+        }
+
+
+def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
+    """The config for the best point, by batch size where that matters; None without a point."""
+    found = [b for b in bests if b.point is not None]
+    if not found:
+        return None
+    speculating = [b.point for b in found if b.point is not None and not b.point.is_baseline]
+    target = str(run.setting("target", "model") or "TARGET")
+    if not speculating:
+        note = "Plain decoding was fastest: start vLLM without a speculative config."
+        return Deployment(None, None, _command(run, target, None, None), (note,))
+    # One draft serves every batch size: that of the smallest batch, where speculation pays most.
+    chosen = speculating[0]
+    largest = max(
+        (p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k or 0
+    )
+    config, notes = _config(run, largest)
+    rehearsal = _rehearsal(config, largest)
+    if schedule := _schedule(found, chosen.draft):
+        config["num_speculative_tokens_per_batch_size"] = schedule
+        notes.append(
+            "The best k changes with batch size: the schedule holds [first, last, k] for the sizes "
+            "measured, each up to the next one; raise the last bound to --max-num-seqs. It needs a "
+            "vLLM with dynamic speculation."
+        )
+    if len({p.draft for p in speculating}) > 1:
+        notes.append(
+            "Another draft is best at other batch sizes; vLLM runs one. This is the draft of the "
+            "smallest batch."
+        )
+    command = _command(run, target, largest, config)
+    return Deployment(config, rehearsal, command, tuple(notes))
+
+
+def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
+    config: dict[str, Any] = {"num_speculative_tokens": point.k}
+    if run.setting("speculation", "method") == "ngram":
+        config["method"] = "ngram"
+        config["prompt_lookup_max"] = run.setting("speculation", "ngram_max")
+        config["prompt_lookup_min"] = run.setting("speculation", "ngram_min")
+        return config, _notes_on_sampling(run, config)
+    model = point.draft or run.setting("draft", "model")
+    config = {"method": "draft_model", "model": model, **config}
+    if model == run.setting("draft", "model") and (r := run.setting("draft", "revision")):
+        config["revision"] = r
+    target_tp = point.target_tp or run.setting("target", "tensor_parallel_size") or 1
+    draft_tp = point.draft_tp or run.setting("draft", "tensor_parallel_size") or 1
+    config["draft_tensor_parallel_size"] = target_tp
+    notes = []
+    if draft_tp != target_tp:
+        notes.append(
+            f"Measured with draft TP {draft_tp} under target TP {target_tp}. vLLM refuses a draft "
+            f"model whose degree differs from the target's, so the config says {target_tp}: the "
+            "draft's time, and with it the best k, will not be the one measured."
+        )
+    notes.append(
+        "vLLM refuses a draft whose vocabulary size differs from the target's (unless "
+        "use_heterogeneous_vocab), multimodal drafts, drafts with M-RoPE, and "
+        "disable_padded_drafter_batch."
+    )
+    names = (str(model), str(run.setting("target", "model")))
+    if any(name.startswith("demo:") for name in names):
+        notes.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
+    return config, notes + _notes_on_sampling(run, config)
+
+
+def _notes_on_sampling(run: Run, config: dict[str, Any]) -> list[str]:
+    notes = []
+    is_sampled = (finite(run.setting("sampling", "temperature")) or 0) > 0
+    if is_sampled and config["method"] == "draft_model":
+        config["draft_sample_method"] = "probabilistic"
+        notes.append(
+            "Measured with proposals sampled from the draft. vLLM drafts greedily by default, and "
+            "accepts less so at this temperature; draft_sample_method asks for the same as here "
+            "(leave it out where a version does not know it)."
+        )
+    if run.setting("speculation", "acceptance") == "synthetic":
+        notes.append("Acceptance was given in this run, so k is the best only if it holds.")
+    notes.append(
+        "Times are this engine's. vLLM's draft step may cost more, which moves the best k down: "
+        "rehearse with the acceptance measured here before believing a speed-up."
+    )
+    return notes
+
+
+def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
+    """[first batch size, last, k] in order; empty where k is the same throughout."""
+    ks = [
+        (best.batch_size, best.point.k)
+        for best in bests
+        if best.point is not None
+        and best.batch_size is not None
+        and best.point.k is not None
+        and (best.point.is_baseline or best.point.draft == draft)
+    ]
+    changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
+    if len(changes) < 2:
+        return []
+    firsts = [1, *(size for size, _ in changes[1:])]
+    lasts = [*(first - 1 for first in firsts[1:]), ks[-1][0]]
+    return [[first, last, k] for first, last, (_, k) in zip(firsts, lasts, changes, strict=True)]
+
+
+def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
+    """The config with acceptance given; vLLM wants k marginal rates that do not rise."""
+    rates = point.numbers("acceptance_rate_per_pos")
+    known = [rate for rate in rates if rate is not None]
+    if not rates or len(known) != len(rates) or len(known) != point.k:
+        return None
+    falling = [round(min(known[: i + 1]), 6) for i in range(len(known))]
+    return {
+        **config,
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": falling,
+    }
+
+
+def _command(run: Run, target: str, point: Point | None, config: dict[str, Any] | None) -> str:
+    tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
+    parts = ["vllm", "serve", target]
+    if isinstance(tp, int) and tp > 1:
+        parts += ["--tensor-parallel-size", str(tp)]
+    if config is not None:
+        parts += ["--speculative-config", json.dumps(config)]
+    return shlex.join(parts)

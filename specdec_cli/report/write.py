@@ -1,0 +1,77 @@
+"""The files of a report, each written as a whole or not at all."""
+
+import json
+import os
+from collections.abc import Collection
+from contextlib import suppress
+from pathlib import Path
+
+from specdec_cli.errors import SetupError
+from specdec_cli.report.content import Content
+from specdec_cli.report.export import csv_tables, markdown
+from specdec_cli.report.page import page
+from specdec_cli.report.plots import plots
+
+FORMATS = ("html", "png", "csv", "md", "vllm")
+PICTURES = "plots"
+
+
+def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
+    """Write the formats asked for into a folder; returns the files in order.
+
+    html: report.html. png: plots/NAME.png. csv: points.csv, acceptance.csv, categories.csv. md:
+    report.md. vllm: vllm.json. Raises `SetupError` when the folder cannot be written, or plots are
+    asked for and matplotlib is missing.
+    """
+    run = content.run
+    drawn = []
+    if {"html", "png"} & set(formats):
+        drawn = plots(
+            run,
+            content.bests,
+            content.tables["categories"],
+            png="png" in formats,
+            svg="html" in formats,
+        )
+    files: dict[str, bytes] = {}
+    if "html" in formats:
+        files["report.html"] = _encoded(page(content, drawn))
+    if "md" in formats:
+        pictures = drawn if "png" in formats else []
+        files["report.md"] = _encoded(markdown(content, pictures, f"{PICTURES}/"))
+    if "csv" in formats:
+        files |= {name: _encoded(text) for name, text in csv_tables(run).items()}
+    if "vllm" in formats and content.deployment is not None:
+        text = json.dumps(content.deployment.as_dict(), indent=2)
+        files["vllm.json"] = _encoded(f"{text}\n")
+    if "png" in formats:
+        files |= {f"{PICTURES}/{plot.name}.png": plot.png for plot in drawn}
+    for name, data in files.items():
+        _write(folder / name, data)
+    return [folder / name for name in files]
+
+
+def write_page(content: Content, file: Path) -> Path:
+    """Write the HTML page alone, under a name of one's own."""
+    drawn = plots(content.run, content.bests, content.tables["categories"], png=False)
+    _write(file, _encoded(page(content, drawn)))
+    return file
+
+
+def _encoded(text: str) -> bytes:
+    return text.encode("utf-8", "backslashreplace")
+
+
+def _write(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as problem:
+        with suppress(OSError):
+            temporary.unlink()
+        raise SetupError(f"cannot write {path}: {problem.strerror}") from None

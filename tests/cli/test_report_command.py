@@ -1,0 +1,132 @@
+"""`specdec report`: streams, files, exit codes; what it says is in `tests/unit/test_report.py`."""
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec_cli.app import main
+from tests.cli.generate_helpers import environment, generate
+from tests.report_helpers import sweep_points, write_folder
+
+pytest.importorskip("matplotlib")
+Capture = pytest.CaptureFixture[str]
+ALL = [
+    "acceptance.csv",
+    "categories.csv",
+    "plots/acceptance.png",
+    "plots/categories.png",
+    "plots/predictions.png",
+    "plots/rounds.png",
+    "plots/speedup.png",
+    "points.csv",
+    "report.html",
+    "report.md",
+    "vllm.json",
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_folder(tmp_path / "run", sweep_points(ks=(0, 1, 2), batch_sizes=(1,)))
+
+
+def files(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def test_everything_into_the_run_folder(folder: Path, capsys: Capture) -> None:
+    before = files(folder)
+    assert main(["report", str(folder)]) == 0
+    captured = capsys.readouterr()
+    answer, *written = captured.out.splitlines()
+    assert answer.startswith("Best at batch size 1: k = ") and captured.err == ""
+    assert sorted(written) == [str(folder / name) for name in ALL]
+    assert files(folder) == sorted([*before, *ALL])
+    assert main(["report", str(folder), "--format", "csv"]) == 0  # again
+
+
+def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    out = tmp_path / "new" / "out"
+    assert main(["report", str(folder), "-o", str(out), "--format", "md, csv"]) == 0
+    assert files(out) == ["acceptance.csv", "categories.csv", "points.csv", "report.md"]
+    assert main(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+    capsys.readouterr()
+    for arguments, words in [
+        (["--format", "pdf"], "--format: 'pdf' is none of html, png"),
+        (["--format", ""], "--format: '' is none of"),
+        (["-o", "x.html", "--format", "csv"], "-o x.html is one page"),
+    ]:
+        assert main(["report", str(folder), *arguments]) == 2
+        assert words in capsys.readouterr().err
+
+
+def test_json(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    (folder / "summary.json").unlink()
+    assert main(["report", str(folder), "--json", "-o", str(tmp_path), "--format", "vllm"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["kind"] == "sweep-k" and document["is_partial"] is True
+    assert document["files"] == [str(tmp_path / "vllm.json")]
+    assert document["vllm"] == json.loads((tmp_path / "vllm.json").read_text())
+    assert main(["report", str(tmp_path / "none"), "--json"]) == 2
+    assert "no such folder" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_a_partial_run_is_warned_of(folder: Path, capsys: Capture) -> None:
+    (folder / "summary.json").unlink()
+    assert main(["report", str(folder), "--format", "csv"]) == 0
+    assert "warning: This run did not come to its end" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "taken").touch()
+    assert main(["report", str(folder), "-o", str(tmp_path / "taken"), "--format", "csv"]) == 5
+    assert "cannot write" in capsys.readouterr().err
+
+
+def test_real_metrics(tmp_path: Path, capsys: Capture) -> None:
+    points = []
+    for k in (0, 2):
+        document = generate(
+            capsys, "demo", "-k", str(k), "--max-new-tokens", "12", "--json", "-q"
+        ).document
+        draft = document["recipe"]["draft"]["model"] if k else None
+        metrics = document["metrics"]
+        points.append({"k": k, "batch_size": 1, "draft": draft, "status": "ok", "metrics": metrics})
+    plain, fast = (p["metrics"] for p in points)
+    folder = write_folder(tmp_path, points, finished=False, recipe=document["recipe"])
+    assert main(["report", str(folder), "--format", "csv,vllm,html", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    gain = fast["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
+    assert f"{gain:.2f}×" in report["answer"]
+    with (folder / "points.csv").open() as file:
+        _, row = csv.DictReader(file)
+    assert float(row["speedup"]) == gain
+    for name in ("round_ms", "draft_ms", "mean_acceptance_length", "output_tokens_per_second"):
+        assert float(row[name]) == fast[name]
+    assert float(row["ttft_p50_ms"]) == fast["ttft_ms"]["p50"]
+    assert all(
+        row[name]
+        for name in row
+        if not name.endswith(("_lo", "_hi", "reason"))
+        and name not in ("broadcast_ms", "predicted_speedup")
+    )
+    if gain > 1:
+        rates = report["vllm"]["rehearsal"]["synthetic_acceptance_rates"]
+        assert rates == pytest.approx(fast["acceptance_rate_per_pos"], abs=1e-6)
+
+
+def test_needs_no_torch_and_no_display(folder: Path) -> None:
+    code = (
+        "import sys; from specdec_cli.app import main; "
+        f"code = main(['report', {str(folder)!r}]); "
+        "print(code, {'torch', 'transformers', 'matplotlib.pyplot'} & sys.modules.keys())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, check=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 set()"

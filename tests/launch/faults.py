@@ -1,0 +1,71 @@
+"""Faults that tests plant in ranks; nothing in the package knows of them."""
+
+import functools
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from specdec_cli.errors import SetupError
+
+# The ranks but the first are silent later on.
+_STDERR = os.dup(2)
+
+
+def fail(mode: str) -> None:
+    """Fail as `mode` says, and say when."""
+    os.write(_STDERR, f"fault at {time.time()}\n".encode())
+    match mode:
+        case "raise":
+            raise ArithmeticError("the planted error")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "hang":
+            threading.Event().wait()
+        case "gone":
+            os._exit(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "spin":
+            while True:
+                pass
+        case "oom":
+            import torch
+
+            raise torch.OutOfMemoryError("tried to allocate 3 GiB")
+        case "setup":
+            raise SetupError("no such thing", "look elsewhere")
+        case _:
+            raise AssertionError(mode)
+
+
+def plant(fault: str, rank: int) -> None:
+    """Have rank R fail in one of the real command's stages; fault is MODE:STAGE:R."""
+    mode, stage, faulty = fault.split(":")
+    if rank != int(faulty):
+        return
+    import specdec_cli.engine.build as build
+    from specdec_cli.engine.draft import DraftWorker
+    from specdec_cli.engine.target import TargetScorer
+
+    owner, name = {
+        "load": (build, "load"),
+        "draft": (DraftWorker, "propose"),
+        "verify": (TargetScorer, "score"),
+    }[stage]
+    setattr(owner, name, _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2))
+
+
+def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:
+    """`function`, which works `after` times and then fails."""
+    calls = iter(range(after))
+
+    @functools.wraps(function)
+    def failing(*arguments: Any, **options: Any) -> Any:
+        if next(calls, None) is None:
+            fail(mode)
+        return function(*arguments, **options)
+
+    return failing

@@ -1,0 +1,82 @@
+"""Starting worlds of ranks in tests, and finding what is left of them."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_MARK = "SPECDEC_TEST_MARK"
+
+
+def marked(**extra: str) -> dict[str, str]:
+    """A bare environment that every process started from it inherits and can be found by."""
+    return {
+        "PATH": "/usr/bin:/bin",
+        "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        _MARK: uuid.uuid4().hex,
+        **extra,
+    }
+
+
+def living(environ: Mapping[str, str]) -> list[int]:
+    """Process ids of everything alive that was started with `environ`."""
+    wanted = f"{_MARK}={environ[_MARK]}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:  # gone, or not ours
+            continue
+    return found
+
+
+def wait_until_gone(environ: Mapping[str, str], seconds: float) -> list[int]:
+    """What is still alive after so long; empty as soon as nothing is."""
+    deadline = time.monotonic() + seconds
+    while (left := living(environ)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return left
+
+
+def start(
+    program: list[str], environ: Mapping[str, str], stdin: int = subprocess.DEVNULL
+) -> "subprocess.Popen[str]":
+    """`python PROGRAM` with its streams as pipes."""
+    return subprocess.Popen(
+        [sys.executable, *program],
+        env=dict(environ),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+
+
+def worker(*options: str) -> list[str]:
+    return ["-m", "tests.launch.worker", "loop", *options]
+
+
+def torchrun(port: int, *program: str) -> list[str]:
+    """One of two torchruns with a rank each, which stand for two hosts."""
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test"]
+    endpoint = f"--rdzv-endpoint=localhost:{port}"
+    return ["-m", "torch.distributed.run", *options, endpoint, *program]
+
+
+def pids_of(folder: Path, count: int, seconds: float = 60.0) -> list[int]:
+    """The process ids that `count` ranks wrote to a folder, once all of them have."""
+    deadline = time.monotonic() + seconds
+    while len(found := os.listdir(folder)) < count:
+        assert time.monotonic() < deadline, f"only {found} started"
+        time.sleep(0.05)
+    return [int(name) for name in found]

@@ -1,0 +1,138 @@
+"""Which rank is the cause of a failure: from reports, and from heartbeats when nothing moves."""
+
+import stat
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec_cli.launch.heartbeat import BUSY, OUTSIDE, PEERS, Beat, find_stuck
+from specdec_cli.launch.reports import (
+    End,
+    Report,
+    gone,
+    is_lost_peers,
+    read_reports,
+    root_cause,
+    write_report,
+)
+
+NOW, TIMEOUT = 1000.0, 8.0
+
+
+def report(rank: int, end: End, at: float) -> Report:
+    return Report(rank, end, 1, "what happened", at=at)
+
+
+def beat(rank: int, state: str, idle: float, *, steps: int = 5, silent: float = 0.1) -> Beat:
+    """Of a rank that has been still for `idle` seconds, and last beat `silent` seconds ago."""
+    return Beat(rank, 100 + rank, NOW - silent, NOW - idle, steps, state, True, "f (x.py:1)")
+
+
+def stuck(*beats: Beat) -> int | None:
+    found = find_stuck(beats, max(2, len(beats)), NOW, TIMEOUT)
+    return None if found is None else found.rank
+
+
+def test_ranks_that_are_done_have_no_cause() -> None:
+    assert root_cause([report(0, End.DONE, 1), report(1, End.DONE, 2)]) is None
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [report(0, End.LOST_PEERS, 4.9), report(2, End.STOPPED, 4.8)],
+        [report(0, End.FAILED, 5.1), report(2, End.STUCK, 1.0)],
+        [report(0, End.DONE, 1.0)],
+    ],
+    ids=["consequences-seen-first", "later-errors", "done"],
+)
+def test_the_first_error_of_a_rank_itself_is_the_cause(others: list[Report]) -> None:
+    cause = root_cause([*others, report(1, End.FAILED, 5.0)])
+    assert cause is not None and cause.rank == 1
+
+
+def test_only_lost_peers_blame_the_first() -> None:
+    cause = root_cause([report(0, End.LOST_PEERS, 5.1), report(1, End.LOST_PEERS, 5.0)])
+    assert cause is not None and cause.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "end", "words"),
+    [
+        (-9, End.FAILED, "SIGKILL"),
+        (-11, End.FAILED, "SIGSEGV"),
+        (-6, End.LOST_PEERS, "SIGABRT"),
+        (-15, End.STOPPED, "SIGTERM"),
+        (0, End.FAILED, "without a word"),
+        (None, End.FAILED, "without a word"),
+        (7, End.FAILED, "exit code 7"),
+    ],
+)
+def test_a_rank_that_said_nothing_is_named_by_its_end(
+    code: int | None, end: End, words: str
+) -> None:
+    found = gone(1, code, last_seen=3.0)
+    assert (found.end, found.at, found.code) == (end, 3.0, 1)
+    assert found.message is not None and words in found.message
+
+
+def test_bad_usage_is_nobodys_in_particular() -> None:
+    assert Report(1, End.FAILED, 2, "no such key").explained == "no such key"
+    assert Report(1, End.FAILED, 5, "out of memory").explained == "rank 1: out of memory"
+
+
+def test_reports_survive_the_way_through_a_folder(tmp_path: Path) -> None:
+    written = Report(1, End.STUCK, 1, "zwölf\n", "hint", "trace", 12.5)
+    write_report(tmp_path, written)
+    (tmp_path / "report-1.tmp").write_text("half")
+    assert read_reports(tmp_path) == {1: written}
+    assert stat.S_ISREG((tmp_path / "report-1").stat().st_mode)
+
+
+def test_errors_of_collectives_are_lost_peers() -> None:
+    assert is_lost_peers(torch.distributed.DistBackendError("NCCL error"))
+    assert is_lost_peers(RuntimeError("[gloo/transport/tcp/pair.cc:537] Connection closed by peer"))
+    with pytest.raises(ValueError) as caught:  # one that c10d itself raises
+        torch.distributed.all_reduce(torch.zeros(1))
+    assert is_lost_peers(caught.value)
+
+
+def test_other_errors_are_a_ranks_own() -> None:
+    assert not is_lost_peers(RuntimeError("shape mismatch"))
+    assert not is_lost_peers(torch.OutOfMemoryError("NCCL wanted 3 GiB"))
+
+
+@pytest.mark.parametrize(
+    ("beats", "rank"),
+    [
+        ([beat(0, PEERS, 9), beat(1, BUSY, 9)], 1),
+        ([beat(0, PEERS, 9.2), beat(1, PEERS, 9, silent=9)], 1),
+        ([beat(0, PEERS, 9), beat(1, PEERS, 8.5, steps=4)], 1),
+        ([beat(0, PEERS, 9), beat(1, BUSY, 0.1)], 1),
+        ([beat(0, BUSY, 9, steps=6), beat(1, BUSY, 9, steps=5)], 1),
+        ([beat(0, BUSY, 8.5), beat(1, BUSY, 9)], 1),
+    ],
+    ids=["hung", "stopped-process", "all-wait", "busy-loop", "ran-one-round-ahead", "first-still"],
+)
+def test_the_rank_that_holds_the_others_up(beats: list[Beat], rank: int) -> None:
+    assert stuck(*beats) == rank
+
+
+LOADING = replace(beat(0, PEERS, 600), ready=False)
+
+
+@pytest.mark.parametrize(
+    "beats",
+    [
+        [beat(0, PEERS, 7.9), beat(1, BUSY, 7.9)],
+        [LOADING, replace(beat(1, BUSY, 0.2), ready=False)],
+        [beat(0, OUTSIDE, 600), beat(1, PEERS, 600)],
+        [beat(0, PEERS, 600)],
+        [],
+    ],
+    ids=["within-the-timeout", "long-load", "pager", "the-other-starts", "nobody-yet"],
+)
+def test_ranks_that_are_well(beats: list[Beat]) -> None:
+    assert stuck(*beats) is None

@@ -1,0 +1,156 @@
+"""Worlds of two ranks, started, joined, failing and ended by signals."""
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from specdec_cli.launch.ranks import run_ranks
+from tests.launch.helpers import living, marked, pids_of, start, torchrun, wait_until_gone, worker
+
+pytestmark = pytest.mark.dist
+
+TIMEOUT_S = 3.0
+MOST_S = TIMEOUT_S + 10.0  # the promise, counted from the fault
+
+
+def test_a_parent_gets_rank_0s_result_and_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    environ = marked(TMPDIR=str(tmp_path))
+    outcome = run_ranks(worker("--code", "3"), 2, timeout_s=30, inputs="by hand", environ=environ)
+    assert outcome.failure is None
+    assert (outcome.code, outcome.check()) == (3, 3)
+    assert outcome.result == {"said": "by hand", "total": 2.0**10}
+    assert living(environ) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
+    """A worker's parent to its end: exit code, streams, and seconds from the fault to the end."""
+    environ = marked(**extra)
+    parent = start(worker("--timeout", str(TIMEOUT_S), *options), environ)
+    out, err = parent.communicate(timeout=120)
+    ended = time.time()
+    assert wait_until_gone(environ, 5) == []
+    fault = [line for line in err.splitlines() if line.startswith("fault at ")]
+    said = "".join(f"{line}\n" for line in err.splitlines() if line not in fault)
+    seconds = ended - float(fault[0].split()[-1]) if fault else 0.0
+    return parent.returncode, out, said, seconds
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill:verify:1", "rank 1: was killed by SIGKILL"),
+        ("hang:draft:0", "rank 0: hung in "),
+        ("gone:load:1", "rank 1: ended without a word"),
+    ],
+)
+def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str) -> None:
+    code, out, err, seconds = run("--fault", fault)
+    assert (code, out) == (1, "")
+    assert [line for line in err.splitlines() if not line.startswith("hint: ")] == [
+        line for line in err.splitlines() if line.startswith(f"error: {words}")
+    ]
+    assert err.count("error:") == 1
+    assert 0 < seconds < MOST_S
+
+
+def test_memory_that_runs_out_on_one_rank_is_one_document() -> None:
+    code, out, err, _ = run("--fault", "oom:verify:1", "--json")
+    assert code == 5
+    error = json.loads(out)["error"]
+    assert error["code"] == 5
+    assert error["message"].startswith("rank 1: out of memory: tried to allocate 3 GiB")
+    assert err.count("error:") == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=lambda v: str(v)
+)
+def test_a_signal_to_the_parent_leaves_no_process(
+    number: signal.Signals, code: int, tmp_path: Path
+) -> None:
+    environ = marked()
+    options = ("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path))
+    parent = start(worker(*options), environ)
+    pids_of(tmp_path, 2)
+    parent.send_signal(number)
+    assert wait_until_gone(environ, 5) == []
+    _, err = parent.communicate(timeout=5)
+    assert parent.returncode == code
+    assert err == ("error: terminated\n" if number == signal.SIGTERM else "")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def test_two_torchruns_are_joined_and_rank_0_tells_the_cause() -> None:
+    environ = marked()
+    port = free_port()
+    program = worker("--timeout", "30", "--fault", "raise:verify:1")
+    hosts = [start(torchrun(port, *program), environ) for _ in range(2)]
+    written = [host.communicate(timeout=120) for host in hosts]
+    errors = [line for _, err in written for line in err.splitlines() if line.startswith("error:")]
+    assert errors == ["error: rank 1: ArithmeticError: the planted error"]
+    assert all(host.returncode == 1 for host in hosts)
+    assert "".join(out for out, _ in written) == ""
+
+
+def test_slurm_tasks_are_joined_and_share_what_rank_0_reads() -> None:
+    slurm = {
+        "SLURM_JOB_ID": str(free_port()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
+    tasks = [
+        start(
+            worker("--timeout", "30"),
+            marked(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            stdin=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    written = [task.communicate(f"line {rank}", timeout=120) for rank, task in enumerate(tasks)]
+    assert [task.returncode for task in tasks] == [0, 0]
+    assert json.loads(written[0][0]) == {"rank": 0, "of": 2, "said": "from rank 0: line 0"}
+    assert written[1] == ("", "")
+
+
+def test_another_number_of_ranks_is_refused_once() -> None:
+    joined = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    tasks = [start(worker("--ranks", "4"), marked(RANK=str(rank), **joined)) for rank in range(2)]
+    written = [task.communicate(timeout=60) for task in tasks]
+    assert [task.returncode for task in tasks] == [2, 2]
+    assert [err.count("torchrun started 2") for _, err in written] == [1, 0]
+
+
+def test_the_folder_of_a_run_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def look(*_: object) -> None:
+        (folder,) = tmp_path.iterdir()
+        seen.append(stat.S_IMODE(os.stat(folder).st_mode))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec_cli.launch.ranks._watch", look)
+    environ = marked()
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(worker(), 2, timeout_s=30, environ=environ)
+    assert seen == [0o700]
+    assert living(environ) == [] and list(tmp_path.iterdir()) == []

@@ -1,0 +1,331 @@
+"""`load_prompts`: every format, split, column and limit; malformed lines are elsewhere too."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.prompts import Prompt, load_prompts
+from specdec_cli.recipe.schema import DataSection
+
+RECORDS = [
+    {"prompt": "one, two", "category": "math"},
+    {"prompt": 'said "hi"\nand left', "category": "text"},
+    {"prompt": "# über\t🙂", "category": None},
+]
+
+
+def load(path: Path | str, **keys: Any) -> list[Prompt]:
+    skip_bad = keys.pop("skip_bad", False)
+    return load_prompts(DataSection(path=str(path), **keys), skip_bad=skip_bad)
+
+
+def texts(prompts: list[Prompt]) -> list[str | None]:
+    assert [prompt.index for prompt in prompts] == list(range(len(prompts)))
+    return [prompt.text for prompt in prompts]
+
+
+def write(path: Path, content: str) -> Path:
+    path.write_text(content, encoding="utf-8", newline="")
+    return path
+
+
+def spec_bench(folder: Path, count: int = 4) -> Path:
+    lines = [
+        {"question_id": 81 + i, "category": ["writing", "qa"][i % 2], "turns": [f"q{i}", "later"]}
+        for i in range(count)
+    ]
+    return write(folder / "question.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
+
+
+def table(folder: Path, extension: str) -> Path:
+    path = folder / f"p.{extension}"
+    if extension == "jsonl":
+        return write(path, "".join(json.dumps(record) + "\n" for record in RECORDS))
+    if extension == "json":
+        return write(path, json.dumps(RECORDS, indent=2))
+    if extension == "parquet":
+        pyarrow = pytest.importorskip("pyarrow")
+        from pyarrow import parquet
+
+        parquet.write_table(pyarrow.Table.from_pylist(RECORDS), path)
+        return path
+    import csv
+
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, delimiter="," if extension == "csv" else "\t")
+        writer.writerow(["prompt", "category"])
+        writer.writerows([record["prompt"], record["category"]] for record in RECORDS)
+    return path
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json", "csv", "tsv", "parquet"])
+def test_formats_hold_the_same(extension: str, tmp_path: Path) -> None:
+    path = table(tmp_path, extension)
+    prompts = load(path)
+    assert texts(prompts) == [record["prompt"] for record in RECORDS]
+    assert [prompt.category or None for prompt in prompts] == ["math", "text", None]
+    assert texts(load(path, limit=2)) == texts(prompts)[:2]
+    assert texts(load(path, split="train[1:]")) == texts(prompts)[1:]
+    assert texts(load(path, column="category", limit=2)) == ["math", "text"]
+
+
+def test_places(tmp_path: Path) -> None:
+    def ends(extension: str) -> list[str]:
+        path = table(tmp_path, extension)
+        return [prompt.where.removeprefix(str(path)) for prompt in load(path)]
+
+    assert ends("jsonl") == [":1", ":2", ":3"]
+    assert ends("json") == [":2", ":6", ":10"]
+    assert ends("csv") == [":2", ":3", ":5"]  # the second one runs over two lines
+    assert ends("parquet") == [": row 1", ": row 2", ": row 3"]
+
+
+def test_spec_bench(tmp_path: Path) -> None:
+    prompts = load(spec_bench(tmp_path))
+    assert texts(prompts) == ["q0", "q1", "q2", "q3"]
+    assert [prompt.category for prompt in prompts] == ["writing", "qa", "writing", "qa"]
+    assert texts(load(tmp_path / "question.jsonl", column="turns", limit=1)) == ["q0"]
+
+
+def test_demo_prompts() -> None:
+    assert len(load("demo:prompts")) == 200
+    few = load("demo:prompts", split="train[5:8]")
+    assert [p.text for p in few] == [p.text for p in load("demo:prompts")[5:8]]
+    with pytest.raises(UsageError, match="no bundled prompts demo:nothing"):
+        load("demo:nothing")
+
+
+@pytest.mark.parametrize("extension", ["jsonl", "json"])
+def test_sniffed_in_order(extension: str, tmp_path: Path) -> None:
+    message = {"role": "user", "content": "f"}
+    records: list[dict[str, object]] = [
+        {"messages": [message], "turns": ["e"], "instruction": "d", "question": "c", "text": "b"},
+        {"messages": [message], "turns": ["e"], "instruction": "d", "question": "c"},
+        {"messages": [message], "turns": ["e"], "instruction": "d"},
+        {"messages": [message], "turns": ["e", "g"]},
+        {"messages": [message]},
+    ]
+    records = [{"prompt": "a", **records[0]}, *records]
+    content = json.dumps(records)
+    if extension == "jsonl":
+        content = "\n".join(map(json.dumps, records))
+    prompts = load(write(tmp_path / f"p.{extension}", content))
+    assert texts(prompts) == ["a", "b", "c", "d", "e", None]
+    assert prompts[5].messages == (message,)
+
+
+def test_a_named_column_says_by_itself_what_it_is(tmp_path: Path) -> None:
+    user = {"role": "user", "content": "m"}
+    rows = [{"x": "text"}, {"x": ["turn", "later"]}, {"x": [user]}, {"x": [3, 4]}]
+    prompts = load(write(tmp_path / "p.json", json.dumps(rows)), column="x")
+    assert texts(prompts) == ["text", "turn", None, None]
+    assert prompts[2].messages == (user,) and prompts[3].token_ids == (3, 4)
+
+
+def test_json_of_texts_and_of_lines(tmp_path: Path) -> None:
+    assert texts(load(write(tmp_path / "a.json", '\ufeff ["a",\n "b"]'))) == ["a", "b"]
+    assert texts(load(write(tmp_path / "b.json", '{"prompt": "a"}\n{"text": "b"}\n'))) == ["a", "b"]
+
+
+def test_csv_kinds(tmp_path: Path) -> None:
+    quoted = '\ufeffid,question\r\n1,"a, ""b""\r\nc"\r\n\r\n2,  d \r\n'
+    assert texts(load(write(tmp_path / "a.csv", quoted))) == ['a, "b"\r\nc', "  d "]
+    # Numbers are text in a table of text; nothing is guessed.
+    assert texts(load(write(tmp_path / "b.csv", "prompt\n007\nNA\n"))) == ["007", "NA"]
+    long = "x" * 200_000
+    assert texts(load(write(tmp_path / "c.csv", f"prompt\n{long}\n"))) == [long]
+
+
+@pytest.mark.parametrize(
+    ("split", "rows"),
+    [
+        ("train", range(10)),
+        ("train[:3]", range(3)),
+        ("train[2:5]", range(2, 5)),
+        ("train[8:]", range(8, 10)),
+        ("train[:25%]", range(2)),
+        ("train[50%:]", range(5, 10)),
+        ("train[25%:75%]", range(2, 8)),
+    ],
+)
+def test_slices_are_those_of_datasets(split: str, rows: range, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", "".join(f'{{"prompt": "{i}"}}\n' for i in range(10)))
+    found = texts(load(path, split=split))
+    assert found == [str(i) for i in rows]
+    datasets = pytest.importorskip("datasets")
+    rules = datasets.ReadInstruction.from_spec(split).to_absolute({"train": 10})
+    assert [i for r in rules for i in range(r.from_, r.to)] == list(rows)
+
+
+BAD: dict[str, tuple[str, str]] = {
+    "no-column.csv": ("a,b\n1,2\n", ": none of the columns prompt, text, question"),
+    "semicolons.csv": ("prompt;b\n1;2\n", "there is prompt;b"),
+    "cells.csv": ("prompt,b\na,b\na\n", ":3: has 1 cells; the header names 2 columns"),
+    "more-cells.csv": ("prompt\na\nb,c\n", ":3: has 2 cells; the header names 1 columns"),
+    "quote.csv": ('prompt\na\n"b\nc\n', ":3: not a row of the table: unexpected end of data"),
+    "inner-quote.csv": ('prompt\n"a" b\n', ":2: not a row of the table"),
+    "blank.csv": ("prompt,x\na,1\n ,2\n", ":3: blank prompt"),
+    "empty.csv": ("", ":1: no header line"),
+    "header.csv": ("prompt\n", ": no prompts in it"),
+    "twice.csv": ("prompt,prompt\na,b\n", ":1: two columns are called 'prompt'"),
+    "nul.csv": ("prompt\na\0b\n", ":2: holds a NUL byte"),
+    "number.json": ('["a",\n5]', ":2: should be a JSON object"),
+    "mixed.json": ('[{"prompt": "a"},\n\n{"prompt": 5}]', ":3: prompt should be text"),
+    "null.json": ('[{"prompt": "a"}, null]', ":1: should be a JSON object"),
+    "twice.json": ('[{"prompt": "a"},\n{"prompt": "b", "prompt": "c"}]', ':2: duplicate key "pro'),
+    "cut.json": ('[{"prompt": "a"},\n{"prompt": "b"', ":2: not JSON: Expecting ',' delimiter"),
+    "open.json": ('[{"prompt": "a"}\n', ":2: not JSON: expected a comma or the end of the list"),
+    "no-comma.json": ('[{"prompt": "a"}\n{"prompt": "b"}]', ":2: not JSON: expected a comma"),
+    "last-comma.json": ('["a",\n]', ":2: not JSON: Expecting value"),
+    "empty.json": ("", ":1: no prompts in it"),
+    "empty-list.json": (" [\n]", ":1: no prompts in it"),
+    "deep.json": ("[" * 100_000, ":1: not usable JSON: nested too deeply"),
+    "digits.json": (f"[{'9' * 5000}]", ":1: not usable JSON: a number is too long"),
+    "no-column.jsonl": ('{"prompt": "a"}\n', ""),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in BAD if name != "no-column.jsonl"])
+def test_malformed_tables(name: str, tmp_path: Path) -> None:
+    content, words = BAD[name]
+    path = write(tmp_path / name, content)
+    with pytest.raises(UsageError) as refused:
+        load(path)
+    assert refused.value.message.startswith(str(path))
+    assert words in refused.value.message
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    for name, before, line in [("p.csv", b"prompt\na\n", 3), ("p.json", b'["a",\n', 2)]:
+        (tmp_path / name).write_bytes(before + b'"caf\xe9"\n')
+        with pytest.raises(UsageError, match=f"{name}:{line}: not UTF-8 text"):
+            load(tmp_path / name)
+    (tmp_path / "p.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(UsageError, match="cannot be read as parquet"):
+        load(tmp_path / "p.parquet")
+
+
+def test_unknown_columns_and_splits(tmp_path: Path) -> None:
+    for extension in ("csv", "parquet"):
+        with pytest.raises(UsageError, match="no column 'quest': there is prompt, category"):
+            load(table(tmp_path, extension), column="quest")
+    with pytest.raises(UsageError, match=r'p.jsonl:1: has no column "quest": there is prompt, cat'):
+        load(table(tmp_path, "jsonl"), column="quest")
+    for split in ("test", "train[-3:]", "train[5:80%]", "train[5]", "train+train"):
+        with pytest.raises(UsageError, match="a file has no split "):
+            load(table(tmp_path, "jsonl"), split=split)
+    with pytest.raises(UsageError, match="a file has no subsets"):
+        load(table(tmp_path, "jsonl"), subset="main")
+    with pytest.raises(UsageError, match="a text file has no columns"):
+        load(write(tmp_path / "p.txt", "a\n"), column="prompt")
+
+
+def test_mixed_types_are_bad_rows(tmp_path: Path) -> None:
+    rows = ['{"prompt": "a"}', '{"prompt": 5}', '{"prompt": null, "x": 1}', '{"prompt": ["b"]}']
+    path = write(tmp_path / "p.jsonl", "\n".join(rows))
+    with pytest.raises(UsageError) as refused:
+        load(path)
+    assert [line.split(":")[1] for line in refused.value.message.splitlines()] == ["2", "3", "4"]
+
+
+def test_bad_lines_may_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "p.jsonl", '{"prompt": "a"}\nx\n{"prompt": "b"}\n{}\n{"prompt": "c"}\n')
+    with caplog.at_level(logging.WARNING, "specdec"):
+        assert texts(load(path, skip_bad=True)) == ["a", "b", "c"]
+        assert [r.getMessage() for r in caplog.records] == [
+            f"skipped 2 bad lines, the first of them: {path}:2: not JSON: "
+            "Expecting value at column 1"
+        ]
+        caplog.clear()
+        # What lies behind the limit is not looked at.
+        assert texts(load(path, skip_bad=True, limit=2)) == ["a", "b"]
+        assert "skipped 1 bad line: " in caplog.records[0].getMessage()
+    assert texts(load(path, limit=1)) == ["a"]
+    with pytest.raises(UsageError, match="all 2 lines are bad"):
+        load(write(tmp_path / "q.jsonl", "x\ny\n"), skip_bad=True)
+
+
+def test_a_csv_goes_on_after_a_bad_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = write(tmp_path / "p.csv", 'prompt,x\na,1\n"b" c,2\nd,3\ne\nf,4\n')
+    assert texts(load(path, skip_bad=True)) == ["a", "d", "f"]
+    assert "skipped 2 bad lines" in caplog.text
+
+
+# Datasets by id, and folders laid out like one
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def test_a_dataset_folder(cache: Path) -> None:
+    folder = cache / "d"
+    folder.mkdir()
+    lines = [json.dumps({"id": i, "question": f"q{i}"}) for i in range(4)]
+    write(folder / "train.jsonl", "\n".join(lines))
+    assert texts(load(folder)) == ["q0", "q1", "q2", "q3"]
+    write(folder / "test.jsonl", lines[3])
+    assert texts(load(folder, split="train[1:3]")) == ["q1", "q2"]
+    assert texts(load(folder, split="test", column="question")) == ["q3"]
+    for keys, words in [
+        ({}, "has several splits: train, test"),
+        ({"split": "dev"}, "Unknown split \"dev\". Should be one of ['train', 'test']"),
+        ({"split": "train", "column": "answer"}, "no column 'answer': there is id, question"),
+        ({"split": "train", "column": "id"}, "row 1: id should be text"),
+        ({"subset": "main"}, "BuilderConfig 'main' not found. Available: ['default']"),
+    ]:
+        with pytest.raises(UsageError) as refused:
+            load(folder, **keys)
+        assert words in refused.value.message
+
+
+def test_an_id_that_cannot_be_had(cache: Path) -> None:
+    with pytest.raises(SetupError) as refused:
+        load("owner/name")
+    assert "neither a local file nor in the local cache" in refused.value.message
+    assert refused.value.hint is not None
+    assert "hf download --repo-type dataset owner/name" in refused.value.hint
+
+
+@pytest.mark.parametrize("path", ["missing.jsonl", "./x", "/a/b", "a/b/c", "x:y", "a\\b"])
+def test_what_looks_like_a_path_is_no_id(path: str) -> None:
+    with pytest.raises(UsageError, match="no such prompt file"):
+        load(path)
+
+
+def test_an_address() -> None:
+    with pytest.raises(UsageError, match="is an address"):
+        load("https://host/p.jsonl")
+
+
+def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = table(tmp_path, "parquet")
+    for name in ("datasets", "pyarrow", "pyarrow.parquet"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for what in (path, "squad"):
+        with pytest.raises(SetupError) as refused:
+            load(what)
+        assert "needs the package" in refused.value.message
+        assert refused.value.hint is not None and "pip install datasets" in refused.value.hint
+    assert len(load(table(tmp_path, "csv"))) == 3
+
+
+def test_files_of_text_need_no_package(tmp_path: Path) -> None:
+    paths = [str(table(tmp_path, extension)) for extension in ("jsonl", "json", "csv", "tsv")]
+    code = (
+        "import sys; from specdec_cli.prompts import load_prompts; "
+        "from specdec_cli.recipe.schema import DataSection; "
+        f"[load_prompts(DataSection(path=p)) for p in {paths!r}]; "
+        "sys.exit(bool({'datasets', 'pyarrow', 'pandas', 'torch'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,563 @@
+"""Reports of run folders made by hand: the figures are the folder's, and words follow from them."""
+
+import csv
+import functools
+import io
+import json
+import shlex
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.report.content import Content, content_of
+from specdec_cli.report.export import csv_tables, markdown
+from specdec_cli.report.folder import read_folder
+from specdec_cli.report.page import page
+from specdec_cli.report.plots import Plot, plots
+from specdec_cli.report.write import write_report
+from tests.report_helpers import (
+    DRAFT,
+    OTHER,
+    RECIPE,
+    Record,
+    comparison_points,
+    sweep_point,
+    sweep_points,
+    write_folder,
+)
+
+pytest.importorskip("matplotlib")
+ONE_DRAFT = ((DRAFT, 0.7, 0.9),)
+
+
+class Page(HTMLParser):
+    """Tables by id as rows of cells, tags, and all text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self._rows: list[list[str]] = []
+        self._in_cell = False
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag == "table":
+            self._rows = self.tables[str(dict(attrs)["id"])] = []
+        if tag == "tr":
+            self._rows.append([])
+        if tag in ("td", "th"):
+            self._rows[-1].append("")
+            self._in_cell = True
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self._in_cell = False
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+        if self._in_cell:
+            self._rows[-1][-1] += data
+
+
+def read(folder: Path) -> Content:
+    return content_of(read_folder(folder))
+
+
+def html(content: Content, drawn: list[Plot] | None = None) -> str:
+    return page(content, drawn or [])
+
+
+@functools.lru_cache(2)
+def _drawn(path: Path) -> list[Plot]:
+    content = read(path)
+    return plots(content.run, content.bests, content.tables["categories"])
+
+
+def drawn(content: Content) -> list[Plot]:
+    return _drawn(content.run.path)
+
+
+def csv_rows(content: Content, name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(csv_tables(content.run)[name])))
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Content:
+    return read(write_folder(tmp_path_factory.mktemp("sweep"), sweep_points()))
+
+
+@pytest.fixture(scope="module")
+def comparison(tmp_path_factory: pytest.TempPathFactory) -> Content:
+    skipped = {
+        "target_tp": 4,
+        "draft_tp": 3,
+        "batch_size": 1,
+        "status": "skipped",
+        "reason": "3 does not divide 4",
+    }
+    return read(write_folder(tmp_path_factory.mktemp("tp"), [*comparison_points(), skipped]))
+
+
+# Figures
+
+
+def test_csv_has_every_figure_as_it_was(sweep: Content) -> None:
+    points = sweep_points()
+    rows = csv_rows(sweep, "points.csv")
+    assert len(rows) == len(points)
+    by_setting = {(r["draft"], int(r["k"]), int(r["batch_size"])): r for r in rows}
+    for point in points:
+        row = by_setting[point["draft"] or "", point["k"], point["batch_size"]]
+        assert float(row["speedup"]) == point["speedup"]
+        assert [float(row["speedup_lo"]), float(row["speedup_hi"])] == point["speedup_ci"]
+        figures = point["metrics"]
+        for name in ("decode_tokens_per_second", "mean_acceptance_length", "draft_ms", "round_ms"):
+            assert float(row[name]) == figures[name]
+        assert float(row["ttft_p99_ms"]) == figures["ttft_ms"]["p99"]
+        assert float(row["tpot_p50_ms"]) == figures["tpot_ms"]["p50"]
+        assert int(float(row["num_drafts"])) == figures["num_drafts"]
+
+
+def test_csv_by_position_and_category(sweep: Content) -> None:
+    (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (OTHER, 4, 8)]
+
+    def chosen(name: str) -> list[dict[str, str]]:
+        rows = csv_rows(sweep, name)
+        return [r for r in rows if (r["draft"], r["k"], r["batch_size"]) == (OTHER, "4", "8")]
+
+    positions = chosen("acceptance.csv")
+    assert [int(r["position"]) for r in positions] == [1, 2, 3, 4]
+    for key in ("acceptance_rate", "conditional_acceptance_rate"):
+        assert [float(r[key]) for r in positions] == point["metrics"][f"{key}_per_pos"]
+    for row in chosen("categories.csv"):
+        figures = point["per_category"][row["category"]]
+        assert float(row["mean_acceptance_length"]) == figures["mean_acceptance_length"]
+
+
+def test_page_has_the_figures(sweep: Content) -> None:
+    tables = Page(html(sweep)).tables
+    header, *rows = tables["table-results"]
+    assert header[:5] == ["draft", "batch", "k", "speed-up×", "95 % interval"]
+    points = {(p["batch_size"], p["k"], p["draft"]): p for p in sweep_points()}
+    names = {"no draft": None, "draft-1b": DRAFT, "draft-300m": OTHER}
+    assert len(rows) == len(points)
+    for row in rows:
+        point = points[int(row[1]), int(row[2]), names[row[0]]]
+        low, high = point["speedup_ci"]
+        figures = point["metrics"]
+        assert row[3:7] == [
+            f"{point['speedup']:.2f}",
+            f"{low:.2f} – {high:.2f}",
+            f"{figures['decode_tokens_per_second']:.1f}",
+            f"{figures['mean_acceptance_length']:.2f}",
+        ]
+    for row in tables["table-rounds"][1:]:
+        figures = points[int(row[1]), int(row[2]), names[row[0]]]["metrics"]
+        stages = ("draft_ms", "verify_ms", "sample_ms", "round_ms")
+        assert [row[3], *row[5:8]] == [f"{figures[s]:.3f}" for s in stages]
+    for row in tables["table-predictions"][1:]:
+        point = points[int(row[1]), int(row[2]), names[row[0]]]
+        miss = 100 * (point["predicted_speedup"] / point["speedup"] - 1)
+        assert row[3] == f"{point['predicted_speedup']:.3f}"
+        assert row[6] == f"{miss:.1f}"
+    assert len(tables["table-predictions"]) == 1 + 48
+    assert ["gpu", "NVIDIA H200"] in tables["table-environment"]
+    assert ["packages.torch", "2.13.0"] in tables["table-environment"]
+
+
+def test_comparison(comparison: Content) -> None:
+    tables = Page(html(comparison)).tables
+    points = {
+        (str(p["target_tp"]), str(p["draft_tp"] or "–"), str(p["batch_size"])): p
+        for p in comparison_points()
+    }
+    rows = tables["table-results"][1:]
+    assert len(rows) == len(points) + 1
+    for row in rows:
+        if row[1] == "3":
+            assert row[-1] == "skipped: 3 does not divide 4" and row[4] == "–"
+            continue
+        point = points[row[0], row[1], row[2]]
+        assert row[4] == f"{point['speedup']:.2f}"
+        assert row[-3:] == [
+            f"{point['speedup_vs_equal_tp']:.2f}",
+            str(point["num_blocks"]),
+            "ok",
+        ]
+    broadcast = {tuple(row[:3]): row[5] for row in tables["table-rounds"][1:]}
+    assert broadcast["4", "2", "1"] == "0.160"
+    # The fastest, not the largest speed-up, which is against another plain decoding.
+    assert comparison.headline == (
+        "The best depends on batch size. At 1: target TP 4 with draft TP 2; at 32: target TP 4 "
+        "alone."
+    )
+
+
+# Words
+
+
+def test_the_answer_is_the_runs_own(sweep: Content) -> None:
+    assert sweep.headline == (
+        "The best depends on batch size. At 1: k = 3 with draft-1b; at 8: k = 3 with draft-1b; "
+        "at 32: k = 1 with draft-1b."
+    )
+    (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
+    low, high = point["speedup_ci"]
+    assert sweep.answers[0] == (
+        f"Best at batch size 1: k = 3 with draft-1b, {point['speedup']:.2f}× the speed of plain "
+        f"decoding (95 % interval {low:.2f} to {high:.2f}). Statistically tied: k = 4."
+    )
+    assert sweep.reasons == ("the smallest k that is tied with the fastest",)
+
+
+def test_recorded_best_wins_over_the_fastest(tmp_path: Path) -> None:
+    write_folder(tmp_path, sweep_points(batch_sizes=(1,), drafts=ONE_DRAFT))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    best = {"k": 2, "draft": DRAFT, "tied": [2, 3, {"k": 3, "draft": OTHER}], "reason": "tie"}
+    summary |= {"best": best, "best_by_batch_size": {"1": best}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    content = read(tmp_path)
+    assert content.headline.startswith("Best at batch size 1: k = 2 with draft-1b, ")
+    assert f"Statistically tied: k = 3; k = 3 with {OTHER}." in content.headline
+
+
+def test_no_speculation(tmp_path: Path) -> None:
+    slow = sweep_points(ks=(0, 1, 2), batch_sizes=(1, 4), drafts=((DRAFT, 0.1, 3.0),))
+    content = read(write_folder(tmp_path, slow))
+    assert content.headline == "No speculation: plain decoding is fastest at every batch size."
+    assert content.answers[0].startswith(
+        "No speculation at batch size 1: plain decoding is fastest. The best with proposals, k = 1 "
+        "with draft-1b, is 0.6"
+    )
+    assert content.deployment is not None and content.deployment.config is None
+    assert content.deployment.command == "vllm serve org/target-8b"
+    # The figures of proposals are shown all the same.
+    assert content.category_point == "k = 1 with draft-1b, batch size 1."
+
+
+def test_synthetic_and_dummy_are_said(tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["speculation"]["acceptance"] = "synthetic"
+    recipe["draft"]["load_format"] = "dummy"
+    content = read(write_folder(tmp_path, sweep_points(batch_sizes=(1,)), recipe=recipe))
+    assert "Acceptance was given, not measured" in content.warnings[0]
+    assert "Random weights" in content.warnings[1]
+
+
+# Folders cut short
+
+
+def test_a_killed_sweep(tmp_path: Path) -> None:
+    points = sweep_points(ks=range(5), batch_sizes=(1,), drafts=ONE_DRAFT)
+    plain = points[0]["metrics"]["decode_tokens_per_second"]
+    for point in points:
+        point["speedup"] = point["speedup_ci"] = point["predicted_speedup"] = None
+        point.pop("per_category")
+    failed: Record = {"k": 5, "batch_size": 1, "draft": DRAFT, "status": "oom", "reason": "80 GiB"}
+    samples = [
+        {
+            "draft": DRAFT,
+            "k": 3,
+            "batch_size": 1,
+            "index": i,
+            "category": name,
+            "accepted_per_round": rounds,
+        }
+        for i, (name, rounds) in enumerate([("a", [3, 1]), ("a", [2]), ("b", [0, 0])])
+    ]
+    torn = '{"k": 6, "batch_s'
+    folder = write_folder(
+        tmp_path, [*points, failed], finished=False, samples=[*samples, {"k": "x"}], torn=torn
+    )
+    content = read(folder)
+    assert content.run.is_partial
+    assert "did not come to its end" in content.warnings[0]
+    assert "points.jsonl, line 7 is torn" in content.warnings[1]
+    best = max(points, key=lambda p: p["metrics"]["decode_tokens_per_second"])
+    gain = best["metrics"]["decode_tokens_per_second"] / plain
+    assert content.headline == (
+        f"Best at batch size 1: k = {best['k']} with draft-1b, {gain:.2f}× the speed of plain "
+        "decoding. This is the fastest point so far, without a test of ties."
+    )
+    tables = Page(html(content, drawn(content))).tables
+    assert tables["table-results"][-1][-1] == "oom: 80 GiB"
+    assert best["k"] == 3
+    assert tables["table-categories"][1:] == [["a", "2", "3.00"], ["b", "1", "1.00"]]
+    assert "table-predictions" not in tables
+
+
+def test_a_failed_point_that_was_run_again(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    failed = {"k": 2, "batch_size": 1, "draft": DRAFT, "status": "failed", "reason": "once"}
+    content = read(write_folder(tmp_path, [points[0], failed, points[1]], finished=False))
+    assert [p.status for p in content.run.points] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    "points",
+    [
+        sweep_points(ks=(0,), batch_sizes=(1,)),
+        [sweep_point(DRAFT, 3, 1, 0.7, 0.9, 4.2)],
+        [{"k": 3, "batch_size": 1, "draft": DRAFT, "status": "failed", "reason": "it broke"}],
+        [],
+        [{"status": "ok"}, {"k": "3", "batch_size": True, "metrics": [1], "speedup": "fast"}],
+        [
+            {
+                "k": 2,
+                "batch_size": 1,
+                "draft": 5,
+                "metrics": {"ttft_ms": 3, "round_ms": float("nan")},
+            }
+        ],
+        comparison_points(target_tps=(1,), batch_sizes=(1,))[:1],
+        comparison_points(target_tps=(1,), batch_sizes=(1,))[1:],
+    ],
+    ids="k=0-only one-point failed none odd odder plain-tp one-tp".split(),
+)
+def test_small_and_odd_folders(points: list[Any], tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "run", points, finished=False)
+    if len(points) == 1:
+        document = {"schema": "specdec.sweep-k/1", "points": points, "best": None}
+        (folder / "summary.json").write_text(json.dumps(document))
+    content = read(folder)
+    files = write_report(content, tmp_path / "out", ("html", "csv", "md", "vllm"))
+    parsed = Page((tmp_path / "out" / "report.html").read_text())
+    assert content.headline in parsed.text
+    assert len(parsed.tables["table-results"]) == 1 + len(content.run.points)
+    assert all(file.stat().st_size for file in files)
+    if points and points[0].get("reason"):
+        assert "failed: it broke" in parsed.text
+        assert content.headline == "No point was measured."
+
+
+def test_what_is_no_run_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "empty").mkdir()
+    write_folder(tmp_path / "generated", [])
+    document = {"schema": "specdec.generate/1"}
+    (tmp_path / "generated" / "summary.json").write_text(json.dumps(document))
+    for name, words in [
+        ("missing", "no such folder"),
+        ("file", "is a file"),
+        ("empty", "neither points.jsonl nor summary.json"),
+        ("generated", "holds the results of generate"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            read_folder(tmp_path / name)
+
+
+def test_damaged_files_are_left_out(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, sweep_points(batch_sizes=(1,)))
+    (folder / "recipe.yaml").write_text("target: [unclosed")
+    (folder / "environment.json").write_bytes(b"\xff\xfe")
+    (folder / "summary.json").write_text("[" * 100_000)
+    with (folder / "points.jsonl").open("a") as file:
+        file.write('5\n{"k": \n')
+    content = read(folder)
+    said = " ".join(content.warnings)
+    for words in ["recipe.yaml is damaged", "environment.json is damaged", "summary.json is dam"]:
+        assert words in said
+    assert "points.jsonl, line 18 is no record" in said and "line 19 is no record" in said
+    assert len(content.run.points) == 17
+
+
+# Plots
+
+
+def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content) -> None:
+    names = ["speedup", "acceptance", "rounds", "categories", "predictions"]
+    assert [plot.name for plot in drawn(sweep)] == names
+    pictures = drawn(comparison)
+    assert [plot.name for plot in pictures] == ["speedup", "acceptance", "rounds"]
+    for plot in pictures:
+        assert plot.png.startswith(b"\x89PNG")
+        assert plot.svg.startswith("<svg") and "currentColor" in plot.svg
+    speed = pictures[0].svg
+    for words in ("speed-up over k = 0 (×)", "draft TP (ranks)", "batch size 32", "target TP 4"):
+        assert words in speed
+
+
+def test_pages_plots_do_not_share_ids(sweep: Content) -> None:
+    tags = Page(html(sweep, drawn(sweep))).tags
+    ids = [attrs["id"] for _, attrs in tags if "id" in attrs]
+    assert len(ids) == len(set(ids)) > 100
+    links = {v[1:] for _, attrs in tags for k, v in attrs.items() if k == "xlink:href" and v}
+    assert links and links <= set(ids)
+
+
+def test_without_matplotlib(
+    sweep: Content, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
+    with pytest.raises(SetupError, match="plots need the package matplotlib"):
+        write_report(sweep, tmp_path, ("html",))
+    files = write_report(sweep, tmp_path, ("csv", "md", "vllm"))
+    assert {file.name for file in files} >= {"points.csv", "report.md", "vllm.json"}
+
+
+# The page stands alone, and nothing in a folder can act
+
+
+def test_the_page_needs_nothing(sweep: Content) -> None:
+    text = html(sweep, drawn(sweep))
+    parsed = Page(text)
+    assert not {"script", "link", "iframe", "img", "object", "form"} & {t for t, _ in parsed.tags}
+    for _, attrs in parsed.tags:
+        for name, value in attrs.items():
+            if name in ("href", "xlink:href", "src", "action"):
+                assert str(value).startswith("#")
+            assert not name.startswith("on")
+    assert "@import" not in text
+    assert "prefers-color-scheme: dark" in text and "@media print" in text
+
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "</title></svg></style><svg onload=alert(1)>",
+    "javascript:alert(1)",
+    "{{ 7 * 7 }}{% raw %}",
+    "[red]markup[/red]",
+    "\x1b[31m\x1b]0;t\x07\x9b2J",
+    "$\\frac{1}{0}$ \\alpha $",
+    "|cell|`code`](http://x)![p](http://y)",
+    "\u202eevil\u2066\ud800",
+    "=cmd|' /C calc'!A0",
+    "+1+1",
+    "@SUM(1)",
+    "-2",
+    "```\n# heading",
+]
+
+
+def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
+    points = sweep_points(
+        ks=(0, 1, 2), batch_sizes=(1,), drafts=[(text, 0.7, 0.5) for text in HOSTILE]
+    )
+    best = points[1]
+    figures = best["per_category"]["qa"]
+    best["per_category"] = {**dict.fromkeys(HOSTILE, figures), "x": {}}
+    points += [
+        {"k": 3, "batch_size": 1, "draft": text, "status": "failed", "reason": text}
+        for text in HOSTILE
+    ]
+    everything = " ".join(HOSTILE)
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["target"]["model"] = recipe["data"]["path"] = everything
+    recipe["sampling"]["temperature"] = 0.7
+    folder = write_folder(tmp_path / "run", points, recipe=recipe)
+    known = {text: text for text in HOSTILE} | {"gpu": everything, "{{ 6 * 7 }}": "{{ 6 * 7 }}"}
+    (folder / "environment.json").write_text(json.dumps(known))
+    summary = json.loads((folder / "summary.json").read_text())
+    chosen = {key: best[key] for key in ("k", "draft")}
+    summary["best_by_batch_size"] = {"1": {**chosen, "tied": HOSTILE, "reason": everything}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    content = read(folder)
+    assert content.category_point and content.tables["categories"] is not None
+    write_report(content, tmp_path / "out", ("html", "csv", "md", "vllm"))
+    texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert len(texts) == 6
+    for text in texts.values():
+        assert not set("\x1b\x07\x9b\u202e\u2066") & set(text)
+
+    parsed = Page(texts["report.html"])
+    expected = {tag for tag, _ in Page(html(sweep, drawn(sweep))).tags}
+    assert {tag for tag, _ in parsed.tags} <= expected
+    assert not any(name.startswith("on") for _, attrs in parsed.tags for name in attrs)
+    assert ["{{ 6 * 7 }}", "{{ 6 * 7 }}"] in parsed.tables["table-environment"]
+    assert len(parsed.tables["table-results"]) == 1 + len(points)
+
+    for name in ("points.csv", "acceptance.csv", "categories.csv"):
+        for row in csv.reader(io.StringIO(texts[name])):
+            for value in row:
+                is_number = value.lstrip("-").replace(".", "").replace("e-", "").isdigit()
+                is_formula = value.startswith(("=", "+", "-", "@", "\t", "\r"))
+                assert not is_formula or (is_number and value != "-2")
+
+    fence = ""
+    for line in texts["report.md"].splitlines():
+        if not fence and line.startswith("```"):
+            fence = line.rstrip("abcdefghijklmnopqrstuvwxyz")
+        elif line == fence:
+            fence = ""
+        elif not fence:
+            assert "<" not in line.replace("\\<", "") and "# heading" not in line[:12]
+            assert "](http" not in line.replace("\\](", "")
+    rows = [line for line in texts["report.md"].splitlines() if "failed: " in line]
+    assert {row.replace("\\|", "").count("|") for row in rows} == {11}
+    assert json.loads(texts["vllm.json"])["speculative_config"]["model"] == HOSTILE[0]
+
+
+# Markdown
+
+
+def test_markdown(sweep: Content) -> None:
+    text = markdown(sweep, drawn(sweep), "plots/")
+    assert text.startswith("# specdec sweep-k: ")
+    assert "](plots/speedup.png)" in text
+    rows = [line for line in text.splitlines() if line.startswith("| draft-1b | 1 | 3 |")]
+    (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
+    assert f" {point['speedup']:.2f} |" in rows[0]
+    # The same number of cells in every row of a table.
+    header = next(line for line in text.splitlines() if line.startswith("| draft | batch"))
+    assert {row.count("|") for row in rows[:1]} == {header.count("|")}
+
+
+# vLLM
+
+
+def test_vllm_config(sweep: Content) -> None:
+    found = sweep.deployment
+    assert found is not None and found.config is not None and found.rehearsal is not None
+    assert found.config == {
+        "method": "draft_model",
+        "model": DRAFT,
+        "num_speculative_tokens": 3,
+        "draft_tensor_parallel_size": 1,
+        "num_speculative_tokens_per_batch_size": [[1, 31, 3], [32, 32, 1]],
+    }
+    (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
+    rates = found.rehearsal["synthetic_acceptance_rates"]
+    assert rates == point["metrics"]["acceptance_rate_per_pos"]
+    assert found.rehearsal["rejection_sample_method"] == "synthetic"
+    command = shlex.split(found.command)
+    assert command[:3] == ["vllm", "serve", "org/target-8b"]
+    assert json.loads(command[command.index("--speculative-config") + 1]) == found.config
+    assert any("vocabulary" in note for note in found.notes)
+
+
+def test_vllm_of_another_draft_tp(comparison: Content) -> None:
+    found = comparison.deployment
+    assert found is not None and found.config is not None
+    assert found.config["draft_tensor_parallel_size"] == 4
+    assert "--tensor-parallel-size 4" in found.command
+    assert found.notes[0].startswith("Measured with draft TP 2 under target TP 4. vLLM refuses")
+
+
+def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["speculation"] = {"method": "ngram", "ngram_max": 4, "ngram_min": 2}
+    recipe["draft"] = None
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("ngram", 0.7, 0.1),))
+    found = read(write_folder(tmp_path / "a", points, recipe=recipe)).deployment
+    assert found is not None
+    assert found.config == {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "prompt_lookup_max": 4,
+        "prompt_lookup_min": 2,
+    }
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["sampling"]["temperature"] = 0.8
+    recipe["draft"]["revision"] = "main"
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    found = read(write_folder(tmp_path / "b", points, recipe=recipe)).deployment
+    assert found is not None and found.config is not None
+    assert found.config["draft_sample_method"] == "probabilistic"
+    assert found.config["revision"] == "main"
