@@ -15,11 +15,11 @@ ROWS = {
     5: "launch render report results generation reporting points sweep sweep_merge sweep_setup "
     "sweep_view",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
-    "engine.teacher",
+    "engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
-    "recipe prompts",
+    "engine.live_bytes recipe prompts",
     0: "specdec_cli specdec_kernels errors text demo stats predict",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}

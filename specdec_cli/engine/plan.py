@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.parallel import (
     ALONE,
     ONE_RANK,
@@ -15,6 +16,7 @@ from specdec_cli.engine.parallel import (
     make_groups,
     world_size,
 )
+from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.fused import is_fusable
@@ -259,6 +261,19 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
     if wanted == "off" or (plan.no_cuda_graphs or plan.no_whole_graphs) is not None:
         return ()
     return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
+
+
+def block_bytes_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of one block in the target's cache and in the draft's, on this rank."""
+    size = plan.recipe.cache.block_size
+    found = [block_bytes(m.layers, size, m.dtype) for m in plan.held]
+    return found[0], sum(found[1:])
+
+
+def allowance_of(plan: Plan) -> Allowance:
+    """How much memory the recipe lets a run use."""
+    cache = plan.recipe.cache
+    return Allowance(cache.gpu_memory_utilization, cache.cpu_bytes)
 
 
 def borrowed_weights(
