@@ -94,8 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _deliver(document, outcome)
         if place.rank is not None:
             _end_rank(place.rank, outcome)
-            # What a rank with a parent did is in its report; torchrun would end the others for 3.
-            return outcome.code if outcome.failed or place.rank.seat.folder is None else 0
+            if outcome.failed:
+                place.rank.exit(outcome.code)
+            if place.rank.seat.folder is not None:
+                return 0  # the code is in the report; for another one torchrun would end the others
     return outcome.code
 
 

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 T = TypeVar("T")
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _CPU = torch.device("cpu")
 
 
@@ -61,7 +63,7 @@ class TensorParallel:
         # One dimension below the other: all that gloo takes.
         out = x.new_empty(self.size * rows, most)
         if rows:
-            dist.all_gather_into_tensor(out, x.reshape(rows, most).contiguous(), group=self.group)
+            _all_gather(out, x.reshape(rows, most).contiguous(), group=self.group)
         whole = out.view(self.size, rows, most).transpose(0, 1)
         return whole.reshape(*x.shape[:-1], self.size * most)[..., :width].contiguous()
 

@@ -212,7 +212,8 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
 
 
 def _check_world(recipe: Recipe) -> None:
-    """Raises `UsageError` unless there are as many processes as the target is to have ranks."""
+    """Raises `UsageError` unless there are as many processes as the target is to have ranks, and
+    each can have a device of its own."""
     wanted, found = recipe.target.tensor_parallel_size, world_size()
     if wanted != found:
         raise UsageError(
@@ -220,18 +221,16 @@ def _check_world(recipe: Recipe) -> None:
             f"{'process runs' if found == 1 else 'processes run'}",
             f"start one process for each rank: torchrun --nproc-per-node {wanted}",
         )
+    if wanted > 1 and ":" in recipe.run.device:
+        raise UsageError(
+            f"run.device: {recipe.run.device} is one device, and {wanted} ranks need their own",
+            "use run.device: cuda",
+        )
 
 
 def _groups(recipe: Recipe, device: torch.device) -> Groups:
-    """This rank's places. Raises `UsageError` for a device that only one rank could have."""
-    target_tp = recipe.target.tensor_parallel_size
-    if target_tp > 1 and torch.device(recipe.run.device.replace("auto", "cpu")).index is not None:
-        raise UsageError(
-            f"run.device: {recipe.run.device} is one device, and {target_tp} ranks need their own",
-            "use run.device: cuda",
-        )
     draft_tp = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
-    return make_groups(target_tp, draft_tp, device)
+    return make_groups(recipe.target.tensor_parallel_size, draft_tp, device)
 
 
 def resolve_device(wanted: str) -> torch.device:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from specdec_cli.engine.build import build
 from specdec_cli.engine.draft import DraftWorker
@@ -14,7 +15,7 @@ from specdec_cli.engine.parallel import make_groups
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams, Sequence
-from specdec_cli.errors import RunError
+from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.recipe import load_recipe
 from tests.engine.test_families import BLOCK, Driver, drive, plain_reference
 from tests.support import CPU, make_engine, ngram_engine, paged_model
@@ -22,6 +23,10 @@ from tests.support import CPU, make_engine, ngram_engine, paged_model
 # Not the first ranks and not neighbours: a rank's place in a group is not its place in the world.
 MEMBERS = {1: [2], 2: [1, 3], 4: [0, 1, 2, 3]}
 POISON = 1e4  # finite: padding reads what was never written, with weight zero
+
+
+def device(rank: int) -> torch.device:
+    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else CPU
 
 
 def collectives(rank: int, tp: int) -> dict[str, Any] | None:
@@ -72,9 +77,11 @@ def decode(
 ) -> dict[str, Any] | None:
     """Run prompts through an engine whose models are split over ranks, once for each (k, params)
     of `runs`."""
-    groups = make_groups(*tps, CPU, MEMBERS[tps[0]])
+    members = MEMBERS[tps[0]] if dist.get_world_size() == 4 else None
+    groups = make_groups(*tps, device(rank), members)
     if groups.target is None:
         return None
+    settings["device"] = device(rank)
     if pair[1] is None:
         engine = ngram_engine(pair[0], groups=groups, **settings)
     else:
@@ -124,6 +131,7 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
     assert found.draft is not None
     return {
         "outputs": [s.output_ids for s in result.seqs],
+        "accepted": [sum(s.accepted_per_round) for s in result.seqs],
         "num_blocks": engine.allocator.num_usable + 1,
         "held": [m.spec.role for m in found.held],
         "draft_bytes": sum(
@@ -131,6 +139,13 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
         ),
         "kv_heads": found.target.layers[0].num_kv_heads,
     }
+
+
+def refused(rank: int, sets: dict[str, Any]) -> str:
+    """What a recipe's plan says against it."""
+    with pytest.raises(SpecdecError) as raised:
+        plan(load_recipe(None, sets))
+    return raised.value.message
 
 
 def spoilt(

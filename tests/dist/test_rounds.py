@@ -20,9 +20,10 @@ from tests.support import (
     reference,
     save_noised,
     save_tiny,
+    tiny_config,
 )
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("world")]
 
 PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
@@ -213,3 +214,49 @@ def test_the_demo_pair_from_a_recipe(world: World, draft_tp: int) -> None:
     assert [x["held"] for x in found] == roles
     assert [x["draft_bytes"] > 0 for x in found] == [len(held) == 2 for held in roles]
     assert {x["kv_heads"] for x in found} == {1}
+
+
+def shared(folder: Path, target_tp: int, draft_tp: int) -> dict[str, Any]:
+    """A recipe for one random model as target and draft, which share all that can be shared."""
+    tiny_config("llama").save_pretrained(folder)
+    return {
+        "target.model": str(folder),
+        "target.load_format": "dummy",
+        "target.tensor_parallel_size": target_tp,
+        "draft.model": str(folder),
+        "draft.load_format": "dummy",
+        "draft.tensor_parallel_size": draft_tp,
+        "draft.share": ["embeddings", "lm_head"],
+        "speculation.num_speculative_tokens": 3,
+        "sampling.max_new_tokens": NEW,
+        "run.device": "cpu",
+    }
+
+
+def test_a_shared_head_over_ranks(world: World, tmp_path: Path) -> None:
+    one = cases.built(0, shared(tmp_path, 1, 1), PROMPTS)
+    found = world.run(cases.built, shared(tmp_path, 4, 4), PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * 4
+    assert one["accepted"] == found[0]["accepted"] and min(one["accepted"]) > 0
+
+
+def test_a_head_that_is_split_in_other_ways_is_not_shared(world: World, tmp_path: Path) -> None:
+    said = world.run(cases.refused, shared(tmp_path, 4, 2))
+    assert len(set(said)) == 1, "a rank that goes on alone would wait for ever"
+    assert "the target's is split over 4 ranks, and the draft runs on 2" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("sets", "reason"),
+    [
+        ({"target.tensor_parallel_size": 2}, "is 2, and 4 processes run"),
+        ({"target.tensor_parallel_size": 1}, "is 1, and 4 processes run"),
+        (
+            {"target.tensor_parallel_size": 4, "run.device": "cuda:1"},
+            "cuda:1 is one device, and 4 ranks need their own",
+        ),
+    ],
+)
+def test_a_world_that_does_not_fit(world: World, sets: dict[str, Any], reason: str) -> None:
+    said = world.run(cases.refused, {"run.device": "cpu", **sets})
+    assert len(set(said)) == 1 and reason in said[0]

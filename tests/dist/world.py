@@ -18,19 +18,24 @@ _TIMEOUT_S = 60  # of a collective that somebody does not join
 
 
 class World:
-    """`size` processes over gloo. They are forked from one that has imported what they need."""
+    """`size` processes, over gloo or, with a GPU each, over NCCL.
 
-    def __init__(self, size: int, folder: Path) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.dist.cases"])
+    Over gloo they are forked from one that has imported what they need; CUDA does not survive that.
+    """
+
+    def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
+        context: Any = multiprocessing.get_context("spawn" if backend == "nccl" else "forkserver")
+        if backend == "gloo":
+            context.set_forkserver_preload(["tests.dist.cases"])
         self.size = size
         self._ends: list[Connection] = []
         self._processes = []
         with _import_path():
             for rank in range(size):
                 ours, theirs = context.Pipe()
+                meeting = f"file://{folder / 'meeting'}"
                 process = context.Process(
-                    target=_serve, args=(rank, size, str(folder / "meeting"), theirs), daemon=True
+                    target=_serve, args=(rank, size, backend, meeting, theirs), daemon=True
                 )
                 process.start()
                 self._ends.append(ours)
@@ -70,11 +75,13 @@ def _import_path() -> Any:
         os.environ["PYTHONPATH"] = before
 
 
-def _serve(rank: int, size: int, meeting: str, end: Connection) -> None:
+def _serve(rank: int, size: int, backend: str, meeting: str, end: Connection) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
+        backend,
+        init_method=meeting,
         rank=rank,
         world_size=size,
         timeout=timedelta(seconds=_TIMEOUT_S),
