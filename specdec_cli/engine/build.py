@@ -58,15 +58,9 @@ def build(
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    if plan.device.type == "cuda" and recipe.run.warmup:
-        # Kernels are compiled at their first launch, and rounds captured, which would count as the
-        # first prompt's time.
-        params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
+    if plan.device.type == "cuda":
         on_stage("compiling kernels and capturing rounds")
-        try:
-            engine.run([Request(0, (0,) * _WARM_UP_PROMPT)], plan.k, params)
-        except CompileError as problem:
-            raise cannot_compile(problem) from problem
+        _warm_up(engine, plan, longest_prompt)
     return engine
 
 
@@ -177,6 +171,22 @@ def _choose_num_blocks(
     split = Split(tuple(plan.parallel.gather_objects(mine)))
     split.check(need.block_size)
     return min(split.num_blocks, need.num_blocks)
+
+
+def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
+    """Compile kernels, which happens at their first launch, and capture rounds: it would count as
+    the first prompts' time."""
+    params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
+    # Passes of few tokens, of many, and of as many as there will be have kernels of their own. One
+    # that does not fit is left out by the engine.
+    lengths = sorted({_WARM_UP_PROMPT, min(longest_prompt, plan.recipe.run.prefill_chunk + 1)})
+    try:
+        for length in lengths:
+            engine.run([Request(0, (0,) * max(1, length))], plan.k, params)
+    except CompileError as problem:
+        raise cannot_compile(problem) from problem
+    except torch.OutOfMemoryError as problem:
+        raise out_of_memory(plan) from problem
 
 
 def out_of_memory(plan: Plan) -> SetupError:

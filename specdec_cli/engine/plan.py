@@ -117,9 +117,11 @@ class Plan:
     def stages(self) -> list[str]:
         """What `build` does one after the other, as it says it."""
         found = [f"loading the {m.spec.role}" for m in self.held]
-        if self.device.type == "cuda" and self.recipe.run.warmup:
+        if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
-            shapes = {"target": 1, "draft": 2 if self.recipe.run.batch_size == 1 < self.k else 1}
+            # One graph for passes of one token, another for all others; a batch ends with few.
+            plain = self.k == 0 and self.recipe.run.batch_size > 1
+            shapes = {"target": 1 + plain, "draft": 1 + (self.k > 1)}
             for role in self.compiled:
                 found += [f"compiling the {role}"] * shapes[role]
         return found

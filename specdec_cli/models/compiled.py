@@ -8,9 +8,11 @@ compiles nothing new. What inductor makes is kept on disk, under the content of 
 dtypes, constants and the handle of the model's attention are part of it.
 """
 
+import contextlib
 import os
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +63,18 @@ class CompiledForward:
             self._on_compile(f"compiling the {self._name}")
             for tensor in () if one else (ids, places):
                 torch._dynamo.mark_dynamic(tensor, 1)
-        with torch._dynamo.config.patch(error_on_recompile=one in self._ready):
+        with torch._dynamo.config.patch(error_on_recompile=one in self._ready), _no_advice():
             logits = (self._one if one else self._many)(ids, places)
         self._ready.add(one)
         return logits if logit_rows is None else logits[logit_rows]
+
+
+@contextlib.contextmanager
+def _no_advice() -> Iterator[None]:
+    """Inductor recommends TF32 to users of fp32, which is what they want to avoid here."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "TensorFloat32")
+        yield
 
 
 def keep_artifacts() -> None:
