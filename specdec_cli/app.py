@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, merge, recipe, report, sweep_k
+from specdec_cli.commands import generate, merge, profile_blocks, recipe, report, sweep_k
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.ranks import RanksError
@@ -43,6 +43,7 @@ app = typer.Typer(
 app.command("generate")(generate.generate)
 app.command("sweep-k")(sweep_k.sweep_k)
 app.command("merge")(merge.merge)
+app.command("profile-blocks")(profile_blocks.profile_blocks)
 app.command("report")(report.report)
 app.add_typer(recipe.app, name="recipe")
 

@@ -207,6 +207,7 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "seed": ("--seed", "run.seed"),
     "num_blocks": ("--num-blocks", "cache.num_blocks"),
     "block_size": ("--block-size", "cache.block_size"),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", "cache.gpu_memory_utilization"),
     "prompt_file": ("--prompt-file", "data.path"),
     "limit": ("--limit", "data.limit"),
     "synthetic_acceptance_rates": (

@@ -5,18 +5,27 @@ of a pass that are alive at once are known for fused layers, and found by a pass
 for transformers' own. The constants are measured: docs/memory.md says where.
 """
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.loop import slot_counts
 from specdec_cli.engine.measure import cache_rounding
-from specdec_cli.engine.plan import Plan
-from specdec_cli.engine.profile import CacheNeed
+from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import (
+    CacheNeed,
+    Overhead,
+    RankMemory,
+    available_memory,
+    total_memory,
+)
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import is_fusable
-from specdec_cli.models.loader import Description
+from specdec_cli.models.loader import Description, describe
 
 # What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
@@ -45,6 +54,104 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     counts = slot_counts(need.batch_size)
     graphs = sum(2 * (_round_bytes(plan, slots) + _PER_STREAM) for slots in counts)
     return PassBytes(prefill + overhead, graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What every rank of a run is to have.
+
+    name: of its device. total_bytes: of its GPU, or its share of the host. other_bytes: taken
+    before anything is loaded. available_bytes: of a CPU rank's share of the host.
+    """
+
+    name: str
+    total_bytes: int
+    other_bytes: int
+    available_bytes: int = 0
+
+
+def this_machine(device: torch.device, num_ranks: int) -> Machine:
+    """A device that is here, as it is now; one host has all the ranks."""
+    if device.type != "cuda":
+        return Machine(
+            "cpu",
+            total_memory() // num_ranks,
+            (total_memory() - available_memory()) // num_ranks,
+            available_memory() // num_ranks,
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    return Machine("cuda", total, max(CONTEXT_BYTES, total - free) + _talk(num_ranks))
+
+
+def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
+    """A GPU that nobody else uses."""
+    return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
+
+
+def _talk(num_ranks: int) -> int:
+    return COMMUNICATION_BYTES if num_ranks > 1 else 0
+
+
+def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
+    """What `engine.measure.measure_rank` would find, from configs alone."""
+    weights = [
+        _weight_bytes(m, m.spec.role in plan.compiled, plan.max_model_len) for m in plan.held
+    ]
+    if weights[1:]:
+        weights[1] -= plan.shared_bytes
+    passes = estimate_passes(plan, need)
+    overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
+    allowance, num_ranks = allowance_of(plan), plan.parallel.size
+    if plan.device.type == "cuda":
+        budget = allowance.gpu_budget(overhead, sum(weights))
+    else:
+        available = (machine.available_bytes - sum(weights)) * num_ranks
+        budget = allowance.host_budget(max(0, available), num_ranks)
+    target_block, draft_block = block_bytes_of(plan)
+    return RankMemory(
+        rank=plan.parallel.rank,
+        device=machine.name,
+        total_bytes=machine.total_bytes,
+        target_weight_bytes=weights[0],
+        draft_weight_bytes=sum(weights[1:]),
+        activation_bytes=passes.activation,
+        graph_bytes=passes.graphs,
+        other_bytes=machine.other_bytes,
+        kv_budget_bytes=budget,
+        target_block_bytes=target_block,
+        draft_block_bytes=draft_block,
+    )
+
+
+class DraftShare(NamedTuple):
+    """What a draft takes of one rank: bytes of its weights, and of a block."""
+
+    weight_bytes: int
+    block_bytes: int
+
+
+def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
+    """What the planned draft would take of each rank if it were split over `degree` of them.
+
+    Raises `SetupError` where it cannot be.
+    """
+    assert plan.draft is not None
+    found = [DraftShare(0, 0)] * plan.parallel.size
+    for rank in range(degree):
+        part = describe(plan.draft.spec, plan.device, TensorParallel(rank, degree))
+        weights = _weight_bytes(part, "draft" in plan.compiled, plan.max_model_len)
+        block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
+        # Embeddings are whole on every rank; a head is borrowed only where it is not split.
+        found[rank] = DraftShare(weights - plan.shared_bytes, block)
+    return found
+
+
+def _weight_bytes(model: Description, is_compiled: bool, max_len: int) -> int:
+    """Of parameters and, for fused layers, of the table of rotary embeddings."""
+    found = model.weight_bytes
+    if is_fusable(model.module) and not is_compiled:
+        found += 2 * max_len * model.layers[0].key_dim * model.dtype.itemsize
+    return found
 
 
 def _round_bytes(plan: Plan, batch: int) -> int:

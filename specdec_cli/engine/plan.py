@@ -182,7 +182,39 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     """
     _check_world(recipe)
     device = resolve_device(recipe.run.device)
-    groups = _groups(recipe, device)
+    return _plan_on(recipe, permissions, device, _groups(recipe, device))
+
+
+def plan_all_ranks(recipe: Recipe, permissions: Permissions, device: torch.device) -> list[Plan]:
+    """The plans of every rank of a world that need not exist, on devices that need not either.
+
+    Raises as `plan` does. Nothing can be loaded from what it returns: there are no groups.
+    """
+    size = recipe.target.tensor_parallel_size
+    draft_size = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
+    places = [
+        Groups(
+            TensorParallel(rank, size, None, device),
+            TensorParallel(rank, draft_size, None, device) if rank < draft_size else None,
+        )
+        for rank in range(size)
+    ]
+    first = _plan_on(recipe, permissions, device, places[0])
+    found = [first]
+    for groups in places[1:]:
+        assert groups.target is not None
+        draft = first.draft
+        if draft is not None and groups.draft is not None:
+            draft = describe(draft.spec, device, groups.draft)
+        target = describe(first.target.spec, device, groups.target)
+        found.append(replace(first, target=target, draft=draft, groups=groups))
+    return found
+
+
+def _plan_on(
+    recipe: Recipe, permissions: Permissions, device: torch.device, groups: Groups
+) -> Plan:
+    """`plan` for a rank at its place."""
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0

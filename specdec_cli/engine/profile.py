@@ -156,10 +156,14 @@ class Allowance:
     def kv_budget(self, device: torch.device, overhead: Overhead, weight_bytes: int) -> int:
         """Bytes for both caches on this rank, whose weights are loaded."""
         if device.type == "cuda":
-            whole = int(self.gpu_memory_utilization * overhead.total_bytes)
-            held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
-            return max(0, whole - weight_bytes - held)
+            return self.gpu_budget(overhead, weight_bytes)
         return self.host_budget(available_memory(), local_world_size())
+
+    def gpu_budget(self, overhead: Overhead, weight_bytes: int) -> int:
+        """Bytes for both caches on a GPU."""
+        whole = int(self.gpu_memory_utilization * overhead.total_bytes)
+        held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
+        return max(0, whole - weight_bytes - held)
 
     def host_budget(self, available: int, num_ranks: int) -> int:
         """Bytes for the caches of each of `num_ranks` ranks of a host, on CPU."""
