@@ -19,8 +19,8 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, recipe, report
-from specdec_cli.errors import ExitCode, SpecdecError, UsageError
+from specdec_cli.commands import generate, merge, recipe, report, sweep_k
+from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.ranks import RanksError
 from specdec_cli.launch.reports import Report
@@ -41,6 +41,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("generate")(generate.generate)
+app.command("sweep-k")(sweep_k.sweep_k)
+app.command("merge")(merge.merge)
 app.command("report")(report.report)
 app.add_typer(recipe.app, name="recipe")
 
@@ -92,8 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _deliver(document, outcome)
         if place.rank is not None:
             _end_rank(place.rank, outcome)
-            # What a rank with a parent did is in its report; torchrun would end the others for 3.
-            return outcome.code if outcome.failed or place.rank.seat.folder is None else 0
+            if outcome.failed:
+                place.rank.exit(outcome.code)
+            if place.rank.seat.folder is not None:
+                return 0  # the code is in the report; for another one torchrun would end the others
     return outcome.code
 
 
@@ -180,7 +184,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         outcome.fail(error.code, error.message, error.hint)
         if isinstance(error, RanksError):
             outcome.trace = error.trace
-    elif _is_out_of_memory(error):
+    elif is_out_of_memory(error):
         outcome.fail(
             ExitCode.ENVIRONMENT,
             f"out of memory: {_first_line(error) or 'no more to be had'}",
@@ -203,14 +207,6 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
 )
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, MemoryError):
-        return True
-    # Torch is not imported here; its own class carries this name, its CPU allocator has none.
-    is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
-    return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))
 
 
 def _usage_hint(error: BaseException) -> str:

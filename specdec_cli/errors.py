@@ -47,3 +47,12 @@ class RunError(SpecdecError):
     """The run itself failed: exit code 1."""
 
     code = ExitCode.RUN_FAILED
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory, of the host or of a device, ran out."""
+    if isinstance(error, MemoryError):
+        return True
+    # Torch is not imported here; its own class carries this name, its CPU allocator has none.
+    is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
+    return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

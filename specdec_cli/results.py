@@ -4,6 +4,7 @@ Knows the contract's JSON names; knows nothing of terminals.
 """
 
 import json
+import logging
 import math
 import os
 import platform
@@ -23,6 +24,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe import Recipe, dump_recipe
 from specdec_cli.text import inert_json
 
+_log = logging.getLogger("specdec")
 _RECORDS = ("samples.jsonl", "points.jsonl")
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
@@ -127,6 +129,14 @@ class RunFolder:
     _files: dict[str, int] = field(default_factory=dict)
 
     @classmethod
+    def reopen(cls, path: Path) -> "RunFolder":
+        """A folder that a run left behind. What a crash left of a last line is cut off."""
+        folder = cls(path)
+        for file in sorted(path.glob("*.jsonl")):
+            _cut_torn_line(file)
+        return folder
+
+    @classmethod
     def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
         folder = cls(path)
         try:
@@ -158,6 +168,10 @@ class RunFolder:
             why = problem.strerror or problem
             raise SetupError(f"cannot write {self.path / name}: {why}") from None
 
+    def read(self, name: str) -> list[dict[str, Any]]:
+        """The records of a .jsonl file, none where there is no such file."""
+        return read_records(self.path / name)
+
     def write(self, name: str, text: str) -> None:
         """Replace a file as a whole, or leave the old one."""
         temporary = self.path / f".{name}.tmp"
@@ -176,6 +190,44 @@ class RunFolder:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; a last line without its end is left out.
+
+    Raises `SetupError` for a file that cannot be read, or holds a line that is no record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        if not isinstance(record, dict):
+            raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
+        records.append(record)
+    return records
+
+
+def _cut_torn_line(path: Path) -> None:
+    try:
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)
+            _log.warning(
+                "%s: cut off %d bytes of a record that a crash left unfinished",
+                path,
+                len(content) - end,
+            )
+    except OSError as problem:
+        raise SetupError(f"cannot repair {path}: {problem.strerror}") from None
 
 
 def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:

@@ -12,13 +12,15 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in DESIGN.md, and say why.
 ROWS = {
     6: "app __main__ commands",
-    5: "launch render report results generation reporting",
-    4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline",
+    5: "launch render report results generation reporting points sweep sweep_merge sweep_setup "
+    "sweep_view",
+    4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
+    "engine.teacher",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
     "recipe prompts",
-    0: "specdec_cli specdec_kernels errors text demo",
+    0: "specdec_cli specdec_kernels errors text demo stats predict",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}
 # `engine` alone is its empty __init__: everything below it is placed by itself.

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import specdec_cli
-from specdec_cli.commands import options
+from specdec_cli.commands import inputs, options
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, World, join
@@ -32,20 +32,6 @@ PromptFile = Annotated[
         help="Prompts: .txt (a line each), .jsonl, .json, .csv, .tsv or .parquet.",
     ),
 ]
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Put prompts through the target's chat template; without either, only messages.",
-        show_default=False,
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system", metavar="TEXT", help="Open every conversation with this; implies --chat."
-    ),
-]
 
 
 def generate(
@@ -53,8 +39,8 @@ def generate(
     recipe: options.RecipeArgument = None,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
-    chat: Chat = None,
-    system: System = None,
+    chat: inputs.Chat = None,
+    system: inputs.System = None,
     limit: options.Limit = None,
     skip_bad: options.SkipBad = False,
     target: options.Target = None,
@@ -110,7 +96,7 @@ def generate(
         "block_size": block_size,
     }
     resolved = options.resolve(recipe, sets, chosen)
-    use_chat, opening = _chat_of(chat, system, resolved.data)
+    use_chat, opening = inputs.chat_of(chat, system, resolved.data)
 
     def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
         found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
@@ -202,21 +188,6 @@ def _write(
             synthetic=job.plan.is_synthetic,
         )
     return ExitCode.PARTIAL if failures else ExitCode.OK
-
-
-def _chat_of(
-    chat: bool | None, system: str | None, data: "specdec_cli.recipe.DataSection | None"
-) -> tuple[str, str | None]:
-    """`data.chat` and `data.system`, of whatever prompts, as the options change them."""
-    if chat is False:
-        if system is not None:
-            raise UsageError("--no-chat and --system: a system message needs the chat template")
-        return "off", None
-    if system is None and data is not None:
-        system = data.system
-    if chat or system is not None:
-        return "on", system
-    return (data.chat if data is not None else "auto"), None
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,13 +24,19 @@ _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernel
 
 
 def build(
-    plan: Plan, longest_prompt: int, on_stage: Callable[[str], None] = lambda _: None
+    plan: Plan,
+    longest_prompt: int,
+    on_stage: Callable[[str], None] = lambda _: None,
+    loaded_target: PagedModel | None = None,
 ) -> Engine:
     """Load the models, size and allocate the caches, and wire the engine.
 
     longest_prompt: tokens of the longest prompt to come; with `max_new_tokens` it bounds the
-    cache. on_stage: called with each of `plan.stages` as it begins. Raises `SetupError` for damaged
-    checkpoints, for what cannot be compiled and when memory runs out.
+    cache. on_stage: called with each of `plan.stages` as it begins. loaded_target: of an engine
+    that is no longer used, whose weights serve again; its cache is given up.
+
+    Raises `SetupError` for damaged checkpoints, for what cannot be compiled and when memory runs
+    out.
     """
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
@@ -39,14 +45,17 @@ def build(
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
     try:
         on_stage("loading the target")
-        modules = [load(plan.target, device)]
+        if loaded_target is not None:
+            loaded_target.cache.layers.clear()
+        modules = [loaded_target.module if loaded_target else load(plan.target, device)]
         if plan.draft is not None and plan.draft in descriptions:
             borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
             on_stage("loading the draft")
             modules.append(load(plan.draft, device, borrowed))
-        fused = [
+        fused = [] if loaded_target is None else [loaded_target.fused]
+        fused += [
             None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len, d.parallel)
-            for d, module in zip(descriptions, modules, strict=True)
+            for d, module in list(zip(descriptions, modules, strict=True))[len(fused) :]
         ]
         if device.type == "cuda":
             torch.cuda.empty_cache()  # of what was larger before it was split or merged
@@ -83,6 +92,9 @@ def build(
     if isinstance(proposer, DraftWorker):
         models["draft"] = proposer.model
     for role in plan.compiled:
+        if role == "target" and loaded_target is not None and loaded_target.compiled is not None:
+            target.model.compiled = loaded_target.compiled
+            continue
         models[role].compiled = CompiledForward(models[role].module, role, on_compile=on_stage)
     engine = Engine(
         target,

@@ -8,6 +8,7 @@ and what is decided is rank 0's, and everything else follows from it.
 import time
 from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Values
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -146,6 +147,13 @@ class Engine:
         self.pipelined = pipelined
         self.parallel = parallel
         self._pipelines: dict[Hashable, tuple[Pipeline, ...]] = {}
+
+    def with_batch_size(self, batch_size: int) -> "Engine":
+        """The same models, caches and allocator with another number of slots."""
+        other = copy(self)
+        other.batch_size = batch_size
+        other._pipelines = {}
+        return other
 
     def run(
         self,
@@ -373,6 +381,7 @@ class Engine:
         seconds: the round's time. now: when it ended, on the host's clock.
         """
         run.clock.add_round(seconds, proposed=max(lens) > 0)
+        stage_ms = run.clock.take_stages()
         emissions = []
         for seq, k, tokens, accepted in zip(
             seqs, lens, verdict.tokens, verdict.accepted, strict=True
@@ -390,6 +399,9 @@ class Engine:
             else:
                 seq.rounds_without_proposal += 1
             seq.decode_seconds += seconds / len(seqs)
+            seq.round_share += 1 / len(seqs)
+            for stage, spent in stage_ms.items():
+                seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(seqs)
             seq.first_token_at = seq.first_token_at or now
             emissions.append(Emission(seq, tokens[:keep], kept))
             if seq.finish_reason is not None:

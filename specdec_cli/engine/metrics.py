@@ -1,7 +1,7 @@
 """What a run measured, in vLLM's names where vLLM has one.
 
-Counting is on the host; stage times on CUDA come from events that are read when the device has
-passed them, so measuring never makes the host wait.
+Counting is on the host; stage times on CUDA come from events that are read once the host has the
+round's verdict, for which it has waited anyway.
 """
 
 import time
@@ -16,8 +16,6 @@ import numpy as np
 import torch
 
 from specdec_cli.engine.types import Sequence
-
-_UNREAD_STAGES = 256  # events of this many stages wait before the oldest are read
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +140,7 @@ class RunClock:
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     _unread: deque[tuple[str, Stamp, Stamp]] = field(default_factory=deque)
+    _taken: dict[str, float] = field(default_factory=dict)
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -165,8 +164,15 @@ class RunClock:
         self.num_rounds += 1
         self.num_rounds_without_proposal += not proposed
         self.decode_seconds += seconds
-        while len(self._unread) > _UNREAD_STAGES:
+
+    def take_stages(self) -> dict[str, float]:
+        """Milliseconds of each stage since the last call; the rounds since then have been read."""
+        while self._unread:
             self._read(*self._unread.popleft())
+        now = self.stage_ms.copy()
+        spent = {stage: ms - self._taken.get(stage, 0.0) for stage, ms in now.items()}
+        self._taken = now
+        return spent
 
     def finish(self) -> None:
         """Read what is left; on CUDA this waits for the last round."""
@@ -186,6 +192,7 @@ class RunClock:
         if isinstance(start, float) and isinstance(end, float):
             self.stage_ms[name] += (end - start) * 1e3
         elif not isinstance(start, float) and not isinstance(end, float):
+            end.synchronize()
             self.stage_ms[name] += start.elapsed_time(end)
 
 

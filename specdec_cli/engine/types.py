@@ -53,6 +53,8 @@ class Sequence:
     error: str | None = None
     prefill_seconds: float = 0.0  # this sequence's equal shares of the passes it took part in
     decode_seconds: float = 0.0
+    round_share: float = 0.0  # likewise, of the number of engine rounds
+    stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -20,7 +20,7 @@ from specdec_cli.launch.reports import write_atomically
 PERIOD_S = 0.25
 LEAST_START_S = 60.0  # a rank may take so long to start, whatever the timeout
 _FROZEN_S = 5.0
-_STOP_GRACE_S = 1.5
+_STOP_GRACE_S = 1.0
 
 BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import seat as seats
@@ -66,7 +66,7 @@ class Rank:
         self.heartbeat.stop()
         return self._tell(report)
 
-    def exit(self, code: int) -> None:
+    def exit(self, code: int) -> NoReturn:
         """End the process after a failure at once: destructors would wait for the peers."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()

@@ -26,7 +26,7 @@ from specdec_cli.launch.reports import End, Report, gone, last_words, read_repor
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # how long a failure waits for the one that caused it to be known
 _SETTLE_KNOWN_S = 0.3  # the same, once it is known what went wrong in one rank
-_STOP_S = 2.5  # from SIGTERM to SIGKILL
+_STOP_S = 2.0  # from SIGTERM to SIGKILL
 _LEAVE_S = 10.0  # from the last rank's last word to its end
 
 

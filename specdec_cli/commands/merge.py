@@ -1,0 +1,44 @@
+"""`specdec merge`: the shards of a sweep as one. Measures nothing and loads no model."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec_cli.commands import options
+from specdec_cli.commands.status import waiting
+from specdec_cli.errors import UsageError
+
+Folders = Annotated[
+    list[Path], typer.Argument(metavar="DIR...", help="Run folders of the shards of one sweep.")
+]
+
+
+def merge(
+    folders: Folders,
+    output: options.Output = None,
+    as_json: options.Json = False,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Join the shards of a sweep into the folder that a whole sweep would have written.
+
+    Points, intervals and the recommendation are computed anew from all samples.
+    """
+    if output is None:
+        raise UsageError("merge: where to?", "name a new folder with -o DIR")
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    with waiting("merging", quiet=quiet):
+        from specdec_cli.results import to_json
+        from specdec_cli.sweep_merge import merge_folders
+        from specdec_cli.sweep_setup import exit_code
+        from specdec_cli.sweep_view import print_results
+
+        document, records = merge_folders(folders, output)
+    for warning in document["warnings"]:
+        typer.echo(f"warning: {warning}", err=True)
+    if as_json:
+        typer.echo(to_json(document))
+    else:
+        print_results(document)
+    raise typer.Exit(exit_code(document, records))

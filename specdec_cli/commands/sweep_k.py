@@ -1,0 +1,275 @@
+"""`specdec sweep-k`: which proposal length is fastest on this dataset, and by how much?
+
+Parses, prepares, runs and shows; the work is done elsewhere.
+"""
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from typing import Annotated
+
+import typer
+
+from specdec_cli.commands import inputs, options
+from specdec_cli.commands.status import waiting
+from specdec_cli.errors import UsageError
+
+Ks = Annotated[
+    str,
+    typer.Option("--k", metavar="LIST", help="Proposal lengths, such as 0-8 or 1,2,4; 0 always."),
+]
+Drafts = Annotated[
+    list[str] | None,
+    typer.Option("--draft", metavar="MODEL", help="Draft model; may be repeated."),
+]
+BatchSizes = Annotated[
+    str | None,
+    typer.Option("--batch-size", metavar="LIST", help="Prompts decoded together, such as 1,8."),
+]
+PredictOnly = Annotated[
+    bool,
+    typer.Option(
+        "--predict-only", help="Measure k = 0 and the largest k; predict those in between."
+    ),
+]
+Rates = Annotated[
+    str | None,
+    typer.Option(
+        "--synthetic-acceptance-rates",
+        metavar="LIST",
+        help="What if proposals were accepted at these rates, by position: 0.8,0.6,0.5.",
+    ),
+]
+Length = Annotated[
+    float | None,
+    typer.Option(
+        "--synthetic-acceptance-length",
+        metavar="L",
+        help="What if a round at the recipe's k gave L tokens in the mean.",
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the folder of -o.")]
+Shard = Annotated[
+    str | None,
+    typer.Option(
+        "--shard",
+        metavar="I/N",
+        help="Only prompts I, I + N, I + 2N ...; I from 0. In a Slurm array the task's own share.",
+    ),
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be measured; load no weights.")
+]
+
+_LARGEST = 1024
+
+
+def sweep_k(
+    recipe: options.RecipeArgument = None,
+    ks: Ks = "0-8",
+    dataset: inputs.Dataset = None,
+    limit: options.Limit = None,
+    skip_bad: options.SkipBad = False,
+    chat: inputs.Chat = None,
+    system: inputs.System = None,
+    predict_only: PredictOnly = False,
+    synthetic_acceptance_rates: Rates = None,
+    synthetic_acceptance_length: Length = None,
+    resume: Resume = False,
+    shard: Shard = None,
+    dry_run: DryRun = False,
+    target: options.Target = None,
+    draft: Drafts = None,
+    target_tp: options.TargetTP = None,
+    draft_tp: options.DraftTP = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    ignore_eos: options.IgnoreEos = None,
+    batch_size: BatchSizes = None,
+    seed: options.Seed = None,
+    num_blocks: options.NumBlocks = None,
+    block_size: options.BlockSize = None,
+    sets: options.Set = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    allow_pickle: options.AllowPickle = False,
+    as_json: options.Json = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Find the fastest proposal length, and the best draft, on a dataset, with error bars.
+
+    Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
+    prompts. Without a recipe the bundled demo pair runs.
+    """
+    lengths = parse_ks(ks)
+    place = shard_of(shard, os.environ)
+    if place is not None and shard is None and not quiet:
+        typer.echo(
+            f"shard {place[0]}/{place[1]}, this task's of the Slurm array; --shard 0/1 takes all",
+            err=True,
+        )
+    chosen: dict[str, object] = {
+        "target": target,
+        "target_tp": target_tp,
+        "draft_tp": draft_tp,
+        "dtype": dtype,
+        "device": device,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "seed": seed,
+        "num_blocks": num_blocks,
+        "block_size": block_size,
+    }
+    rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
+    all_sets = list(sets or ())
+    if rates is not None or synthetic_acceptance_length is not None:
+        all_sets.append("speculation.acceptance=synthetic")
+        # Of the two only one counts: the option's, whatever the recipe has.
+        chosen["synthetic_acceptance_rates"] = rates
+        chosen["synthetic_acceptance_length"] = synthetic_acceptance_length
+        if rates is not None:  # they are for the positions of the largest k
+            chosen["num_speculative_tokens"] = max(lengths)
+        other = "length" if rates is not None else "rates"
+        if rates is None or synthetic_acceptance_length is None:
+            all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
+    drafts: Sequence[str | None] = draft or [None]
+    recipes = [
+        options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})
+        for name in drafts
+    ]
+    if recipes[0].target.tensor_parallel_size > 1:
+        raise UsageError("sweep-k runs on one rank in this version", "pass --target-tp 1")
+    sizes = _batch_sizes(batch_size) or [recipes[0].run.batch_size]
+    prompts, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
+    recipes = [r.model_copy(update={"data": first.data}) for r in recipes]
+    if resume and output is None:
+        raise UsageError("--resume: which sweep?", "name its folder with -o DIR")
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+
+    with waiting("getting ready", quiet=quiet):
+        from specdec_cli.engine.plan import Permissions
+        from specdec_cli.results import to_json
+        from specdec_cli.sweep import Records, Sweep
+        from specdec_cli.sweep_setup import (
+            describe_plan,
+            few_prompts,
+            open_folder,
+            plan_sweep,
+            warnings_of,
+        )
+        from specdec_cli.sweep_view import print_results, watcher
+
+        plan = plan_sweep(
+            recipes,
+            prompts,
+            lengths,
+            sizes,
+            Permissions(trust_remote_code, allow_pickle),
+            predict_only=predict_only,
+            shard=place,
+        )
+        warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
+        if dry_run:
+            document = describe_plan(plan, warnings)
+        else:
+            records = Records()
+            folder = open_folder(output, plan, records, resume=resume) if output else None
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        typer.echo(to_json(document) if as_json else document["text"])
+        return
+
+    from specdec_cli.sweep_setup import exit_code, finish
+
+    done = sum(map(len, records.samples.values()))
+    view = watcher(plan.num_samples - done, quiet=quiet)
+    sweep = Sweep(plan, records, view)
+    try:
+        points = sweep.run(lambda _: view.begin("loading models"), view.begin)
+    except (KeyboardInterrupt, SystemExit):
+        if folder is not None:
+            kept = sum(map(len, records.samples.values()))
+            view.close()
+            typer.echo(f"{kept} of {plan.num_samples} samples are kept in {output}", err=True)
+            typer.echo("go on with the same command and --resume", err=True)
+        raise
+    finally:
+        view.close()
+        if folder is not None:
+            folder.close()
+    document = finish(plan, records, points, warnings, sweep.clock, folder)
+    if as_json:
+        typer.echo(to_json(document))
+    else:
+        print_results(document)
+    raise typer.Exit(exit_code(document, records))
+
+
+def parse_ks(text: str) -> list[int]:
+    """`0-8`, `0,1,2,4` or a mixture as rising numbers, with 0."""
+    found = {0}
+    for part in text.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
+        if match is None:
+            raise UsageError(f"--k: expected numbers such as 0-8 or 0,1,2,4, got {text!r}")
+        low, high = int(match[1]), int(match[2] or match[1])
+        if high < low or high > _LARGEST:
+            why = "falls" if high < low else f"is more than {_LARGEST}"
+            raise UsageError(f"--k: {part.strip()} {why}")
+        found |= set(range(low, high + 1))
+    return sorted(found)
+
+
+def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
+    """Place and number of shards: the option's, else a Slurm array task's, else None."""
+    if text is None:
+        return _slurm_shard(environ)
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
+    if match is None:
+        raise UsageError(f"--shard: expected I/N such as 0/4, got {text!r}")
+    place, count = int(match[1]), int(match[2])
+    if place >= count:
+        hint = f"shards are counted from 0: 0/{count} to {count - 1}/{count}" if count else None
+        raise UsageError(f"--shard: there is no shard {text}", hint)
+    return (place, count) if count > 1 else None
+
+
+def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
+    task, count = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("ID", "COUNT"))
+    first, step = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("MIN", "STEP"))
+    if not (task.isdigit() and count.isdigit()) or int(count) < 2:
+        return None
+    place = (int(task) - int(first if first.isdigit() else 0)) // int(step if step.isdigit() else 1)
+    if not 0 <= place < int(count):
+        raise UsageError(
+            f"SLURM_ARRAY_TASK_ID is {task} of an array of {count}: which shard is that?",
+            "pass --shard I/N",
+        )
+    return place, int(count)
+
+
+def _batch_sizes(text: str | None) -> list[int]:
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
+        raise UsageError(f"--batch-size: expected numbers such as 1,8, got {text!r}")
+    return list(dict.fromkeys(map(int, parts)))
+
+
+def _numbers(text: str | None, option: str) -> list[float] | None:
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.strip("[] ").split(",")]
+    except ValueError:
+        raise UsageError(f"{option}: expected numbers such as 0.8,0.6, got {text!r}") from None

@@ -1,0 +1,115 @@
+"""How proposals for a text that is already written would fare, token by token.
+
+One pass of each model over the text ("teacher forcing") instead of rounds. `predict` says what may
+be concluded from it. Knows nothing of rounds and changes no sequence.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.engine.batch import Span
+from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.ngram import NgramIndex, NgramProposer
+from specdec_cli.engine.sampling import to_probs
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.models.paged import PagedModel
+
+_CHUNK = 64  # tokens whose distributions are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """For each output token of a text, of N.
+
+    accept: N chances that it is accepted where it is proposed, min(1, q(x) / p(x)); 0 past the
+    draft's context. overlap: N times the sum of min(p, q) over the vocabulary, the acceptance rate
+    before it was known which token would be written. chains: for n-grams in place of both, how many
+    tokens a round that begins there proposes and how many of them stand.
+    """
+
+    accept: tuple[float, ...] | None = None
+    overlap: tuple[float, ...] | None = None
+    chains: tuple[tuple[int, int], ...] | None = None
+
+
+def forecast(
+    engine: Engine, prompt: tuple[int, ...], output: list[int], k: int, params: SamplingParams
+) -> Forecast:
+    """What became of proposals for `output`, had each of its tokens been proposed.
+
+    k: most tokens a round may propose. The engine must be idle: blocks for one sequence are
+    borrowed from its cache.
+    """
+    tokens = [*prompt, *output]
+    if isinstance(engine.draft, NgramProposer):
+        index = NgramIndex(engine.draft.longest, engine.draft.shortest)
+        return Forecast(chains=_chains(index, tokens, len(prompt), k))
+    assert isinstance(engine.draft, DraftWorker), "nobody proposes"
+    reach = min(len(tokens), engine.draft.max_len)
+    draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
+    engine.allocator.extend(draft_seq.block_table, max(1, len(tokens) - 1))
+    target_seq = Sequence(0, tokens, len(prompt), len(tokens), list(draft_seq.block_table))
+    try:
+        accept, overlap = _compare(engine, target_seq, draft_seq, params)
+    finally:
+        engine.allocator.shrink(draft_seq.block_table, 0)
+    rest = (0.0,) * (len(output) - len(accept))
+    return Forecast((*accept, *rest), (*overlap, *rest))
+
+
+@torch.inference_mode()
+def _compare(
+    engine: Engine, target_seq: Sequence, draft_seq: Sequence, params: SamplingParams
+) -> tuple[list[float], list[float]]:
+    assert isinstance(engine.draft, DraftWorker)
+    is_greedy = params.temperature == 0.0
+    first = draft_seq.num_prompt_tokens - 1  # its logits are those of the first output token
+    if first >= len(draft_seq.tokens) - 1:  # nothing was ever proposed
+        return [], []
+    if first > 0:
+        _prefill(engine.draft.model, draft_seq, first, engine.prefill_chunk)
+        if not is_greedy:
+            _prefill(engine.target.model, target_seq, first, engine.prefill_chunk)
+    accept: list[float] = []
+    overlap: list[float] = []
+    for start in range(first, len(draft_seq.tokens) - 1, _CHUNK):
+        stop = min(start + _CHUNK, len(draft_seq.tokens) - 1)
+        written = torch.tensor(draft_seq.tokens[start + 1 : stop + 1])
+        logits = engine.draft.model.forward([Span(draft_seq, start, stop)], [stop - start])
+        if is_greedy:
+            hits = ops.greedy_argmax(engine.draft.fit(logits)).cpu() == written
+            accept += hits.float().tolist()
+            overlap += hits.float().tolist()
+            continue
+        q = to_probs(engine.draft.fit(logits), params)
+        logits = engine.target.model.forward([Span(target_seq, start, stop)], [stop - start])
+        p = to_probs(logits, params)
+        place = written[:, None].to(p.device)
+        ratio = q.gather(1, place) / p.gather(1, place).clamp(min=torch.finfo(p.dtype).tiny)
+        accept += ratio[:, 0].clamp(max=1.0).tolist()
+        overlap += torch.minimum(p, q).sum(dim=1).clamp(max=1.0).tolist()
+    return accept, overlap
+
+
+def _prefill(model: PagedModel, seq: Sequence, stop: int, chunk: int) -> None:
+    for start in range(0, stop, chunk):
+        model.forward([Span(seq, start, min(stop, start + chunk))], [0])
+
+
+def _chains(
+    index: NgramIndex, tokens: list[int], first: int, k: int
+) -> tuple[tuple[int, int], ...]:
+    """Proposed and standing tokens of a round that begins at each position from `first` on."""
+    chains = []
+    for start in range(first, len(tokens)):
+        found = index.continuation(tokens[:start], k)
+        ahead = tokens[start:]
+        stand = next(
+            (i for i, (a, b) in enumerate(zip(found, ahead, strict=False)) if a != b),
+            min(len(found), len(ahead)),
+        )
+        chains.append((len(found), stand))
+    return tuple(chains)

@@ -1,0 +1,393 @@
+"""From the samples of a sweep to its points: metrics, intervals, predictions, the recommended k.
+
+Everything here is computed from what lies in a run folder, so that interrupted, sharded and merged
+sweeps give the points of a whole one. Knows no engine and no terminal.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specdec_cli import stats
+from specdec_cli.engine.metrics import Acceptance, Metrics, Spread
+from specdec_cli.predict import Rounds, Text, expected_rounds, iid_length, rates_rounds
+from specdec_cli.stats import SumRatio
+
+Sample = dict[str, Any]
+Point = dict[str, Any]
+_TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """Which point a sample belongs to."""
+
+    draft: str | None
+    batch_size: int
+    k: int
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Key":
+        return cls(record["draft"], record["batch_size"], record["k"])
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """What predictions are made from, for one draft and batch size.
+
+    texts: outputs of the run at the largest k, None under synthetic acceptance. costs: for each k,
+    seconds of engine time that one round of one sequence costs, from the time curve. is_greedy:
+    whether replaying `texts` is exact.
+    """
+
+    largest_k: int
+    texts: list[Text] | None
+    costs: Mapping[int, float]
+    is_greedy: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a point has no metrics: its status in the contract's words, and the reason."""
+
+    status: str
+    reason: str
+
+
+def block_points(
+    samples: Mapping[Key, Mapping[int, Sample]],
+    keys: Sequence[Key],
+    failures: Mapping[Key, Failure],
+    forecasts: Forecasts,
+    seed: int,
+) -> list[Point]:
+    """The points of one draft and batch size, in the order of `keys`.
+
+    samples: by point and prompt index. failures: points that were not measured, and why.
+    """
+    plain = next((k for k in keys if k.k == 0 and k not in failures), None)
+    baseline = _usable(samples.get(plain, {})) if plain is not None else {}
+    largest = next((k for k in keys if k.k == forecasts.largest_k and k not in failures), None)
+    at_largest = list(_usable(samples.get(largest, {})).values()) if largest is not None else []
+    rounds_of, alpha = _rounds_of(forecasts, at_largest), _iid_alpha(at_largest)
+    points = []
+    for key in keys:
+        own = {} if key in failures else samples.get(key, {})
+        point = _point(key, own, baseline, failures.get(key), seed)
+        point["prediction"] = _prediction(key.k, point, rounds_of, forecasts, alpha)
+        if point["prediction"] is not None:
+            point["predicted_speedup"] = point["prediction"]["speedup"]
+        points.append(point)
+    return points
+
+
+def _point(
+    key: Key,
+    samples: Mapping[int, Sample],
+    baseline: Mapping[int, Sample],
+    failure: Failure | None,
+    seed: int,
+) -> Point:
+    usable = _usable(samples)
+    point: Point = {
+        "k": key.k,
+        "batch_size": key.batch_size,
+        "draft": key.draft,
+        "status": "ok",
+        "metrics": None,
+        "speedup": None,
+        "speedup_ci": None,
+        "predicted_speedup": None,
+        "mean_acceptance_length_ci": None,
+        "per_category": {},
+    }
+    if failure is None and not usable:
+        failure = Failure("failed", _why_none(samples))
+    if failure is not None:
+        point |= {"status": failure.status, "reason": failure.reason}
+    else:
+        length = _length(usable)
+        faster = speedup(usable, baseline)
+        point["metrics"] = metrics_of(list(samples.values()), key)
+        if key.k == 0:
+            point |= {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
+        elif faster is not None:
+            point["speedup"] = faster.value
+            point["speedup_ci"] = stats.interval(faster, seed)
+        point["mean_acceptance_length_ci"] = [1.0, 1.0]
+        if length is not None:
+            point["mean_acceptance_length_ci"] = stats.interval(length, seed)
+        point["per_category"] = _per_category(usable, baseline, key.k, seed)
+    return point
+
+
+def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
+    """The contract's `metrics` of one point. Times are means over the repeats.
+
+    `num_rounds_without_proposal` counts rounds of sequences here; the shares that sequences have in
+    an engine round make it whole again, up to rounding, in `num_rounds`.
+    """
+    done = [s for s in samples if s["finish_reason"] != "error"]
+    tokens = sum(len(s["token_ids"]) for s in done)
+    decode = sum(map(decode_seconds, done))
+    prefill = sum(_mean(s["seconds"]) for s in done) - decode
+    shares = sum(_mean(s["round_share"]) for s in done) or 1.0
+    stages = {name for s in done for name in s["stage_ms"]}
+    ms = {name: sum(_mean(s["stage_ms"].get(name, [0.0])) for s in done) for name in stages}
+    seconds = prefill + decode
+    return Metrics(
+        k=key.k,
+        batch_size=key.batch_size,
+        num_prompts=len(samples),
+        num_output_tokens=tokens,
+        num_rounds=round(shares),
+        num_rounds_without_proposal=sum(s["rounds_without_proposal"] for s in done),
+        num_preemptions=sum(s["num_preemptions"] for s in done),
+        acceptance=Acceptance.of(
+            [p for s in done for p in s["proposed_per_round"]],
+            [a for s in done for a in s["accepted_per_round"]],
+            key.k,
+        ),
+        draft_ms=ms.get("draft", 0.0) / shares,
+        broadcast_ms=ms.get("broadcast", 0.0) / shares,
+        verify_ms=ms.get("verify", 0.0) / shares,
+        sample_ms=ms.get("sample", 0.0) / shares,
+        round_ms=decode * 1e3 / shares,
+        prefill_ms=prefill * 1e3 / max(1, len(done)),
+        prefill_seconds=prefill,
+        decode_seconds=decode,
+        output_tokens_per_second=tokens / seconds if seconds else 0.0,
+        decode_tokens_per_second=tokens / decode if decode else 0.0,
+        ttft_ms=Spread.of([_mean(s["ttft_ms"]) for s in done]),
+        tpot_ms=Spread.of([_mean(s["tpot_ms"]) for s in done if s["tpot_ms"]]),
+    ).as_dict() | {"peak_memory_bytes": max((s["peak_memory_bytes"] for s in done), default=None)}
+
+
+def speedup(samples: Mapping[int, Sample], baseline: Mapping[int, Sample]) -> SumRatio | None:
+    """Decoding speed over that of the same prompts at k = 0; None without common prompts."""
+    common = sorted(samples.keys() & baseline.keys())
+    if not common:
+        return None
+    return _speed([samples[i] for i in common]).over(_speed([baseline[i] for i in common]))
+
+
+def decode_seconds(sample: Sample) -> float:
+    """A prompt's share of the time of its rounds, mean over the repeats."""
+    return _mean(sample["decode_seconds"])
+
+
+def recommend(
+    points: Sequence[Point], samples: Mapping[Key, Mapping[int, Sample]], seed: int
+) -> dict[str, Any]:
+    """The contract's `best` among the points of one batch size, every draft's.
+
+    The smallest k that cannot be told from the fastest and is faster than k = 0 beyond chance; 0,
+    "no speculation", where there is none. Points that were only predicted are compared by their
+    predictions.
+    """
+    measured = [p for p in points if p["status"] == "ok"]
+    if any(p["status"] == "skipped" for p in points):
+        return _recommend_predicted(points)
+    candidates = [p for p in measured if p["speedup"] is not None]
+    if not candidates:
+        return _nothing("no point could be compared with k = 0")
+    common = set.intersection(*(set(_usable(samples[Key.of(p)])) for p in candidates))
+    if not common:
+        return _nothing("the points have no prompt in common")
+    measures = [_against_plain(p, samples, common) for p in candidates]
+    choice = stats.choose(measures, seed)
+    tied = [candidates[i] for i in choice.tied]
+    fastest = candidates[choice.best]
+    chosen = min(filter(_pays, tied), key=lambda p: (p["k"], -p["speedup"]), default=None)
+    if chosen is None:
+        chosen = next(p for p in candidates if p["k"] == 0)
+    return _best(chosen, fastest, tied, "speedup", len(common))
+
+
+def _pays(point: Point) -> bool:
+    """Whether a point is faster than k = 0 beyond chance, or beyond doubt where none is known."""
+    low = point["speedup_ci"][0] if point["speedup_ci"] is not None else point["speedup"]
+    return bool(point["k"] > 0 and low > 1.0)
+
+
+def _against_plain(
+    point: Point, samples: Mapping[Key, Mapping[int, Sample]], common: set[int]
+) -> SumRatio:
+    key = Key.of(point)
+    own, plain = samples[key], samples[Key(key.draft, key.batch_size, 0)]
+    found = speedup({i: own[i] for i in common}, {i: plain[i] for i in common})
+    assert found is not None
+    return found
+
+
+def _recommend_predicted(points: Sequence[Point]) -> dict[str, Any]:
+    candidates = [p for p in points if p["predicted_speedup"] is not None]
+    if not candidates:
+        return _nothing("nothing could be predicted")
+    fastest = max(candidates, key=lambda p: float(p["predicted_speedup"]))
+    least = fastest["predicted_speedup"] * (1 - _TIE)
+    tied = [p for p in candidates if p["predicted_speedup"] >= least]
+    chosen = min(tied, key=lambda p: (p["k"], -p["predicted_speedup"]))
+    best = _best(chosen, fastest, tied, "predicted_speedup", None)
+    return best | {"reason": f"predicted: {best['reason']}"}
+
+
+def _best(
+    chosen: Point, fastest: Point, tied: Sequence[Point], measure: str, num_prompts: int | None
+) -> dict[str, Any]:
+    same_draft = [p["k"] for p in tied if p["draft"] == chosen["draft"] or p["k"] == 0]
+    return {
+        "k": chosen["k"],
+        "draft": chosen["draft"] if chosen["k"] else None,
+        "tied": sorted(set(same_draft)),
+        "reason": _reason(chosen, fastest, min(p["k"] for p in tied), measure, num_prompts),
+        "speedup": chosen[measure],
+        "fastest": {"k": fastest["k"], "draft": fastest["draft"], "speedup": fastest[measure]},
+        "tied_points": [{"k": p["k"], "draft": p["draft"]} for p in tied],
+    }
+
+
+def _reason(
+    chosen: Point, fastest: Point, least_tied: int, measure: str, num_prompts: int | None
+) -> str:
+    over = "" if num_prompts is None else f" over {num_prompts} prompts"
+    gain = f"{fastest[measure]:.2f}x the speed of k = 0{over}"
+    if fastest["k"] == 0:
+        return f"no speculation: no k is faster than k = 0{over}"
+    if chosen["k"] == 0:
+        return (
+            f"no speculation: the fastest, k = {fastest['k']} at {gain}, "
+            "is not faster beyond chance"
+        )
+    if chosen is fastest:
+        if least_tied < chosen["k"]:
+            return f"k = {chosen['k']} is the fastest, {gain}; smaller tied k may not pay at all"
+        return f"k = {chosen['k']} is the fastest, {gain}, and no smaller k is tied with it"
+    return (
+        f"k = {chosen['k']} at {chosen[measure]:.2f}x cannot be told from the fastest, "
+        f"k = {fastest['k']} at {gain}, and proposes less"
+    )
+
+
+def _nothing(reason: str) -> dict[str, Any]:
+    return {"k": None, "draft": None, "tied": [], "reason": reason}
+
+
+def _rounds_of(forecasts: Forecasts, at_largest: list[Sample]) -> Callable[[int], Rounds] | None:
+    """Expected rounds for any k up to the largest; None when there is nothing to go by."""
+    texts = forecasts.texts
+    if texts:
+        return lambda k: expected_rounds(texts, k)
+    if texts is not None or not at_largest or forecasts.largest_k == 0:
+        return None
+    acceptance = _acceptance(at_largest, forecasts.largest_k)
+    rates = [rate or 0.0 for rate in acceptance.conditional_acceptance_rate_per_pos]
+    lengths = [(len(s["token_ids"]), int(s["max_output_tokens"])) for s in at_largest]
+    return lambda k: rates_rounds(rates, lengths, k)
+
+
+def _prediction(
+    k: int,
+    point: Point,
+    rounds_of: Callable[[int], Rounds] | None,
+    forecasts: Forecasts,
+    alpha: float,
+) -> dict[str, Any] | None:
+    """Predicted mean length and speed-up, beside what was measured."""
+    if rounds_of is None:
+        return None
+    rounds, plain = rounds_of(k), rounds_of(0)
+    costs = forecasts.costs
+    predicted = None
+    if k in costs and 0 in costs and rounds.total:
+        predicted = plain.total * costs[0] / (rounds.total * costs[k])
+    method = "replay" if forecasts.texts is not None else "rates"
+    metrics, measured = point["metrics"], point["speedup"]
+    length = rounds.mean_acceptance_length
+    iid = iid_length(alpha, k)
+    true_length = metrics["mean_acceptance_length"] if metrics else None
+    return {
+        "method": method,
+        "is_exact": method == "replay" and forecasts.is_greedy,
+        "speedup": predicted,
+        "speedup_error": predicted / measured - 1 if predicted and measured else None,
+        "mean_acceptance_length": length,
+        "mean_acceptance_length_error": length / true_length - 1 if true_length else None,
+        "iid_alpha": alpha,
+        "iid_mean_acceptance_length": iid,
+        "iid_error": iid / true_length - 1 if true_length else None,
+        "analytic_alpha": _analytic_alpha(forecasts),
+    }
+
+
+def _iid_alpha(samples: Iterable[Sample]) -> float:
+    """The rate at which a proposal is accepted when those before it were, whatever its place."""
+    chosen = list(samples)
+    accepted = sum(sum(s["accepted_per_round"]) for s in chosen)
+    rejected: int = sum(
+        a < p
+        for s in chosen
+        for p, a in zip(s["proposed_per_round"], s["accepted_per_round"], strict=True)
+    )
+    return float(accepted / max(1, accepted + rejected))
+
+
+def _analytic_alpha(forecasts: Forecasts) -> float | None:
+    """Mean over all positions of the sum of min(p, q)."""
+    overlaps = [o for text in forecasts.texts or () for o in text.overlap]
+    return sum(overlaps) / len(overlaps) if overlaps else None
+
+
+def _per_category(
+    samples: Mapping[int, Sample], baseline: Mapping[int, Sample], k: int, seed: int
+) -> dict[str, dict[str, Any]]:
+    rows: dict[str, dict[str, Any]] = {}
+    for category in sorted({s["category"] for s in samples.values()} - {None}):
+        own = {i: s for i, s in samples.items() if s["category"] == category}
+        acceptance = _acceptance(own.values(), k)
+        faster = speedup(own, baseline)
+        rows[category] = {
+            "num_prompts": len(own),
+            "num_output_tokens": sum(len(s["token_ids"]) for s in own.values()),
+            "mean_acceptance_length": acceptance.mean_acceptance_length,
+            "draft_acceptance_rate": acceptance.draft_acceptance_rate,
+            "acceptance_rate_per_pos": acceptance.acceptance_rate_per_pos,
+            "decode_tokens_per_second": _speed(own.values()).value,
+            "speedup": faster.value if faster is not None else None,
+            "speedup_ci": stats.interval(faster, seed) if faster is not None else None,
+        }
+    return rows
+
+
+def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
+    """Mean acceptance length over prompts; None where nothing was proposed."""
+    accepted = [sum(s["accepted_per_round"]) for s in samples.values()]
+    drafts = [len(s["accepted_per_round"]) for s in samples.values()]
+    return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
+
+
+def _speed(samples: Iterable[Sample]) -> SumRatio:
+    chosen = list(samples)
+    return stats.speed([len(s["token_ids"]) for s in chosen], [decode_seconds(s) for s in chosen])
+
+
+def _acceptance(samples: Iterable[Sample], k: int) -> Acceptance:
+    chosen = list(samples)
+    return Acceptance.of(
+        [p for s in chosen for p in s["proposed_per_round"]],
+        [a for s in chosen for a in s["accepted_per_round"]],
+        k,
+    )
+
+
+def _usable(samples: Mapping[int, Sample]) -> dict[int, Sample]:
+    return {i: s for i, s in samples.items() if s["finish_reason"] != "error"}
+
+
+def _why_none(samples: Mapping[int, Sample]) -> str:
+    why = next((s.get("error") for s in samples.values() if s.get("error")), None)
+    return f"no prompt could run: {why}" if why else "no prompt was run"
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -1,0 +1,173 @@
+"""What other proposal lengths would have done to a text that is already written.
+
+Knows no engine: works on what is recorded of each prompt. The argument, for lossless decoding:
+whatever k, the text follows the target's distribution, and given the text a token x at a position
+that was proposed came by acceptance with probability min(1, q(x) / p(x)), independently of how the
+rounds fell. (Proposal d ~ q is accepted as x with probability min(p(x), q(x)), and x is written
+with probability p(x).) So one text with these probabilities gives the expected rounds for every k.
+For greedy decoding they are 0 or 1 and the replay is exact: the very rounds that a run makes.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One prompt's output and how proposals for it would fare.
+
+    accept: for a draft model, for each output token the probability that it is accepted where it is
+    proposed. chains: for a proposer that may find fewer than asked (n-grams), for a round that
+    begins at each output token, how many it proposes and how many of them stand; exactly one of the
+    two is given. limit: most output tokens that the prompt may have. draft_limit: output tokens
+    up to the end of the draft's own context. overlap: for each output token the sum of min(p, q),
+    where it is known.
+    """
+
+    limit: int
+    draft_limit: int
+    accept: tuple[float, ...] | None = None
+    chains: tuple[tuple[int, int], ...] | None = None
+    overlap: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert (self.accept is None) != (self.chains is None)
+
+    @property
+    def length(self) -> int:
+        return len(self.accept if self.accept is not None else self.chains or ())
+
+    def round_at(self, start: int, k: int) -> Sequence[float]:
+        """Acceptance probabilities of the proposals of a round that begins at token `start`.
+
+        Past the end of the text nothing is known, and nothing matters: those come as 0.
+        """
+        asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
+        if self.accept is not None:
+            known = self.accept[start : start + asked]
+            return known + (0.0,) * (asked - len(known))
+        assert self.chains is not None
+        found, stand = self.chains[start]
+        found = min(found, asked)
+        return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
+
+
+@dataclass(slots=True)
+class Rounds:
+    """Expected counts of rounds over some texts; whole numbers where acceptance is certain.
+
+    drafts: rounds with proposals. plain: rounds without. per_pos: accepted proposals by place.
+    """
+
+    k: int
+    drafts: float = 0.0
+    plain: float = 0.0
+    draft_tokens: float = 0.0
+    accepted: float = 0.0
+
+    @property
+    def total(self) -> float:
+        return self.drafts + self.plain
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
+
+
+def expected_rounds(texts: Iterable[Text], k: int) -> Rounds:
+    """Rounds of proposal length `k` over `texts`, as `engine.loop` counts them."""
+    found = Rounds(k)
+    for text in texts:
+        begins = [0.0] * (text.length + 1)  # chance that a round begins at each token
+        begins[0] = 1.0
+        for start in range(text.length):
+            chance = begins[start]
+            if chance == 0.0:
+                continue
+            chain = text.round_at(start, k)
+            if chain:
+                found.drafts += chance
+                found.draft_tokens += chance * len(chain)
+            else:
+                found.plain += chance
+            for place, accepted in enumerate(chain):
+                if start + place >= text.length:  # the text ended in an accepted proposal
+                    chance = 0.0
+                    break
+                begins[min(start + place + 1, text.length)] += chance * (1.0 - accepted)
+                chance *= accepted
+                found.accepted += chance
+                if chance == 0.0:
+                    break
+            if chance:
+                begins[min(start + len(chain) + 1, text.length)] += chance
+    return found
+
+
+def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
+    """The text of a greedy run with what its own rounds showed, and how often that was news.
+
+    rounds: proposed and accepted tokens of each round from the first on, without the rounds that
+    proposed nothing. A pass over a whole text rounds otherwise than one over single tokens: in
+    half precision a near-tie may fall to the other side.
+    """
+    assert text.accept is not None
+    accept, start, news = list(text.accept), 0, 0
+    for proposed, accepted in rounds:
+        for place in range(min(proposed, accepted + 1)):
+            if start + place < text.length:
+                shown = float(place < accepted)
+                news += accept[start + place] != shown
+                accept[start + place] = shown
+        start += accepted + 1
+    return replace(text, accept=tuple(accept)), news
+
+
+def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:
+    """The rounds that greedy decoding makes: how many tokens each proposes, how many stand."""
+    start = 0
+    while start < text.length:
+        chain = text.round_at(start, k)
+        stand = next((i for i, accepted in enumerate(chain) if accepted < 0.5), len(chain))
+        yield len(chain), min(stand, text.length - start)
+        start += stand + 1
+
+
+def rates_rounds(
+    conditional: Sequence[float], lengths: Iterable[tuple[int, int]], k: int
+) -> Rounds:
+    """Expected rounds when acceptance depends on nothing but the place in the draft.
+
+    conditional: chance of acceptance at each place when those before it were accepted, at least k
+    of them. lengths: for each prompt, output tokens and most that it may have. Approximate for
+    rejection sampling; what synthetic acceptance does in expectation.
+    """
+    found = Rounds(k)
+    for (length, limit), count in Counter(lengths).items():
+        begins = [float(count)] + [0.0] * length
+        for start in range(length):
+            chance = begins[start]
+            asked = max(0, min(k, limit - start - 1))
+            if asked:
+                found.drafts += chance
+                found.draft_tokens += chance * asked
+            else:
+                found.plain += chance
+            for place in range(asked):
+                if start + place >= length:
+                    chance = 0.0
+                    break
+                begins[min(start + place + 1, length)] += chance * (1.0 - conditional[place])
+                chance *= conditional[place]
+                found.accepted += chance
+            begins[min(start + asked + 1, length)] += chance
+    return found
+
+
+def iid_length(alpha: float, k: int) -> float:
+    """(1 - a^(k+1)) / (1 - a): tokens a round if each proposal were accepted with chance `alpha`.
+
+    Leviathan et al., 2211.17192, equation 1.
+    """
+    return sum(alpha**i for i in range(k + 1))

@@ -1,0 +1,133 @@
+"""Intervals and comparisons over prompts, by the bootstrap. Knows no engine and no files.
+
+Every measure of a sweep is a product of sums over prompts, some of them in the denominator: mean
+acceptance length is (accepted + drafts) / drafts, a speed-up is (tokens / time) over the same of
+k = 0. Prompts are what is drawn anew: rounds of one prompt resemble each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+RESAMPLES = 2000
+_FEW = 8  # prompts; below, resamples are too much alike to say anything
+# 97.5 % points of Student's t for 1 to 6 degrees of freedom.
+_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
+_CHUNK = 2_000_000  # numbers held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class SumRatio:
+    """A product of sums over prompts, each to the power +1 or -1.
+
+    columns: fp64 [N, M], a row a prompt. powers: +1 or -1 for each column; their sum is 0, so that
+    the measure does not grow with the number of prompts.
+    """
+
+    columns: Array
+    powers: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert self.columns.ndim == 2 and self.columns.shape[1] == len(self.powers)
+        assert sum(self.powers) == 0
+
+    @property
+    def value(self) -> float:
+        """The measure over all prompts; NaN where a sum is 0."""
+        sums = self.columns.sum(axis=0)
+        if len(self.columns) == 0 or (sums <= 0).any():
+            return float("nan")
+        return float(np.prod(sums ** np.array(self.powers, float)))
+
+    def over(self, other: "SumRatio") -> "SumRatio":
+        """This measure divided by another of the same prompts."""
+        both = np.concatenate((self.columns, other.columns), axis=1)
+        return SumRatio(both, self.powers + tuple(-p for p in other.powers))
+
+
+def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -> SumRatio:
+    """1 + accepted / drafts, from each prompt's counts."""
+    a, d = np.asarray(accepted, float), np.asarray(drafts, float)
+    return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
+
+
+def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
+    """Tokens a second, from each prompt's tokens and its share of the time."""
+    return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))
+
+
+def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
+    """The 95 % interval [low, high] of `measure`; None for fewer than two prompts.
+
+    The bootstrap-t of the logarithm, whose standard error is the linearised one (Efron and
+    Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
+    narrow for 20 prompts: `scripts/proofs/intervals.py` has the coverage of both. Below 8 prompts
+    Student's t takes the place of resampling.
+    """
+    x, powers = measure.columns, np.array(measure.powers, float)
+    n = len(x)
+    if n < 2 or not np.isfinite(value := measure.value):
+        return None
+    log_value = np.log(value)
+    error = _error(x, np.ones((1, n)), powers)[1][0]
+    if error < 1e-12:
+        return [value, value]
+    if n < _FEW:
+        reach = _STUDENT[n - 2] * error
+        return [float(np.exp(log_value - reach)), float(np.exp(log_value + reach))]
+    rng = np.random.default_rng(seed)
+    t = []
+    for start in range(0, resamples, step := max(1, _CHUNK // n)):
+        count = min(step, resamples - start)
+        weights = rng.multinomial(n, np.full(n, 1.0 / n), size=count).astype(float)
+        logs, errors = _error(x, weights, powers)
+        usable = np.isfinite(logs) & (errors > 1e-12)
+        t.append((logs[usable] - log_value) / errors[usable])
+    low, high = np.quantile(np.concatenate(t), (0.025, 0.975))
+    ends = np.exp([log_value - high * error, log_value - low * error])
+    return [float(ends[0]), float(ends[1])]
+
+
+def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
+    """Logarithm of the measure and its linearised standard error, [R], for weights [R, N]."""
+    n = x.shape[0]
+    means = weights @ x / n  # [R, M]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        logs = np.log(means) @ powers
+        influence = (powers / means) @ x.T  # [R, N]
+        mean = (weights * influence).sum(axis=1, keepdims=True) / n
+        variance = (weights * (influence - mean) ** 2).sum(axis=1) / (n - 1)
+        return logs, np.sqrt(variance / n)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Which of several measures is recommended.
+
+    best: the largest. tied: those not told from it at 95 %, the best among them. Both are places in
+    the list.
+    """
+
+    best: int
+    tied: tuple[int, ...]
+
+
+def choose(measures: Sequence[SumRatio], seed: int = 0) -> Choice:
+    """The largest of measures over the same prompts, and which others may as well be it.
+
+    A measure is tied when the interval of its ratio to the best holds 1. With fewer than two
+    prompts nothing can be told apart, and only the largest counts.
+    """
+    best = max(range(len(measures)), key=lambda i: measures[i].value)
+    tied = [best]
+    for place, measure in enumerate(measures):
+        if place == best:
+            continue
+        between = interval(measure.over(measures[best]), seed)
+        if between is not None and between[0] <= 1.0 <= between[1]:
+            tied.append(place)
+    return Choice(best, tuple(sorted(tied)))

@@ -1,0 +1,130 @@
+"""Shards of a sweep joined into one folder. Knows no models and no terminals."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.points import Failure, Key
+from specdec_cli.recipe import load_recipe
+from specdec_cli.results import RunFolder, read_records, to_json
+from specdec_cli.sweep import (
+    Records,
+    SweepSettings,
+    points_of_block,
+    sorted_samples,
+    sweep_document,
+)
+from specdec_cli.sweep_setup import (
+    few_prompts,
+    first_difference,
+    read_settings,
+    read_warnings,
+    write_settings,
+)
+
+
+def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], Records]:
+    """Write the whole sweep's folder; its document and records.
+
+    Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
+    A shard that is missing or unfinished is a warning: its prompts are not there.
+    """
+    shards = [read_settings(path) for path in paths]
+    whole = replace(shards[0], shard=None)
+    for path, settings in zip(paths[1:], shards[1:], strict=True):
+        found = first_difference(whole.as_dict(), replace(settings, shard=None).as_dict())
+        if found is not None:
+            key, first, other = found
+            raise UsageError(
+                f"{path} and {paths[0]} are of different sweeps: "
+                f"{key.removeprefix('recipe.')} is {other!r} and {first!r}"
+            )
+    records = Records()
+    failures: dict[Key, Failure] = {}
+    for number, path in enumerate(paths):
+        _add(records, path, number)
+        failures |= _failures(path)
+    count = whole.prompts["count"]
+    failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
+    recipe = load_recipe(str(paths[0] / "recipe.yaml"))
+    where = _environments(paths)
+    folder = RunFolder.create(output, recipe, where)
+    said = list(dict.fromkeys(w for path in paths for w in read_warnings(path)))
+    write_settings(folder, whole, said)
+    for sample in sorted_samples(whole, records):
+        folder.append("samples.jsonl", sample)
+    for draft in whole.drafts:
+        for _, text in sorted(records.texts[draft].items()):
+            folder.append("replay.jsonl", text)
+    for parts in records.costs.values():
+        for cost in parts.values():
+            folder.append("curve.jsonl", cost)
+    points = []
+    for block in whole.blocks:
+        points += points_of_block(whole, records, block, failures)
+    for point in points:
+        folder.append("points.jsonl", point)
+    warnings = [*said, *_missing(whole, records), *few_prompts(count)]
+    document = sweep_document(
+        whole, recipe.model_dump(mode="json"), where, records, points, warnings
+    )
+    folder.write("summary.json", to_json(document) + "\n")
+    folder.close()
+    return document, records
+
+
+def _add(records: Records, path: Path, number: int) -> None:
+    for sample in read_records(path / "samples.jsonl"):
+        mine = records.samples[Key.of(sample)]
+        if sample["index"] in mine:
+            raise UsageError(
+                f"{path} has prompt {sample['index']} at k = {sample['k']}, and so has a folder "
+                "before it",
+                "merge each shard once",
+            )
+        mine[sample["index"]] = sample
+    for text in read_records(path / "replay.jsonl"):
+        records.texts[text["draft"]].setdefault(text["index"], text)
+    for cost in read_records(path / "curve.jsonl"):
+        parts = records.costs[Key.of(cost)]
+        part = len(parts)
+        parts[part] = cost | {"part": part, "shard": number}
+
+
+def _failures(path: Path) -> dict[Key, Failure]:
+    """Points that failed in a shard: what the others have of them is not the whole."""
+    last = {Key.of(point): point for point in read_records(path / "points.jsonl")}
+    return {
+        key: Failure(point["status"], f"{path.name}: {point['reason']}")
+        for key, point in last.items()
+        if point["status"] in ("failed", "oom")
+    }
+
+
+def _missing(whole: SweepSettings, records: Records) -> list[str]:
+    """Warnings for points that lack prompts."""
+    most = max((len(found) for found in records.samples.values()), default=0)
+    count = whole.prompts["count"]
+    short = [
+        key
+        for key in (Key(d, b, k) for d, b in whole.blocks for k in whole.measured_ks)
+        if len(records.samples[key]) < count
+    ]
+    if not short:
+        return []
+    return [f"{len(short)} points lack prompts: at most {most} of {count} are there"]
+
+
+def _environments(paths: Sequence[Path]) -> dict[str, Any]:
+    """The first shard's environment; where the others' differ, it says so."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        try:
+            found.append(json.loads((path / "environment.json").read_text(encoding="utf-8")))
+        except (OSError, ValueError) as problem:
+            raise SetupError(f"cannot read {path / 'environment.json'}: {problem}") from None
+    others = [where for where in found[1:] if where != found[0]]
+    return found[0] | ({"other_shards": others} if others else {})

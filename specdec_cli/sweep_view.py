@@ -1,0 +1,264 @@
+"""What people see of a sweep: progress and a growing table, then the table of results.
+
+Computes nothing but running means; the results are computed in `points`.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.points import Key, Point, Sample, decode_seconds
+from specdec_cli.render import console
+from specdec_cli.text import inert
+
+_WIDE = 200  # columns, for a table that goes into a file
+_LINE_EVERY = 0.1  # of the samples, where there is no terminal
+
+
+class Silent:
+    """Says nothing."""
+
+    def begin(self, what: str) -> None:
+        pass
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        pass
+
+    def points(self, points: Sequence[Point]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines(Silent):
+    """A line a point on stderr, and one for every tenth of the samples with the time left."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._said = 0
+        self._began: float | None = None
+
+    def begin(self, what: str) -> None:
+        if what == "measuring" and self._began is None:
+            self._began = time.monotonic()
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        self._done += 1
+        step = max(1, int(self._total * _LINE_EVERY))
+        if self._done // step > self._said and self._began is not None:
+            self._said = self._done // step
+            left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
+            self._say(f"{self._done} of {self._total} samples, {_duration(left)} left")
+
+    def points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._say(point_line(point))
+
+    def _say(self, line: str) -> None:
+        console(sys.stderr).print(Text(inert(line)))
+
+
+class LiveTable(Silent):
+    """A bar with the time left and a table that fills, on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+        )
+        self._task = self._progress.add_task("getting ready", total=total)
+        self._sums: dict[Key, list[float]] = {}
+        self._shown: tuple[str | None, int] | None = None
+        # stdout is left alone: rich would send what is printed there to stderr.
+        self._live = Live(
+            console=console(sys.stderr),
+            transient=True,
+            redirect_stdout=False,
+            get_renderable=self._render,
+            refresh_per_second=4,
+        )
+
+    def begin(self, what: str) -> None:
+        self._live.start()
+        self._progress.update(self._task, description=what)
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        self._shown = (key.draft, key.batch_size)
+        sums = self._sums.setdefault(key, [0.0] * 5)
+        counts = sample["accepted_per_round"]
+        for place, value in enumerate(
+            (1, len(sample["token_ids"]), decode_seconds(sample), len(counts), sum(counts))
+        ):
+            sums[place] += value
+        self._progress.advance(self._task)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("k", "prompts", "tokens a round", "tokens/s", "x k = 0"):
+            table.add_column(heading, justify="right")
+        rows = sorted(
+            (key.k, sums)
+            for key, sums in list(self._sums.items())
+            if (key.draft, key.batch_size) == self._shown
+        )
+        plain = next((s[1] / s[2] for k, s in rows if k == 0 and s[2]), None)
+        for k, (prompts, tokens, seconds, drafts, accepted) in rows:
+            speed = tokens / seconds if seconds else 0.0
+            table.add_row(
+                str(k),
+                f"{prompts:.0f}",
+                f"{1 + accepted / drafts:.2f}" if drafts else "1.00",
+                f"{speed:.1f}",
+                f"{speed / plain:.2f}" if plain else "",
+            )
+        return Group(table, self._progress)
+
+
+def watcher(total: int, *, quiet: bool) -> Silent:
+    """What shows a sweep's progress on this stderr."""
+    if quiet:
+        return Silent()
+    return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
+
+
+def point_line(point: Point) -> str:
+    """A point in one line for logs."""
+    name = f"{point['draft'] or 'no draft'}, batch {point['batch_size']}, k={point['k']}"
+    metrics = point["metrics"]
+    if metrics is None:
+        predicted = point["predicted_speedup"]
+        about = f", predicted {predicted:.2f}x" if predicted is not None else ""
+        return f"{name}: {point['status']}: {point.get('reason', '')}{about}"
+    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
+    if point["speedup"] is not None:
+        line += f", {point['speedup']:.2f}x{_range(point['speedup_ci'], ' ')}"
+    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round"
+
+
+def print_results(document: Mapping[str, Any]) -> None:
+    """The table of points and the recommendation, on stdout."""
+    out = console(sys.stdout)
+    if not sys.stdout.isatty():
+        out.width = _WIDE
+    points: list[Point] = document["points"]
+    out.print(results_table(points), soft_wrap=False)
+    categories = _category_table(document)
+    if categories is not None:
+        out.print()
+        out.print(categories, soft_wrap=False)
+    out.print()
+    for batch_size, best in document["best_by_batch_size"].items():
+        where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
+        out.print(Text(inert(f"{where}{best['reason']}{_tied(best)}")))
+
+
+def results_table(points: Sequence[Point]) -> Table:
+    """A row a point; draft and batch size only where there are several."""
+    drafts = {p["draft"] for p in points}
+    batches = {p["batch_size"] for p in points}
+    table = Table(box=None, pad_edge=False)
+    if len(drafts) > 1:
+        table.add_column("draft")
+    if len(batches) > 1:
+        table.add_column("batch", justify="right")
+    for heading in (
+        "k",
+        "tokens a round",
+        "accepted",
+        "tokens/s",
+        "x k = 0",
+        "predicted",
+        "draft ms",
+        "verify ms",
+        "sample ms",
+        "round ms",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for point in points:
+        first = [Text(inert(str(point["draft"])))] if len(drafts) > 1 else []
+        first += [Text(str(point["batch_size"]))] if len(batches) > 1 else []
+        table.add_row(*first, *map(Text, _cells(point)))
+    return table
+
+
+def _cells(point: Point) -> list[str]:
+    predicted = f"{point['predicted_speedup']:.2f}" if point["predicted_speedup"] else ""
+    m = point["metrics"]
+    if m is None:
+        prediction = point["prediction"]
+        length = f"~{prediction['mean_acceptance_length']:.2f}" if prediction else ""
+        why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
+        reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
+        return [str(point["k"]), length, "", f"{why}{reason}", "", predicted, "", "", "", ""]
+    rate = m["draft_acceptance_rate"]
+    speedup = f"{point['speedup']:.2f}" if point["speedup"] is not None else ""
+    return [
+        str(point["k"]),
+        f"{m['mean_acceptance_length']:.2f}{_range(point['mean_acceptance_length_ci'], ' ')}",
+        f"{100 * rate:.0f}%" if rate is not None else "",
+        f"{m['decode_tokens_per_second']:.1f}",
+        f"{speedup}{_range(point['speedup_ci'], ' ')}",
+        predicted,
+        f"{m['draft_ms']:.2f}",
+        f"{m['verify_ms']:.2f}",
+        f"{m['sample_ms']:.2f}",
+        f"{m['round_ms']:.2f}",
+    ]
+
+
+def _category_table(document: Mapping[str, Any]) -> Table | None:
+    """Speed-ups by category at the fastest point, where there are categories."""
+    fastest = document["best"].get("fastest")
+    if fastest is None:
+        return None
+    point = next(
+        p for p in document["points"] if (p["k"], p["draft"]) == (fastest["k"], fastest["draft"])
+    )
+    rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
+    if len(rows) < 2 or point["k"] == 0:
+        return None
+    table = Table(box=None, pad_edge=False)
+    table.add_column(f"category, k = {point['k']}")
+    for heading in ("prompts", "tokens a round", "tokens/s", "x k = 0"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, row in rows.items():
+        speedup = f"{row['speedup']:.2f}" if row["speedup"] is not None else ""
+        table.add_row(
+            Text(inert(name)),
+            str(row["num_prompts"]),
+            f"{row['mean_acceptance_length']:.2f}",
+            f"{row['decode_tokens_per_second']:.1f}",
+            f"{speedup}{_range(row['speedup_ci'], ' ')}",
+        )
+    return table
+
+
+def _tied(best: Mapping[str, Any]) -> str:
+    if len(best["tied"]) < 2:
+        return ""
+    return f" (tied: k = {', '.join(map(str, best['tied']))})"
+
+
+def _range(interval: Sequence[float] | None, gap: str) -> str:
+    if interval is None or interval[0] == interval[1]:
+        return ""
+    return f"{gap}({interval[0]:.2f}–{interval[1]:.2f})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"

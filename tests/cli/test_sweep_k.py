@@ -1,0 +1,436 @@
+"""`specdec sweep-k`: the document, the folder, and what interruptions leave."""
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.loop import Engine
+from tests.cli.generate_helpers import Result, on_terminal
+from tests.cli.sweep_helpers import (
+    Sample,
+    lost_or_torn,
+    samples,
+    specdec,
+    stopped_sweep,
+    without_times,
+)
+
+QUICK = ["--device", "cpu", "--max-new-tokens", "8", "--set", "run.warmup=0"]
+ONCE = ["--set", "run.repeats=1"]
+SWEEP = ["sweep-k", "demo", *QUICK, "--set", "run.repeats=2", "--k", "0-2", "--limit", "4"]
+CONTRACT = {
+    "k",
+    "batch_size",
+    "draft",
+    "status",
+    "metrics",
+    "speedup",
+    "speedup_ci",
+    "predicted_speedup",
+    "mean_acceptance_length_ci",
+    "per_category",
+}
+SAMPLE = [
+    "draft",
+    "k",
+    "batch_size",
+    "index",
+    "category",
+    "prompt_token_ids",
+    "token_ids",
+    "finish_reason",
+    "accepted_per_round",
+    "seconds",
+]
+
+SAMPLED = ["--temperature", "0.8"]
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished sweep: its folder and document."""
+    from specdec_cli.app import main
+
+    folder = tmp_path_factory.mktemp("sweep") / "run"
+    assert main([*SWEEP, "-q", "-o", str(folder)]) == 0
+    return folder, json.loads((folder / "summary.json").read_text())
+
+
+def refused(result: Result, code: int, message: str) -> None:
+    assert result.code == code, result.err
+    assert message in result.err and "Traceback" not in result.err and result.out == ""
+
+
+def test_document(whole: tuple[Path, dict[str, Any]]) -> None:
+    folder, document = whole
+    points = document["points"]
+    assert [(p["draft"], p["batch_size"], p["k"]) for p in points] == [
+        ("demo:draft", 1, k) for k in (0, 1, 2)
+    ]
+    for point in points:
+        assert point.keys() >= CONTRACT
+        metrics = point["metrics"]
+        assert point["status"] == "ok" and metrics["num_prompts"] == 4
+        low, high = point["speedup_ci"]
+        assert low - 1e-9 <= point["speedup"] <= high + 1e-9
+        low, high = point["mean_acceptance_length_ci"]
+        assert low - 1e-9 <= metrics["mean_acceptance_length"] <= high + 1e-9
+        assert set(point["per_category"]) == {"data"}
+        assert metrics["draft_ms"] + metrics["verify_ms"] <= metrics["round_ms"]
+        assert {"mean", "p50", "p90", "p99"} == set(metrics["ttft_ms"])
+    assert points[0]["speedup"] == 1.0 and points[0]["metrics"]["mean_acceptance_length"] == 1.0
+    assert points[0]["metrics"]["num_drafts"] == 0
+    assert document["best"].keys() >= {"k", "draft", "tied", "reason"}
+    assert document["best_by_batch_size"] == {"1": document["best"]}
+    lines = (folder / "points.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == points
+    for point in points:  # greedy: the replay is exact
+        prediction = point["prediction"]
+        assert prediction["is_exact"] and prediction["method"] == "replay"
+        measured = point["metrics"]["mean_acceptance_length"]
+        assert prediction["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
+
+
+def test_samples(whole: tuple[Path, dict[str, Any]]) -> None:
+    found = samples(whole[0])
+    assert len({(s["k"], s["index"]) for s in found}) == len(found) == 12
+    texts: dict[int, list[int]] = {}
+    for sample in found:
+        assert list(sample)[: len(SAMPLE)] == SAMPLE
+        assert len(sample["seconds"]) == 2 and min(sample["seconds"]) > 0
+        assert texts.setdefault(sample["index"], sample["token_ids"]) == sample["token_ids"]
+        # Every token is a round's own or an accepted proposal, but for the end.
+        rounds = len(sample["accepted_per_round"]) + sample["rounds_without_proposal"]
+        assert rounds + sum(sample["accepted_per_round"]) == len(sample["token_ids"])
+        stages = sum(sum(ms) for ms in sample["stage_ms"].values()) / 1e3
+        assert 0 < stages <= sum(sample["decode_seconds"])
+
+
+def test_points_follow_from_samples(whole: tuple[Path, dict[str, Any]]) -> None:
+    found = samples(whole[0])
+
+    def seconds(k: int) -> float:
+        return sum(sum(s["decode_seconds"]) / 2 for s in found if s["k"] == k)
+
+    for point in whole[1]["points"]:
+        metrics, k = point["metrics"], point["k"]
+        assert metrics["decode_seconds"] == pytest.approx(seconds(k))
+        assert point["speedup"] == pytest.approx(seconds(0) / seconds(k))
+        own = [s for s in found if s["k"] == k]
+        assert metrics["num_drafts"] == sum(len(s["accepted_per_round"]) for s in own)
+        assert metrics["num_rounds"] == metrics["num_drafts"] + sum(
+            s["rounds_without_proposal"] for s in own
+        )
+
+
+def test_json_and_table(capsys: Capture) -> None:
+    options = [*SWEEP, *ONCE, "--limit", "2", "--k", "1", "--batch-size", "1,2"]
+    result = specdec(capsys, *options, "--json")
+    document = json.loads(result.out)
+    assert result.code == 0 and [p["k"] for p in document["points"]] == [0, 1, 0, 1]
+    assert set(document["best_by_batch_size"]) == {"1", "2"}
+    assert result.err.count("demo:draft, batch 2, k=") == 2  # a line a point
+    result = specdec(capsys, *options, "-q")
+    assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
+    assert result.err == "warning: 2 prompts are few: intervals are wide (--limit, --dataset)\n"
+
+
+def test_live_table() -> None:
+    result = on_terminal("sweep-k", "demo", *QUICK, *ONCE, "--k", "1", "--limit", "2")
+    assert result.code == 0, result.out
+    assert "measuring" in result.out and "x k = 0" in result.out
+
+
+@pytest.mark.parametrize("options", [["--batch-size", "1"], ["--batch-size", "3", *SAMPLED]])
+def test_resumed_is_whole(
+    capsys: Capture, caplog: pytest.LogCaptureFixture, tmp_path: Path, options: list[str]
+) -> None:
+    """What was cut away in a record's middle is written anew, and nothing that is there."""
+    cut = tmp_path / "run"
+    assert specdec(capsys, *SWEEP, *ONCE, *options, "-q", "-o", cut).code == 0
+    expected = samples(cut)
+    lines = (cut / "samples.jsonl").read_text().splitlines(keepends=True)
+    (cut / "samples.jsonl").write_text("".join(lines[:5]) + lines[5][:40])
+    (cut / "points.jsonl").unlink()
+    assert specdec(capsys, *SWEEP, *ONCE, *options, "-o", cut, "--resume").code == 0
+    assert "cut off 40 bytes" in caplog.text
+    assert (cut / "samples.jsonl").read_text().startswith("".join(lines[:5]))
+    assert without_times(samples(cut)) == without_times(expected)
+    assert len((cut / "points.jsonl").read_text().splitlines()) == 3
+
+
+def test_resuming_what_is_done_measures_nothing(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_cli.sweep.build", None)
+    before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
+    result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
+    assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
+    assert before == {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
+
+
+@pytest.mark.parametrize(
+    "change, key",
+    [
+        (["--seed", "3"], "run.seed is 0 there and 3 now"),
+        (["--k", "0-3"], "ks is [0,1,2] there and [0,1,2,3] now"),
+        (["--max-new-tokens", "9"], "sampling.max_new_tokens is 8 there and 9 now"),
+        (["--limit", "3"], "prompts.count is 4 there and 3 now"),
+        (["--draft", "demo:draft-distilled"], "drafts"),
+        (["--batch-size", "2"], "batch_sizes is [1] there and [2] now"),
+        (["--shard", "0/2"], "shard is null there and [0,2] now"),
+    ],
+)
+def test_resume_refuses_other_settings(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], change: list[str], key: str
+) -> None:
+    result = specdec(capsys, *SWEEP, *change, "-o", whole[0], "--resume")
+    refused(result, 2, "holds a sweep with other settings: ")
+    assert key in result.err.replace(", ", ",")
+
+
+def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
+    options = [*SWEEP, *ONCE, *SAMPLED, "-q"]
+    assert specdec(capsys, *options, "-o", tmp_path / "whole").code == 0
+    shards = [tmp_path / "0", tmp_path / "1"]
+    for place, folder in enumerate(shards):
+        assert specdec(capsys, *options, "--shard", f"{place}/2", "-o", folder).code == 0
+        assert {s["index"] % 2 for s in samples(folder)} == {place}
+    merged = tmp_path / "merged"
+    result = specdec(capsys, "merge", *shards, "-o", merged, "--json")
+    assert result.code == 0
+    assert without_times(samples(merged)) == without_times(samples(tmp_path / "whole"))
+    document = json.loads(result.out)
+    assert document == json.loads((merged / "summary.json").read_text())
+    whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    for ours, theirs in zip(document["points"], whole["points"], strict=True):
+        for name in ("num_drafts", "acceptance_histogram", "num_output_tokens", "num_rounds"):
+            assert ours["metrics"][name] == theirs["metrics"][name]
+        assert ours["mean_acceptance_length_ci"] == theirs["mean_acceptance_length_ci"]
+        name = "mean_acceptance_length"
+        assert ours["prediction"][name] == pytest.approx(theirs["prediction"][name])
+    # The merged folder is a sweep like any other.
+    again = specdec(capsys, *options, "-o", merged, "--resume", "--json")
+    assert again.code == 0 and len(samples(merged)) == 12
+
+    refused(
+        specdec(capsys, "merge", shards[0], shards[0], "-o", tmp_path / "x"), 2, "merge each shard"
+    )
+    alone = specdec(capsys, "merge", shards[0], "-o", tmp_path / "half", "-q")
+    assert alone.code == 0 and "3 points lack prompts: at most 2 of 4" in alone.err
+    other = tmp_path / "other"
+    assert specdec(capsys, *options, "--seed", "9", "--shard", "1/2", "-o", other).code == 0
+    refused(
+        specdec(capsys, "merge", shards[0], other, "-o", tmp_path / "y"), 2, "run.seed is 9 and 0"
+    )
+    refused(specdec(capsys, "merge", tmp_path, "-o", tmp_path / "z"), 2, "no folder of a sweep")
+
+
+def test_a_slurm_task_takes_its_share(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ID", "5"), ("COUNT", "3"), ("MIN", "1"), ("STEP", "2")):
+        monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
+    result = specdec(capsys, *SWEEP, "--dry-run", "--json")
+    assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
+
+
+def test_dry_run_loads_no_weights(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_cli.sweep.build", None)
+    result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
+    document = json.loads(result.out)
+    assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
+    assert not (tmp_path / "run").exists()
+    assert "points: 3, samples: 12" in specdec(capsys, *SWEEP, "--dry-run").out
+
+
+def test_a_point_that_runs_out_of_memory_is_a_point(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Engine.run
+
+    def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
+        if k == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        if k == 2:
+            raise RuntimeError("the device is gone")
+        return run(self, requests, k, *rest)
+
+    monkeypatch.setattr(Engine, "run", fails)
+    folder = tmp_path / "run"
+    result = specdec(capsys, *SWEEP, *ONCE, "--k", "0-3", "-o", folder, "--json")
+    assert result.code == 3
+    document = json.loads(result.out)
+    found = {p["k"]: (p["status"], p.get("reason")) for p in document["points"]}
+    assert found == {
+        0: ("ok", None),
+        1: ("oom", "CUDA out of memory. Tried to allocate 2.00 GiB"),
+        2: ("failed", "the device is gone"),
+        3: ("ok", None),
+    }
+    assert document["points"][1]["metrics"] is None and document["points"][3]["speedup"]
+    monkeypatch.undo()  # the device is back
+    again = specdec(capsys, *SWEEP, *ONCE, "--k", "0-3", "-o", folder, "--json", "--resume")
+    assert again.code == 0
+    assert [p["status"] for p in json.loads(again.out)["points"]] == ["ok"] * 4
+
+
+@pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
+def test_nothing_is_left(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(Engine, "run", fails)
+    result = specdec(capsys, *SWEEP, "--json")
+    document = json.loads(result.out)
+    assert result.code == code
+    assert document["best"]["k"] is None and "could be compared" in document["best"]["reason"]
+    assert {p["reason"] for p in document["points"]} == {str(error)}
+
+
+def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a point's failure but the sweep's; what was written stays."""
+    (tmp_path / "samples.jsonl").symlink_to("/dev/full")
+    refused(specdec(capsys, *SWEEP, "-q", "-o", tmp_path), 5, "No space left on device")
+
+
+def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
+    prompts = tmp_path / "p.jsonl"
+    lines = [{"prompt": "def f(x):"}, {"prompt": "x " * 300}, {"prompt": "import os"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--dataset", prompts, "--k", "1", "--set", "cache.max_model_len=64", "--json"]
+    result = specdec(capsys, "sweep-k", "demo", *QUICK, *ONCE, *options, "-o", tmp_path / "run")
+    assert result.code == 3
+    errors = [s for s in samples(tmp_path / "run") if s["finish_reason"] == "error"]
+    assert [s["index"] for s in errors] == [1, 1] and "exceeds" in errors[0]["error"]
+    assert all(p["status"] == "ok" for p in json.loads(result.out)["points"])
+
+
+def test_several_drafts_load_the_target_once(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from specdec_cli.engine import build as module
+
+    loaded: list[str] = []
+    load = module.load
+    monkeypatch.setattr(
+        module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
+    )
+    drafts = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
+    result = specdec(capsys, *SWEEP, *ONCE, *drafts, "--k", "2", "--json")
+    assert loaded == ["target", "draft", "draft"]
+    points = json.loads(result.out)["points"]
+    assert [(p["draft"], p["k"]) for p in points] == [
+        (d, k) for d in ("demo:draft", "demo:draft-distilled") for k in (0, 2)
+    ]
+    lengths = [p["metrics"]["mean_acceptance_length"] for p in points]
+    assert lengths[1] != lengths[3]
+
+
+def test_predict_only(capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    result = specdec(capsys, *SWEEP, "--predict-only", "--json", "-o", tmp_path / "run")
+    points = json.loads(result.out)["points"]
+    assert result.code == 0
+    assert [p["status"] for p in points] == ["ok", "skipped", "ok"]
+    assert {s["k"] for s in samples(tmp_path / "run")} == {0, 2}
+    measured = whole[1]["points"][1]["metrics"]["mean_acceptance_length"]
+    assert points[1]["prediction"]["mean_acceptance_length"] == pytest.approx(measured)
+    assert points[1]["predicted_speedup"] > 0
+
+
+def test_what_if(capsys: Capture) -> None:
+    options = [*ONCE, "--k", "0-3", "--limit", "2", "--max-new-tokens", "12", "--json"]
+    rates = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-rates", "1,1,0")
+    points = json.loads(rates.out)["points"]
+    lengths = [p["metrics"]["acceptance_rate_per_pos"] for p in points]
+    assert rates.code == 0 and lengths[2] == [1.0, 1.0] and lengths[3][2] == 0.0
+    assert points[3]["prediction"]["method"] == "rates"
+    assert "synthetic" in rates.err
+    # The length belongs to the recipe's k, 4: one rate for all places and every k.
+    length = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-length", "5")
+    assert [
+        p["metrics"]["draft_acceptance_rate"] for p in json.loads(length.out)["points"][1:]
+    ] == [1.0] * 3
+    few = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-rates", "0.5")
+    assert few.code == 2
+
+
+def test_random_weights_are_warned_about(capsys: Capture) -> None:
+    dummy = ["--set", "target.load_format=dummy", "--set", "draft.load_format=dummy"]
+    assert "the weights are random" in specdec(capsys, *SWEEP, *dummy, "--dry-run").out
+    length = ["--synthetic-acceptance-length", "2"]
+    given = specdec(capsys, *SWEEP, *dummy, *length, "--dry-run")
+    assert given.code == 0 and "the weights are random" not in given.out
+
+
+def test_ngram(capsys: Capture) -> None:
+    result = specdec(
+        capsys, "sweep-k", "demo-ngram", *QUICK, *ONCE, "--k", "0-3", "--limit", "3", "--json"
+    )
+    points = json.loads(result.out)["points"]
+    assert result.code == 0 and {p["draft"] for p in points} == {"ngram"}
+    for point in points:
+        measured = point["metrics"]["mean_acceptance_length"]
+        assert point["prediction"]["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options, code, message",
+    [
+        (["--k", "8-0"], 2, "--k: 8-0 falls"),
+        (["--k", "a"], 2, "--k: expected numbers such as 0-8"),
+        (["--k", "0-2000"], 2, "--k: 0-2000 is more than 1024"),
+        (["--shard", "2/2"], 2, "shards are counted from 0: 0/2 to 1/2"),
+        (["--shard", "x"], 2, "--shard: expected I/N"),
+        (["--shard", "7/9"], 2, "shard 7/9 has no prompts: there are 4"),
+        (["--batch-size", "0"], 2, "--batch-size: expected numbers such as 1,8"),
+        (["--resume"], 2, "--resume: which sweep?"),
+        (["--dataset", "nowhere.jsonl"], 2, "no such prompt file"),
+        (["--limit", "0"], 2, "--limit: should be at least 1"),
+        (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
+        (["--set", "draft=null"], 2, "nobody proposes"),
+        (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
+        (["--draft", "no/such-model"], 5, "no/such-model"),
+    ],
+)
+def test_errors(capsys: Capture, options: list[str], code: int, message: str) -> None:
+    refused(specdec(capsys, *SWEEP, *options), code, message)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_keep_what_is_finished(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path, number: int, code: int
+) -> None:
+    folder = tmp_path / "run"
+    ended, told = stopped_sweep([*SWEEP, "-q", "-o", folder], 0.02, number, after=4)
+    assert ended == code and 4 <= len(told) < 12
+    assert lost_or_torn(folder, told) == (0, 0) and len(samples(folder)) == len(told)
+    assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
+    assert without_times(samples(folder)) == without_times(samples(whole[0]))
+
+
+def test_kill_9_loses_nothing(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """A few of scripts/proofs/kills.py's 200 kills."""
+    folder = tmp_path / "run"
+    told: list[Sample] = []
+    for kill in range(4):
+        options = [*SWEEP, "-q", "-o", folder, "--resume"]
+        ended, safe = stopped_sweep(options, 0.013 * kill, signal.SIGKILL, after=1)
+        told += safe
+        assert ended == -signal.SIGKILL
+        assert lost_or_torn(folder, told) == (0, 0)
+    assert len({json.dumps(key) for key in told}) == len(told)  # none was done twice
+    assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
+    assert without_times(samples(folder)) == without_times(samples(whole[0]))

@@ -1,0 +1,115 @@
+"""Expected rounds against every way in which rounds can fall, one by one."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from specdec_cli.predict import (
+    Text,
+    expected_rounds,
+    greedy_rounds,
+    iid_length,
+    rates_rounds,
+    with_recorded,
+)
+
+
+def enumerated(text: Text, k: int) -> tuple[float, float, float, float]:
+    """Drafts, plain rounds, proposed and accepted tokens: by walking the tree of all outcomes."""
+    assert text.accept is not None
+
+    def walk(start: int) -> tuple[float, float, float, float]:
+        if start >= len(text.accept or ()):
+            return 0.0, 0.0, 0.0, 0.0
+        asked = max(0, min(k, text.limit - start - 1, text.draft_limit - start))
+        total = [float(asked > 0), float(asked == 0), float(asked), 0.0]
+        chance = 1.0
+        for accepted in range(asked + 1):
+            at = start + accepted
+            known = (text.accept or ())[at] if at < len(text.accept or ()) else 0.0
+            stops = 1.0 if accepted == asked else 1.0 - known
+            kept = min(accepted, len(text.accept or ()) - start)
+            rest = walk(start + accepted + 1)
+            for place, value in enumerate(rest):
+                total[place] += chance * stops * value
+            total[3] += chance * stops * kept
+            chance *= 1.0 - stops
+            if chance == 0.0:
+                break
+        return total[0], total[1], total[2], total[3]
+
+    return walk(0)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 3, 6])
+@pytest.mark.parametrize("draft_limit", [3, 100])
+@pytest.mark.parametrize("limit", [9, 30])
+@pytest.mark.parametrize("is_greedy", [True, False])
+def test_expected_rounds(k: int, draft_limit: int, limit: int, is_greedy: bool) -> None:
+    rng = random.Random(k)
+    accept = tuple(float(rng.random() < 0.6) if is_greedy else rng.random() for _ in range(9))
+    text = Text(limit=limit, draft_limit=draft_limit, accept=accept)
+    found = expected_rounds([text], k)
+    expected = enumerated(text, k)
+    assert (found.drafts, found.plain, found.draft_tokens, found.accepted) == pytest.approx(
+        expected
+    )
+    if is_greedy:
+        rounds = list(greedy_rounds(text, k))
+        assert sum(p > 0 for p, _ in rounds) == found.drafts
+        assert sum(a for _, a in rounds) == found.accepted
+
+
+def test_rounds_by_hand() -> None:
+    text = Text(limit=8, draft_limit=99, accept=(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
+    # Two stand and the third falls; then three and the target's own, then nothing is left to say.
+    assert list(greedy_rounds(text, 3)) == [(3, 2), (3, 3), (0, 0)]
+    assert list(greedy_rounds(text, 1)) == [(1, 1), (1, 0), (1, 1), (1, 1), (0, 0)]
+    assert list(greedy_rounds(text, 0)) == [(0, 0)] * 8
+
+
+def test_a_text_that_ends_in_an_accepted_proposal() -> None:
+    """The last of the text's tokens ended it early: what was proposed behind it does not stand."""
+    text = Text(limit=20, draft_limit=99, accept=(1.0, 1.0, 1.0))
+    assert list(greedy_rounds(text, 5)) == [(5, 3)]
+    found = expected_rounds([text], 5)
+    assert (found.drafts, found.draft_tokens, found.accepted) == (1.0, 5.0, 3.0)
+
+
+def test_rates_without_an_end_give_the_iid_formula() -> None:
+    alpha, k, length = 0.7, 4, 4000
+    found = rates_rounds([alpha] * k, [(length, length + 100)], k)
+    assert found.mean_acceptance_length == pytest.approx(iid_length(alpha, k), rel=2e-3)
+    assert iid_length(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
+    assert iid_length(1.0, k) == k + 1
+
+
+def test_constant_acceptance_is_what_rates_say() -> None:
+    text = Text(limit=40, draft_limit=99, accept=(0.6,) * 40)
+    by_text, by_rates = expected_rounds([text] * 2, 3), rates_rounds([0.6] * 3, [(40, 40)] * 2, 3)
+    assert by_text.drafts == pytest.approx(by_rates.drafts)
+    assert by_text.accepted == pytest.approx(by_rates.accepted)
+    assert by_text.draft_tokens == pytest.approx(by_rates.draft_tokens)
+
+
+def test_longer_proposals_accept_no_less() -> None:
+    rng = random.Random(1)
+    text = Text(limit=80, draft_limit=999, accept=tuple(rng.random() for _ in range(60)))
+    lengths = [expected_rounds([text], k).mean_acceptance_length for k in range(9)]
+    assert all(a < b for a, b in pairwise(lengths))
+
+
+def test_recorded_rounds_win_over_the_pass() -> None:
+    text = Text(limit=6, draft_limit=99, accept=(1.0, 0.0, 1.0, 0.0, 1.0, 1.0))
+    known, news = with_recorded(text, [(2, 2), (2, 1)])
+    # Round one accepted 0 and 1 (the pass had 1 wrong), 2 was the target's own; round two accepted
+    # 3 (wrong too) and refused 4 (wrong too).
+    assert known.accept == (1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
+    assert news == 3
+
+
+def test_chains_of_a_lookup() -> None:
+    text = Text(limit=5, draft_limit=99, chains=((2, 2), (0, 0), (1, 0), (4, 1), (0, 0)))
+    assert list(greedy_rounds(text, 4)) == [(2, 2), (1, 1)]
+    assert list(greedy_rounds(text, 1)) == [(1, 1), (1, 0), (1, 1)]
