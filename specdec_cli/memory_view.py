@@ -82,6 +82,9 @@ def print_profile(document: Document) -> None:
     if document.get("points"):
         out.print()
         out.print(_points(document["points"]))
+        skipped = [p["reason"] for p in document["points"] if p["status"] == "skipped"]
+        for reason in dict.fromkeys(skipped):
+            out.print(Text(inert(f"skipped: {reason}")))
 
 
 def answers(document: Document) -> list[str]:
@@ -171,7 +174,7 @@ def _points(points: list[Document]) -> Table:
             f"{point['gpu_memory_utilization']:g}",
         ]
         if point["status"] == "skipped":
-            table.add_row(*settings, "", "", "", "", Text(inert(point["reason"])))
+            table.add_row(*settings, "", "", "", "", "skipped")
             continue
         table.add_row(
             *settings,

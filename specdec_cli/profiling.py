@@ -4,6 +4,7 @@ Answers in the user's terms: tokens, sequences, what would make a batch fit, wha
 Knows the contract's JSON names; knows nothing of terminals.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,10 +20,18 @@ from specdec_cli.engine.estimate import (
     estimate_rank,
     this_machine,
 )
-from specdec_cli.engine.plan import Permissions, Plan, plan, plan_all_ranks, resolve_device
+from specdec_cli.engine.plan import (
+    Describe,
+    Permissions,
+    Plan,
+    plan,
+    plan_all_ranks,
+    resolve_device,
+)
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.generation import prepare
+from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.results import environment
@@ -38,6 +47,7 @@ class Profile:
     split: Split
     context: int
     machine: Machine | None = None  # that was estimated, None where it was measured
+    describe: Describe = describe
 
     @property
     def block_size(self) -> int:
@@ -88,22 +98,22 @@ def measure_blocks(
 class Estimator:
     """The same from configs alone, for GPUs of `device_memory` bytes or for the device here.
 
-    Models are described once for all settings that do not change them.
+    Models are described once, whatever else changes from one estimate to the next.
     """
 
     permissions: Permissions
     context: int | None
     device_memory: int | None
-    _known: dict[str, list[Plan]] = field(default_factory=dict)
+    _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt]) -> Profile:
         """Raises `SetupError` and `UsageError` for what could not run either."""
         device, machine = self._machine(recipe)
-        plans = [replace(p, recipe=recipe) for p in self._plans(recipe, device)]
+        plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
         need = _need(plans[0], plans[0].max_model_len)
         split = Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
-        return Profile(plans[0], split, tokens, machine)
+        return Profile(plans[0], split, tokens, machine, self._describe)
 
     def _machine(self, recipe: Recipe) -> tuple[torch.device, Machine]:
         num_ranks = recipe.target.tensor_parallel_size
@@ -116,14 +126,6 @@ class Estimator:
                 "on CPU, cache.cpu_bytes says what caches may take",
             )
         return torch.device("cuda"), empty_gpu(self.device_memory, num_ranks)
-
-    def _plans(self, recipe: Recipe, device: torch.device) -> list[Plan]:
-        speculation = recipe.speculation
-        is_plain = speculation.num_speculative_tokens == 0
-        key = f"{recipe.target!r} {recipe.draft!r} {speculation.method} {is_plain}"
-        if key not in self._known:
-            self._known[key] = plan_all_ranks(recipe, self.permissions, device)
-        return self._known[key]
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
@@ -267,7 +269,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             found = profile.split
         else:
             try:
-                found = _with_draft(profile, draft_shares(planned, degree))
+                found = _with_draft(profile, draft_shares(planned, degree, profile.describe))
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue

@@ -15,7 +15,7 @@ from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.loop import slot_counts
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
     Overhead,
@@ -130,15 +130,17 @@ class DraftShare(NamedTuple):
     block_bytes: int
 
 
-def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
+def draft_shares(plan: Plan, degree: int, describe: Describe = describe) -> list[DraftShare]:
     """What the planned draft would take of each rank if it were split over `degree` of them.
 
-    Raises `SetupError` where it cannot be.
+    describe: as for `plan_all_ranks`. Raises `SetupError` where it cannot be.
     """
     assert plan.draft is not None
     found = [DraftShare(0, 0)] * plan.parallel.size
     for rank in range(degree):
-        part = describe(plan.draft.spec, plan.device, TensorParallel(rank, degree))
+        part = describe(
+            plan.draft.spec, plan.device, TensorParallel(rank, degree, None, plan.device)
+        )
         weights = _weight_bytes(part, "draft" in plan.compiled, plan.max_model_len)
         block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
         # Embeddings are whole on every rank; a head is borrowed only where it is not split.

@@ -1,6 +1,7 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,9 @@ from specdec_cli.recipe import ModelSection, Recipe
 # Models below this run on one thread of a CPU. Their products take microseconds: threads gain
 # little and, where another process holds a core, wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
+
+
+Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,13 +186,16 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     """
     _check_world(recipe)
     device = resolve_device(recipe.run.device)
-    return _plan_on(recipe, permissions, device, _groups(recipe, device))
+    return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
 
 
-def plan_all_ranks(recipe: Recipe, permissions: Permissions, device: torch.device) -> list[Plan]:
+def plan_all_ranks(
+    recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
+) -> list[Plan]:
     """The plans of every rank of a world that need not exist, on devices that need not either.
 
-    Raises as `plan` does. Nothing can be loaded from what it returns: there are no groups.
+    describe: `models.loader.describe`, or one that remembers. Raises as `plan` does. Nothing can be
+    loaded from what it returns: there are no groups.
     """
     size = recipe.target.tensor_parallel_size
     draft_size = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
@@ -199,7 +206,7 @@ def plan_all_ranks(recipe: Recipe, permissions: Permissions, device: torch.devic
         )
         for rank in range(size)
     ]
-    first = _plan_on(recipe, permissions, device, places[0])
+    first = _plan_on(recipe, permissions, device, places[0], describe)
     found = [first]
     for groups in places[1:]:
         assert groups.target is not None
@@ -212,7 +219,11 @@ def plan_all_ranks(recipe: Recipe, permissions: Permissions, device: torch.devic
 
 
 def _plan_on(
-    recipe: Recipe, permissions: Permissions, device: torch.device, groups: Groups
+    recipe: Recipe,
+    permissions: Permissions,
+    device: torch.device,
+    groups: Groups,
+    describe: Describe,
 ) -> Plan:
     """`plan` for a rank at its place."""
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
