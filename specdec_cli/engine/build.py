@@ -1,5 +1,6 @@
 """From a plan to an engine: the one place where models, caches and the loop are wired."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,7 @@ from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import SpeculationSection
 
+_log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
 
 
@@ -55,6 +57,7 @@ def build(
         num_blocks = recipe.cache.num_blocks or _choose_num_blocks(
             plan, models, need, rough, on_stage
         )
+        _log.info("the caches have %d blocks of %d tokens", num_blocks, need.block_size)
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
