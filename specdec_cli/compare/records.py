@@ -97,16 +97,11 @@ class Records:
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
         """k = 0 at a target TP, from every pair's ranks: they are more repeats of the same."""
-        pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
+        # A degree that does not divide says nothing about plain decoding.
+        pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]
-        if not complete and len(failures) < len(pairs):
-            return None
-        # A degree that does not divide says nothing about plain decoding.
-        failures = [
-            f for p in pairs if p.divides and (f := self._failure(p, batch_size)) is not None
-        ]
-        if not complete and not failures:
+        if not complete and (not failures or len(failures) < len(pairs)):
             return None
         merged = merge_repeats([self.of(p, batch_size, 0) for p in complete])
         failure = None if complete else failures[0]

@@ -79,7 +79,7 @@ def _take_over(folder: RunFolder, records: Records) -> None:
 def _failure(report: Report | None) -> Failure:
     if report is None or report.explained is None:
         return Failure("failed", "the ranks ended without a word")
-    is_memory = report.message is not None and report.message.startswith("out of memory")
+    is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
 
 

@@ -173,6 +173,8 @@ def warnings_of(plan: Plan) -> list[str]:
         )
     if plan.settings.is_synthetic:
         found.append("acceptance is synthetic: times are measured, the text is not the target's")
+    if len(plan.to_run) == 1:
+        found.append("there is one pair to measure: give more with --target-tp and --draft-tp")
     smallest = min(map(plan.settings.num_prompts, plan.settings.batch_sizes))
     return [*found, *few_prompts(smallest)]
 

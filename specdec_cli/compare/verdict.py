@@ -93,7 +93,7 @@ def _speed(samples: Samples, indices: Sequence[int]) -> SumRatio:
 
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
     gain = f", {best['speedup']:.2f}x k = 0" if best["speedup"] is not None else ""
-    said = [f"{_name(best)} is the fastest pair: {_speed_of(best):.1f} tokens/s{gain}"]
+    said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
     rivals = [p for p in candidates if p["target_tp"] == best["target_tp"] and p is not best]
     if rivals:
         said.append(_against(best, max(rivals, key=_speed_of)))
@@ -165,28 +165,31 @@ def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[st
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
-    """The findings in words: the best pair by batch size, then the draft's degree by target TP."""
+    """The findings in words: by batch size the best pair of all, then that of each target TP."""
     overall: Mapping[str, Mapping[str, Any]] = verdict["best_by_batch_size"]
-    lines = []
-    for batch_size, best in overall.items():
-        where = f"batch size {batch_size}: " if len(overall) > 1 else ""
-        lines.append(f"{where}{best['reason']}{_tied(best)}")
+    lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():
-        if len(overall) > 1 or len(verdict["best_by_target_tp"]) > 1:
-            if (line := _degrees_line(int(target_tp), row)) is not None:
-                lines.append(line)
+        known = {size: best for size, best in row.items() if best["draft_tp"] is not None}
+        if target_tp != "1" and known:
+            lines.append(_degrees_line(target_tp, known))
+            lines += [
+                f"  {_line(size, best, overall)}"
+                for size, best in known.items()
+                if best["target_tp"] != overall[size]["target_tp"]
+            ]
     return lines
 
 
-def _degrees_line(target_tp: int, row: Mapping[str, Mapping[str, Any]]) -> str | None:
-    """`at target TP 4 the best draft TP is 1 at batch size 1 and 8, 4 at batch size 32`."""
-    known = [(b, best["draft_tp"]) for b, best in row.items() if best["draft_tp"] is not None]
-    if not known or target_tp == 1:
-        return None
+def _line(size: str, best: Mapping[str, Any], sizes: Mapping[str, Any]) -> str:
+    where = f"batch size {size}: " if len(sizes) > 1 else ""
+    return f"{where}{best['reason']}{_tied(best)}"
+
+
+def _degrees_line(target_tp: str, row: Mapping[str, Mapping[str, Any]]) -> str:
+    """`at target TP 4 the best draft TP is 1 at batch size 1, 8; 4 at batch size 32`."""
     parts = []
-    for degree, group in groupby(known, key=lambda item: item[1]):
-        sizes = [b for b, _ in group]
-        parts.append(f"{degree} at batch size {', '.join(sizes)}")
+    for degree, group in groupby(row.items(), key=lambda item: item[1]["draft_tp"]):
+        parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
     return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
 
 
