@@ -120,7 +120,7 @@ def _against(best: Point, rival: Point) -> str:
     words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
     than = "less" if faster >= 0 else "more"
     said = (
-        f"a round takes {ours['round_ms']:.2f} ms, {abs(faster):.2f} {than} than with {name}"
+        f"a round takes {ours['round_ms']:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
         f"{f' ({words})' if words else ''}"
     )
     lengths = [m["mean_acceptance_length"] for m in (ours, theirs)]
