@@ -112,7 +112,9 @@ def plan_comparison(
         dtype=str(job.plan.target.dtype).removeprefix("torch."),
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
-    return Plan(recipe, engine_recipe, settings, job, _skips(settings, job, num_gpus), permissions)
+    return Plan(
+        recipe, engine_recipe, settings, job, skips_of(settings, job, num_gpus), permissions
+    )
 
 
 def _recipe_values(recipe: Recipe) -> dict[str, Any]:
@@ -123,7 +125,11 @@ def _recipe_values(recipe: Recipe) -> dict[str, Any]:
     return values
 
 
-def _skips(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
+def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
+    """Pairs that are not to be run. num_gpus: of this machine; None where ranks run on CPUs.
+
+    Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
+    """
     found: dict[Pair, Skip] = {}
     draft = job.plan.draft
     assert draft is not None, "k is at least 1"

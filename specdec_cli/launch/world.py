@@ -28,7 +28,7 @@ class Place:
     """How this process came to be.
 
     program: the command line, after the interpreter, that starts it again. seat: None unless
-    torchrun or srun started it. rank: None where it is alone.
+    torchrun or srun started it. rank: None where it is alone, and not started by `run_ranks`.
     """
 
     program: tuple[str, ...]

@@ -51,18 +51,61 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / name).read_text().splitlines()]
 
 
+def last_samples(folder: Path) -> list[dict[str, Any]]:
+    """Samples in order; a pair that is tried again leaves two of a prompt, and the last counts."""
+    names = ("target_tp", "draft_tp", "batch_size", "k", "index")
+    found = {tuple(s[n] for n in names): s for s in records(folder, "samples.jsonl")}
+    return [found[place] for place in sorted(found)]
+
+
 def by_place(points: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, Any]]:
     return {(p["target_tp"], p["draft_tp"], p["batch_size"]): p for p in points}
 
 
+DEGREES = ["--target-tp", "1,2", "--draft-tp", "1,2", "--batch-size", "1,2", "--batches", "1"]
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Target TP 1 and 2 with draft TP 1 and 2, at two batch sizes."""
+def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Target TP 1 and 2 with draft TP 1 and 2, at two batch sizes; one of the pairs fails."""
     folder = tmp_path_factory.mktemp("compare") / "run"
-    degrees = ["--target-tp", "1,2", "--draft-tp", "1,2", "--batch-size", "1,2"]
-    result = compare(*COMPARE, *degrees, "--batches", "1", "-o", folder, "--json")
+    # Rank 1 has a part of the draft in one of the pairs only.
+    faulty = {"PYTHONPATH": FAULTY_PATHS, "PLANTED_FAULT": "raise:draft:1"}
+    return folder, compare(*COMPARE, *DEGREES, "-o", folder, "--json", **faulty)
+
+
+@pytest.fixture(scope="module")
+def whole(broken: tuple[Path, Result]) -> tuple[Path, Result]:
+    """The same, gone on with and finished."""
+    folder, _ = broken
+    result = compare(*COMPARE, *DEGREES, "-o", folder, "--resume", "--json")
     assert result.code == 0, result.err
     return folder, result
+
+
+def test_a_failing_pair_is_a_row(broken: tuple[Path, Result]) -> None:
+    _, result = broken
+    assert result.code == 3, result.err
+    points = by_place(result.document["points"])
+    for batch_size in (1, 2):
+        failed = points[2, 2, batch_size]
+        assert failed["status"] == "failed" and failed["metrics"] is None
+        assert failed["reason"] == "rank 1: ArithmeticError: the planted error"
+        assert points[2, 1, batch_size]["status"] == points[2, None, batch_size]["status"] == "ok"
+        assert points[2, 1, batch_size]["speedup_vs_equal_tp"] is None
+    assert "target TP 2, draft TP 2, batch size 1: failed: rank 1: ArithmeticErr" in result.err
+
+
+def test_resume_runs_the_failed_pair_only(
+    broken: tuple[Path, Result], whole: tuple[Path, Result]
+) -> None:
+    before, after = (by_place(r.document["points"]) for _, r in (broken, whole))
+    same = ("metrics", "blocks_per_rank", "tokens_sha256")
+    for place in ((1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2)):
+        assert [after[place][n] for n in same] == [before[place][n] for n in same]
+    lines = [line for line in whole[1].err.splitlines() if "tokens/s" in line]
+    # Of one pair: k = 0 and k at two batch sizes. Of the others nothing is said again.
+    assert len(lines) == 4 and lines[3].startswith("target TP 2, draft TP 2, batch size 2: ")
 
 
 def test_document(whole: tuple[Path, Result]) -> None:
@@ -98,7 +141,7 @@ def test_the_rank_without_the_draft_has_room_for_more(whole: tuple[Path, Result]
 
 def test_speedups_follow_from_the_samples(whole: tuple[Path, Result]) -> None:
     folder, result = whole
-    points, samples = by_place(result.document["points"]), records(folder, "samples.jsonl")
+    points, samples = by_place(result.document["points"]), last_samples(folder)
 
     def speed(pair: tuple[int, int], batch_size: int, k: int) -> float:
         own = [
@@ -132,7 +175,7 @@ def test_every_pair_writes_what_generate_writes(
     folder, result = whole
     alone = generate(capsys, "demo", *QUICK, "-k", "0", "--limit", "2", "--json", "-q")
     expected = [o["token_ids"] for o in alone.outputs]
-    samples = records(folder, "samples.jsonl")
+    samples = last_samples(folder)
     assert len(samples) == 3 * 2 * (1 + 2)
     assert all(s["token_ids"] == expected[s["index"]] for s in samples)
     assert result.document["tokens"] == {
@@ -155,18 +198,11 @@ def test_folder_and_report(whole: tuple[Path, Result], capsys: Capture) -> None:
     assert (folder / "plots" / "rounds.png").stat().st_size > 1000
 
 
-def test_a_line_a_point_on_stderr(whole: tuple[Path, Result]) -> None:
-    lines = [line for line in whole[1].err.splitlines() if "tokens/s" in line]
-    assert len(lines) == 3 * 2 * 2
-    assert any(line.startswith("target TP 2, draft TP 1, batch size 2: ") for line in lines)
-
-
 def test_a_finished_comparison_starts_nothing_on_resume(
     whole: tuple[Path, Result], capsys: Capture
 ) -> None:
     folder, _ = whole
-    degrees = ["--target-tp", "1,2", "--draft-tp", "1,2", "--batch-size", "1,2"]
-    again = [*COMPARE, *degrees, "--batches", "1", "-o", str(folder), "--resume"]
+    again = [*COMPARE, *DEGREES, "-o", str(folder), "--resume"]
     before = {name: (folder / name).read_bytes() for name in ("samples.jsonl", "points.jsonl")}
     table = specdec(capsys, *again)
     assert table.code == 0 and "at target TP 2 the best draft TP is" in table.out
@@ -175,34 +211,6 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     assert other.code == 2 and "num_speculative_tokens is 4 there and 2 now" in other.err
     fewer = specdec(capsys, *again, "--target-tp", "1")
     assert fewer.code == 2 and "target_tps is [1, 2] there and [1] now" in fewer.err
-
-
-def test_a_failing_pair_is_a_row_and_resume_tries_it_again(tmp_path: Path) -> None:
-    # Rank 1 has a part of the draft in one of the pairs only.
-    asked = [*COMPARE, "--target-tp", "2", "--draft-tp", "1,2", "-o", tmp_path / "run"]
-    result = compare(
-        *asked,
-        "--json",
-        PYTHONPATH=FAULTY_PATHS,
-        PLANTED_FAULT="raise:draft:1",
-        OMP_NUM_THREADS="1",
-    )
-    assert result.code == 3, result.err
-    points = by_place(result.document["points"])
-    failed = points[2, 2, 1]
-    assert failed["status"] == "failed" and failed["metrics"] is None
-    assert failed["reason"] == "rank 1: ArithmeticError: the planted error"
-    assert points[2, 1, 1]["status"] == points[2, None, 1]["status"] == "ok"
-    assert points[2, 1, 1]["speedup_vs_equal_tp"] is None
-    assert "target TP 2, draft TP 2, batch size 1: failed: rank 1: ArithmeticErr" in result.err
-
-    again = compare(*asked, "--resume", "--json")
-    assert again.code == 0, again.err
-    found = by_place(again.document["points"])
-    assert {p["status"] for p in found.values()} == {"ok"}
-    same = ("metrics", "blocks_per_rank", "tokens_sha256")
-    assert [found[2, 1, 1][n] for n in same] == [points[2, 1, 1][n] for n in same]
-    assert again.err.count("tokens/s") == 2  # of one pair, k = 0 and k
 
 
 def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
@@ -261,9 +269,8 @@ def test_ranks_are_not_to_be_started_by_hand(
 
 
 def test_dry_run_starts_nothing(capsys: Capture) -> None:
-    degrees = ["--target-tp", "1,2", "--draft-tp", "1,2", "--batch-size", "1,2"]
-    result = specdec(capsys, *COMPARE, *degrees, "--dry-run", "--json")
+    result = specdec(capsys, *COMPARE, *DEGREES, "--dry-run", "--json")
     assert result.code == 0
     pairs = {(p["target_tp"], p["draft_tp"]): p["status"] for p in result.document["pairs"]}
     assert pairs == {(1, 1): "ok", (1, 2): "skipped", (2, 1): "ok", (2, 2): "ok"}
-    assert result.document["num_samples"] == 3 * 2 * 2 * 2
+    assert result.document["num_samples"] == 3 * 2 * (1 + 2)

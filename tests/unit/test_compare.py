@@ -9,10 +9,15 @@ import pytest
 from specdec_cli.compare.records import Records, merge_repeats
 from specdec_cli.compare.run import exit_code
 from specdec_cli.compare.settings import Pair, Settings, Skip
-from specdec_cli.compare.setup import Plan
+from specdec_cli.compare.setup import Plan, skips_of
 from specdec_cli.compare.verdict import best_of, summary_lines, tokens_line, tokens_of, verdict_of
 from specdec_cli.compare.view import print_results
+from specdec_cli.engine.plan import Permissions
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.generation import prepare
 from specdec_cli.points import Failure, Key
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import load_recipe
 from specdec_cli.results import RunFolder
 
 SETTINGS = Settings(
@@ -216,3 +221,19 @@ def test_exit_codes(
     plan: Any = Plan.__new__(Plan)
     object.__setattr__(plan, "skips", skips)
     assert exit_code(plan, records, codes) == expected
+
+
+def test_pairs_without_gpus_enough_are_skipped() -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"}, {})
+    job = prepare(recipe, [Prompt(0, "def f():")], Permissions())
+    asked = replace(SETTINGS, target_tps=(1, 2, 4), draft_tps=(1, 4))
+    skips = skips_of(asked, job, num_gpus=2)
+    assert skips[Pair(4, 1)] == skips[Pair(4, 4)]
+    assert skips[Pair(4, 1)] == Skip("needs 4 GPUs, and this machine has 2", expected=False)
+    assert skips[Pair(2, 4)].expected and skips[Pair(2, 4)].reason.endswith("target TP 2")
+    assert set(asked.pairs) - skips.keys() == {Pair(1, 1), Pair(2, 1)}
+    assert Pair(4, 4) not in skips_of(asked, job, num_gpus=None)
+    with pytest.raises(SetupError, match="no pair can run here: needs 2 GPUs"):
+        skips_of(replace(SETTINGS, draft_tps=(1,)), job, num_gpus=1)
+    with pytest.raises(UsageError, match=r"no legal pair: .*3"):  # heads do not divide
+        skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)
