@@ -87,6 +87,7 @@ class LiveTable(Silent):
         self._live.start()
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        self._rows.setdefault((pair, batch_size), {})
         self._failures[pair, batch_size] = failure
 
     def close(self) -> None:
@@ -196,9 +197,9 @@ def results_table(points: Sequence[Point]) -> Table:
         "tokens a round",
         *(f"{stage} ms" for stage in STAGES),
         "round ms",
-        "blocks by rank",
+        "blocks",
     ):
-        table.add_column(heading, justify="right", no_wrap=heading != "blocks by rank")
+        table.add_column(heading, justify="right", no_wrap=heading != "blocks")
     for point in points:
         if point["status"] != "skipped":
             table.add_row(*map(Text, _cells(point)))
