@@ -322,7 +322,7 @@ class Sweep:
                 )
         self.watcher.begin("measuring")
         began, processor = time.perf_counter(), time.process_time()
-        units = list(_units(job, engine.batch_size))
+        units = list(units_of(job, engine.batch_size))
         for number, unit in enumerate(units):
             curve_began = time.perf_counter(), time.process_time()
             parts = _curve_parts(job, engine.batch_size)
@@ -504,7 +504,7 @@ def _part(job: Job, part: int, batch_size: int) -> Job:
     return only(job, chosen.__contains__)
 
 
-def _units(job: Job, batch_size: int) -> Iterator[Job]:
+def units_of(job: Job, batch_size: int) -> Iterator[Job]:
     """Prompts that go through every k before the next ones come."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     for start in range(0, len(job.prompts), size):

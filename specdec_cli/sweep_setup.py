@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -55,7 +55,7 @@ def plan_sweep(
     if largest and recipes[0].speculation.method == "none":
         raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
     jobs = [
-        prepare(_for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
+        prepare(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
     ]
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
@@ -71,7 +71,7 @@ def plan_sweep(
         batch_sizes,
         predict_only=predict_only,
         shard=shard,
-        device_name=_device_name(jobs[0].plan.device),
+        device_name=device_name(jobs[0].plan.device),
     )
     if shard is not None:
         place, count = shard
@@ -83,7 +83,7 @@ def plan_sweep(
     return SweepPlan(recipe, settings, jobs)
 
 
-def _for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
+def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     """The recipe that engine and cache are made for: the largest k and batch size of the sweep.
 
     A mean length of synthetic acceptance belongs to the recipe's own k, so it is turned into rates.
@@ -112,7 +112,7 @@ def _for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     )
 
 
-def _device_name(device: torch.device) -> str:
+def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -180,10 +180,10 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
     """
     where = _where(plan)
     if resume and (path / _SETTINGS).exists():
-        _check_same(path, plan.settings)
+        check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
         folder = RunFolder.reopen(path)
         records.load(folder)
-        _warn_of_another_environment(path, where)
+        warn_of_another_environment(path, where)
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
@@ -191,7 +191,16 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
     return folder
 
 
-def write_settings(folder: RunFolder, settings: SweepSettings, warnings: Sequence[str]) -> None:
+class Settings(Protocol):
+    """What a folder's records depend on."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+def write_settings(folder: RunFolder, settings: Settings, warnings: Sequence[str]) -> None:
     """What `read_settings` and `read_warnings` read."""
     found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
     folder.write(_SETTINGS, to_json(found) + "\n")
@@ -199,18 +208,19 @@ def write_settings(folder: RunFolder, settings: SweepSettings, warnings: Sequenc
 
 def read_warnings(path: Path) -> list[str]:
     """The warnings that a sweep's folder was begun with."""
-    return list(_read(path)["warnings"])
+    return list(read_settings_file(path)["warnings"])
 
 
 def read_settings(path: Path) -> SweepSettings:
     """The settings of a sweep's folder. Raises `UsageError` when it is none."""
     try:
-        return SweepSettings.of_dict(_read(path)["settings"])
+        return SweepSettings.of_dict(read_settings_file(path)["settings"])
     except (KeyError, TypeError, ValueError) as problem:
         raise SetupError(f"{path / _SETTINGS}: no settings of a sweep: {problem!r}") from None
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """settings.json of a folder. Raises `UsageError` where there is none."""
     try:
         found: dict[str, Any] = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
         return found
@@ -231,18 +241,19 @@ def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, A
     return None if ours == theirs else (key, ours, theirs)
 
 
-def _check_same(path: Path, settings: SweepSettings) -> None:
-    found = first_difference(read_settings(path).as_dict(), settings.as_dict())
+def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises `UsageError` where the settings that a folder was begun with are not ours."""
+    found = first_difference(theirs, ours)
     if found is not None:
         key, there, now = found
         raise UsageError(
-            f"{path} holds a sweep with other settings: {key.removeprefix('recipe.')} is "
+            f"{path} holds a {what} with other settings: {key.removeprefix('recipe.')} is "
             f"{to_json(there)} there and {to_json(now)} now",
             "resume with the same options, or name another folder with -o",
         )
 
 
-def _warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
+def warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
     """Samples measured with other versions are kept; their times may differ for that reason."""
     try:
         earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))

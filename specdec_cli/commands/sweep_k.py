@@ -147,7 +147,7 @@ def sweep_k(
     ]
     if recipes[0].target.tensor_parallel_size > 1:
         raise UsageError("sweep-k runs on one rank in this version", "pass --target-tp 1")
-    sizes = _batch_sizes(batch_size) or [recipes[0].run.batch_size]
+    sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     prompts, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
     recipes = [r.model_copy(update={"data": first.data}) for r in recipes]
     if resume and output is None:
@@ -255,15 +255,6 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
             "pass --shard I/N",
         )
     return place, int(count)
-
-
-def _batch_sizes(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"--batch-size: expected numbers such as 1,8, got {text!r}")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _numbers(text: str | None, option: str) -> list[float] | None:
