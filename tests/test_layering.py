@@ -12,8 +12,7 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in DESIGN.md, and say why.
 ROWS = {
     6: "app __main__ commands",
-    5: "launch render report results generation reporting points sweep sweep_merge sweep_setup "
-    "sweep_view",
+    5: "launch render report results generation reporting points sweep",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
     "engine.teacher",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",

@@ -157,15 +157,11 @@ def sweep_k(
     with waiting("getting ready", quiet=quiet):
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.results import to_json
-        from specdec_cli.sweep import Records, Sweep
-        from specdec_cli.sweep_setup import (
-            describe_plan,
-            few_prompts,
-            open_folder,
-            plan_sweep,
-            warnings_of,
-        )
-        from specdec_cli.sweep_view import print_results, watcher
+        from specdec_cli.sweep.folder import open_folder
+        from specdec_cli.sweep.measure import Sweep
+        from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
+        from specdec_cli.sweep.records import Records
+        from specdec_cli.sweep.view import print_results, watcher
 
         plan = plan_sweep(
             recipes,
@@ -188,7 +184,8 @@ def sweep_k(
         typer.echo(to_json(document) if as_json else document["text"])
         return
 
-    from specdec_cli.sweep_setup import exit_code, finish
+    from specdec_cli.sweep.document import exit_code
+    from specdec_cli.sweep.folder import finish
 
     done = sum(map(len, records.samples.values()))
     view = watcher(plan.num_samples - done, quiet=quiet)
