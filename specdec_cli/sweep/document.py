@@ -28,15 +28,21 @@ def points_of_block(
     for key in keys:
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
+    largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    # Made-up acceptance writes another text at each k; only its length may be the same.
+    is_exact = settings.is_greedy and not settings.is_synthetic
+    if settings.is_synthetic:
+        ends = {sample["finish_reason"] for sample in largest.values()}
+        is_exact = ends <= {"length", "error"}
     forecasts = Forecasts(
         largest_k=max(settings.ks),
-        texts=None if settings.is_synthetic else _texts(settings, records, draft),
+        texts=_texts(settings, records, draft),
         costs={
             key.k: curve_point(key, found)["seconds_per_sequence_round"]
             for key in keys
             if (found := records.costs[key])
         },
-        is_greedy=settings.is_greedy,
+        is_exact=is_exact,
     )
     return block_points(records.samples, keys, failures, forecasts, settings.seed)
 
@@ -75,6 +81,8 @@ def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list
             chains=tuple((a, b) for a, b in record["chains"])
             if record["chains"] is not None
             else None,
+            draws=tuple(record["draws"]) if record["draws"] is not None else None,
+            rates=tuple(record["rates"] or ()),
             overlap=tuple(record["overlap"] or ()),
         )
         sample = samples.get(index)

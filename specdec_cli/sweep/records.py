@@ -4,7 +4,7 @@ import logging
 import resource
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,6 +31,10 @@ class Records:
     costs: dict[Key, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
 
+    def without_folder(self) -> "Records":
+        """The same findings, for a rank that writes nothing."""
+        return replace(self, folder=None)
+
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; the first record of a sample counts."""
         for sample in folder.read("samples.jsonl"):
@@ -42,9 +46,11 @@ class Records:
         for point in folder.read("points.jsonl"):
             self.points[Key.of(point)] = point
 
-    def add_sample(self, sample: Sample) -> None:
-        self._keep("samples.jsonl", sample)
-        self.samples[Key.of(sample)][sample["index"]] = sample
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Together, since waiting for the disk once for each would hold the next round up."""
+        self._keep("samples.jsonl", *samples)
+        for sample in samples:
+            self.samples[Key.of(sample)][sample["index"]] = sample
 
     def add_text(self, text: dict[str, Any]) -> None:
         self._keep("replay.jsonl", text)
@@ -60,9 +66,9 @@ class Records:
             self._keep("points.jsonl", point)
             self.points[Key.of(point)] = point
 
-    def _keep(self, name: str, record: dict[str, Any]) -> None:
+    def _keep(self, name: str, *records: dict[str, Any]) -> None:
         if self.folder is not None:
-            self.folder.append(name, record)
+            self.folder.append(name, *records)
 
 
 def sample_of(key: Key, category: str | None, runs: Sequence[Seq], limit: int) -> Sample:
