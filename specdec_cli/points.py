@@ -6,11 +6,12 @@ sweeps give the points of a whole one. Knows no engine and no terminal.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from specdec_cli import stats
 from specdec_cli.engine.metrics import Acceptance, Metrics, Spread
-from specdec_cli.predict import Rounds, Text, expected_rounds, iid_length, rates_rounds
+from specdec_cli.predict import Rounds, Text, expected_rounds, iid_length
 from specdec_cli.stats import SumRatio
 
 Sample = dict[str, Any]
@@ -35,15 +36,15 @@ class Key:
 class Forecasts:
     """What predictions are made from, for one draft and batch size.
 
-    texts: outputs of the run at the largest k, None under synthetic acceptance. costs: for each k,
-    seconds of engine time that one round of one sequence costs, from the time curve. is_greedy:
-    whether replaying `texts` is exact.
+    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time that one
+    round of one sequence costs, from the time curve. is_exact: whether replaying `texts` gives the
+    very rounds of every k.
     """
 
     largest_k: int
-    texts: list[Text] | None
+    texts: list[Text]
     costs: Mapping[int, float]
-    is_greedy: bool
+    is_exact: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ def block_points(
     baseline = _usable(samples.get(plain, {})) if plain is not None else {}
     largest = next((k for k in keys if k.k == forecasts.largest_k and k not in failures), None)
     at_largest = list(_usable(samples.get(largest, {})).values()) if largest is not None else []
-    rounds_of, alpha = _rounds_of(forecasts, at_largest), _iid_alpha(at_largest)
+    rounds_of, alpha = _rounds_of(forecasts), _iid_alpha(at_largest)
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
@@ -277,17 +278,9 @@ def _nothing(reason: str) -> dict[str, Any]:
     return {"k": None, "draft": None, "tied": [], "reason": reason}
 
 
-def _rounds_of(forecasts: Forecasts, at_largest: list[Sample]) -> Callable[[int], Rounds] | None:
+def _rounds_of(forecasts: Forecasts) -> Callable[[int], Rounds] | None:
     """Expected rounds for any k up to the largest; None when there is nothing to go by."""
-    texts = forecasts.texts
-    if texts:
-        return lambda k: expected_rounds(texts, k)
-    if texts is not None or not at_largest or forecasts.largest_k == 0:
-        return None
-    acceptance = _acceptance(at_largest, forecasts.largest_k)
-    rates = [rate or 0.0 for rate in acceptance.conditional_acceptance_rate_per_pos]
-    lengths = [(len(s["token_ids"]), int(s["max_output_tokens"])) for s in at_largest]
-    return lambda k: rates_rounds(rates, lengths, k)
+    return partial(expected_rounds, forecasts.texts) if forecasts.texts else None
 
 
 def _prediction(
@@ -305,14 +298,13 @@ def _prediction(
     predicted = None
     if k in costs and 0 in costs and rounds.total:
         predicted = plain.total * costs[0] / (rounds.total * costs[k])
-    method = "replay" if forecasts.texts is not None else "rates"
     metrics, measured = point["metrics"], point["speedup"]
     length = rounds.mean_acceptance_length
     iid = iid_length(alpha, k)
     true_length = metrics["mean_acceptance_length"] if metrics else None
     return {
-        "method": method,
-        "is_exact": method == "replay" and forecasts.is_greedy,
+        "method": "replay",
+        "is_exact": forecasts.is_exact,
         "speedup": predicted,
         "speedup_error": predicted / measured - 1 if predicted and measured else None,
         "mean_acceptance_length": length,
@@ -338,7 +330,7 @@ def _iid_alpha(samples: Iterable[Sample]) -> float:
 
 def _analytic_alpha(forecasts: Forecasts) -> float | None:
     """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for text in forecasts.texts or () for o in text.overlap]
+    overlaps = [o for text in forecasts.texts for o in text.overlap]
     return sum(overlaps) / len(overlaps) if overlaps else None
 
 

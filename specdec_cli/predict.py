@@ -8,7 +8,6 @@ with probability p(x).) So one text with these probabilities gives the expected 
 For greedy decoding they are 0 or 1 and the replay is exact: the very rounds that a run makes.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,24 +18,27 @@ class Text:
 
     accept: for a draft model, for each output token the probability that it is accepted where it is
     proposed. chains: for a proposer that may find fewer than asked (n-grams), for a round that
-    begins at each output token, how many it proposes and how many of them stand; exactly one of the
-    two is given. limit: most output tokens that the prompt may have. draft_limit: output tokens
-    up to the end of the draft's own context. overlap: for each output token the sum of min(p, q),
-    where it is known.
+    begins at each output token, how many it proposes and how many of them stand. draws: under
+    synthetic acceptance, a uniform number for each output token, which stands where that is below
+    `rates` at its place in the draft. Exactly one of the three is given. limit: most output tokens
+    that the prompt may have. draft_limit: output tokens up to the end of the draft's own context.
+    overlap: for each output token the sum of min(p, q), where it is known.
     """
 
     limit: int
     draft_limit: int
     accept: tuple[float, ...] | None = None
     chains: tuple[tuple[int, int], ...] | None = None
+    draws: tuple[float, ...] | None = None
+    rates: tuple[float, ...] = ()
     overlap: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        assert (self.accept is None) != (self.chains is None)
+        assert [self.accept, self.chains, self.draws].count(None) == 2
 
     @property
     def length(self) -> int:
-        return len(self.accept if self.accept is not None else self.chains or ())
+        return len(self.accept or self.chains or self.draws or ())
 
     def round_at(self, start: int, k: int) -> Sequence[float]:
         """Acceptance probabilities of the proposals of a round that begins at token `start`.
@@ -46,6 +48,14 @@ class Text:
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None:
             known = self.accept[start : start + asked]
+            return known + (0.0,) * (asked - len(known))
+        if self.draws is not None:
+            known = tuple(
+                float(draw < rate)
+                for draw, rate in zip(
+                    self.draws[start : start + asked], self.rates[:asked], strict=False
+                )
+            )
             return known + (0.0,) * (asked - len(known))
         assert self.chains is not None
         found, stand = self.chains[start]
@@ -132,37 +142,6 @@ def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:
         stand = next((i for i, accepted in enumerate(chain) if accepted < 0.5), len(chain))
         yield len(chain), min(stand, text.length - start)
         start += stand + 1
-
-
-def rates_rounds(
-    conditional: Sequence[float], lengths: Iterable[tuple[int, int]], k: int
-) -> Rounds:
-    """Expected rounds when acceptance depends on nothing but the place in the draft.
-
-    conditional: chance of acceptance at each place when those before it were accepted, at least k
-    of them. lengths: for each prompt, output tokens and most that it may have. Approximate for
-    rejection sampling; what synthetic acceptance does in expectation.
-    """
-    found = Rounds(k)
-    for (length, limit), count in Counter(lengths).items():
-        begins = [float(count)] + [0.0] * length
-        for start in range(length):
-            chance = begins[start]
-            asked = max(0, min(k, limit - start - 1))
-            if asked:
-                found.drafts += chance
-                found.draft_tokens += chance * asked
-            else:
-                found.plain += chance
-            for place in range(asked):
-                if start + place >= length:
-                    chance = 0.0
-                    break
-                begins[min(start + place + 1, length)] += chance * (1.0 - conditional[place])
-                chance *= conditional[place]
-                found.accepted += chance
-            begins[min(start + asked + 1, length)] += chance
-    return found
 
 
 def iid_length(alpha: float, k: int) -> float:

@@ -153,9 +153,9 @@ class RunFolder:
         folder.write("environment.json", to_json(where) + "\n")
         return folder
 
-    def append(self, name: str, record: dict[str, Any]) -> None:
-        """Add one line to a .jsonl file: a single write, synced before this returns."""
-        line = (to_json(record) + "\n").encode()
+    def append(self, name: str, *records: dict[str, Any]) -> None:
+        """Add a line a record to a .jsonl file: a single write, synced before this returns."""
+        line = "".join(to_json(record) + "\n" for record in records).encode()
         try:
             if name not in self._files:
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND

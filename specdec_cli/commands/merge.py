@@ -30,9 +30,9 @@ def merge(
     options.set_up_logging(quiet=quiet, verbose=verbose)
     with waiting("merging", quiet=quiet):
         from specdec_cli.results import to_json
-        from specdec_cli.sweep_merge import merge_folders
-        from specdec_cli.sweep_setup import exit_code
-        from specdec_cli.sweep_view import print_results
+        from specdec_cli.sweep.document import exit_code
+        from specdec_cli.sweep.merge import merge_folders
+        from specdec_cli.sweep.view import print_results
 
         document, records = merge_folders(folders, output)
     for warning in document["warnings"]:

@@ -5,14 +5,18 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import ExitCode, RunError, UsageError
+from specdec_cli.launch.world import Place, World, join
 
 Ks = Annotated[
     str,
@@ -65,6 +69,7 @@ _LARGEST = 1024
 
 
 def sweep_k(
+    ctx: typer.Context,
     recipe: options.RecipeArgument = None,
     ks: Ks = "0-8",
     dataset: inputs.Dataset = None,
@@ -107,10 +112,13 @@ def sweep_k(
     prompts. Without a recipe the bundled demo pair runs.
     """
     lengths = parse_ks(ks)
-    place = shard_of(shard, os.environ)
-    if place is not None and shard is None and not quiet:
+    place: Place = ctx.obj
+    # Ranks that this command started leave it to their parent to speak.
+    is_heard = place.rank is None or place.rank.tells_user
+    part = shard_of(shard, os.environ)
+    if part is not None and shard is None and not quiet and is_heard:
         typer.echo(
-            f"shard {place[0]}/{place[1]}, this task's of the Slurm array; --shard 0/1 takes all",
+            f"shard {part[0]}/{part[1]}, this task's of the Slurm array; --shard 0/1 takes all",
             err=True,
         )
     chosen: dict[str, object] = {
@@ -145,73 +153,130 @@ def sweep_k(
         options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})
         for name in drafts
     ]
-    if recipes[0].target.tensor_parallel_size > 1:
-        raise UsageError("sweep-k runs on one rank in this version", "pass --target-tp 1")
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
-    prompts, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
-    recipes = [r.model_copy(update={"data": first.data}) for r in recipes]
     if resume and output is None:
         raise UsageError("--resume: which sweep?", "name its folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
+    def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
+        found, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
+        return found, first.data
+
+    num_ranks, timeout_s = recipes[0].target.tensor_parallel_size, recipes[0].run.timeout_s
+    with _saying_what_is_kept(output if is_heard and not dry_run else None):
+        if place.must_start(num_ranks):
+            raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+        with join(place, num_ranks, device=recipes[0].run.device, timeout_s=timeout_s) as world:
+            prompts, data = world.inputs(read)
+            code = _sweep(
+                world,
+                [r.model_copy(update={"data": data}) for r in recipes],
+                prompts,
+                (lengths, sizes),
+                (trust_remote_code, allow_pickle),
+                predict_only=predict_only,
+                shard=part,
+                resume=resume,
+                dry_run=dry_run,
+                as_json=as_json,
+                output=output,
+                quiet=quiet,
+            )
+    raise typer.Exit(code)
+
+
+def _sweep(
+    world: World,
+    recipes: "Sequence[specdec_cli.recipe.Recipe]",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    points: tuple[Sequence[int], Sequence[int]],
+    permissions: tuple[bool, bool],
+    *,
+    predict_only: bool,
+    shard: tuple[int, int] | None,
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+) -> ExitCode:
+    """Plan and measure; rank 0 keeps and shows what comes. Returns the exit code.
+
+    points: proposal lengths and batch sizes.
+    """
     with waiting("getting ready", quiet=quiet):
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.results import to_json
-        from specdec_cli.sweep import Records, Sweep
-        from specdec_cli.sweep_setup import (
-            describe_plan,
-            few_prompts,
-            open_folder,
-            plan_sweep,
-            warnings_of,
-        )
-        from specdec_cli.sweep_view import print_results, watcher
+        from specdec_cli.sweep.document import exit_code
+        from specdec_cli.sweep.folder import finish, open_folder
+        from specdec_cli.sweep.measure import Sweep
+        from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
+        from specdec_cli.sweep.records import Records
+        from specdec_cli.sweep.view import print_results, watcher
 
         plan = plan_sweep(
             recipes,
             prompts,
-            lengths,
-            sizes,
-            Permissions(trust_remote_code, allow_pickle),
+            *points,
+            Permissions(*permissions),
             predict_only=predict_only,
-            shard=place,
+            shard=shard,
         )
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
+        records, folder = Records(), None
         if dry_run:
             document = describe_plan(plan, warnings)
-        else:
-            records = Records()
-            folder = open_folder(output, plan, records, resume=resume) if output else None
-    for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
-    if dry_run:
-        typer.echo(to_json(document) if as_json else document["text"])
-        return
-
-    from specdec_cli.sweep_setup import exit_code, finish
+        elif output is not None:
+            if world.is_first:
+                folder = open_folder(output, plan, records, resume=resume)
+            # What the folder lacks is left to do, on every rank alike.
+            found = world.once(records.without_folder)
+            records = records if world.is_first else found
+    with world.outside():
+        for warning in warnings:
+            typer.echo(f"warning: {warning}", err=True)
+        if dry_run:
+            typer.echo(to_json(document) if as_json else document["text"])
+            return ExitCode.OK
 
     done = sum(map(len, records.samples.values()))
-    view = watcher(plan.num_samples - done, quiet=quiet)
-    sweep = Sweep(plan, records, view)
+    view = watcher(plan.num_samples - done, quiet=quiet or not world.is_first)
+    sweep = Sweep(plan, records, view, world)
     try:
-        points = sweep.run(lambda _: view.begin("loading models"), view.begin)
-    except (KeyboardInterrupt, SystemExit):
-        if folder is not None:
-            kept = sum(map(len, records.samples.values()))
-            view.close()
-            typer.echo(f"{kept} of {plan.num_samples} samples are kept in {output}", err=True)
-            typer.echo("go on with the same command and --resume", err=True)
-        raise
+        measured = sweep.run()
     finally:
         view.close()
         if folder is not None:
             folder.close()
-    document = finish(plan, records, points, warnings, sweep.clock, folder)
-    if as_json:
-        typer.echo(to_json(document))
-    else:
-        print_results(document)
-    raise typer.Exit(exit_code(document, records))
+
+    def end() -> ExitCode:
+        document = finish(plan, records, measured, warnings, sweep.clock, folder)
+        with world.outside():
+            if as_json:
+                typer.echo(to_json(document))
+            else:
+                print_results(document)
+        return exit_code(document, records)
+
+    return world.once(end)
+
+
+@contextmanager
+def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
+    """When a sweep is interrupted, or its ranks fail, say what lies in its folder."""
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except (KeyboardInterrupt, SystemExit, RunError) as end:
+        if isinstance(end, RunError) and end.code == ExitCode.USAGE:
+            raise
+        path = output / "samples.jsonl" if output is not None else None
+        if path is not None and path.exists():
+            kept = path.read_bytes().count(b"\n")
+            typer.echo(f"{kept} samples are kept in {output}", err=True)
+            typer.echo("go on with the same command and --resume", err=True)
+        raise
 
 
 def parse_ks(text: str) -> list[int]:

@@ -17,12 +17,11 @@ import torch
 from specdec_cli.compare.records import point_of
 from specdec_cli.compare.settings import Pair, Settings
 from specdec_cli.engine.build import build
-from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.loop import Emission, Engine
-from specdec_cli.engine.plan import Permissions
-from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
+from specdec_cli.engine.parallel import local_world_size
+from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import available_memory, room_now
 from specdec_cli.engine.types import Sequence as Seq
-from specdec_cli.errors import SetupError
 from specdec_cli.generation import Job, prepare, requests
 from specdec_cli.launch.world import World
 from specdec_cli.points import Key, Point, Sample
@@ -173,22 +172,15 @@ def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
     run can use.
     """
     plan, held = job.plan, engine.target.model.cache.num_blocks
-    cache = plan.recipe.cache
-    per_block = sum(block_bytes(m.layers, cache.block_size, m.dtype) for m in plan.held)
-    everything = CacheNeed(batch_size=2**31, longest=1, k=0, block_size=cache.block_size)
-    try:
-        room = choose_num_blocks(
-            everything,
-            per_block,
-            plan.device,
-            gpu_memory_utilization=cache.gpu_memory_utilization,
-            cpu_bytes=cache.cpu_bytes,
-        )
-    except SetupError:  # fewer than two more
-        room = 0
-    # The recipe's cpu_bytes are for the whole cache; what is free on a device is what it left.
-    is_left = plan.device.type == "cuda" or cache.cpu_bytes is None
-    return plan.parallel.gather_objects(room + held if is_left else room)
+    allowance = allowance_of(plan)
+    if plan.device.type == "cuda":
+        room = max(0, room_now(plan.device, allowance))
+    else:
+        room = allowance.host_budget(available_memory(), local_world_size())
+    fits = room // sum(block_bytes_of(plan))
+    # The recipe's cpu_bytes are for the whole cache; what is free is what the cache left.
+    is_left = plan.device.type == "cuda" or plan.recipe.cache.cpu_bytes is None
+    return plan.parallel.gather_objects(fits + held if is_left else fits)
 
 
 def _free_memory() -> None:

@@ -23,7 +23,7 @@ from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.results import RunFolder, environment
-from specdec_cli.sweep_setup import (
+from specdec_cli.sweep import (
     check_same,
     device_name,
     few_prompts,

@@ -150,10 +150,16 @@ class Engine:
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
+        if batch_size == self.batch_size:
+            return self
         other = copy(self)
         other.batch_size = batch_size
         other._pipelines = {}
         return other
+
+    def forget_rounds(self) -> None:
+        """Give up the rounds that were captured, and the memory that they hold."""
+        self._pipelines.clear()
 
     def run(
         self,

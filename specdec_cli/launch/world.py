@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.ranks import run_ranks
@@ -97,9 +98,25 @@ class World:
         if self._rank is None:
             return
         self._rank.heartbeat.ready = True
+        _set_timeouts(self._patience_s)
+
+    def loading(self) -> None:
+        """Models are loaded again, until `ready`: a rank may take as long as it moves."""
+        if self._rank is None:
+            return
+        self._rank.heartbeat.ready = False
+        _set_timeouts(_LONG_S)
+
+    def agreement(self) -> Agreement:
+        """A way for the ranks to agree on steps that may fail."""
+        return Agreement(self.size, self._patience_s)
+
+    @property
+    def _patience_s(self) -> float:
+        """How long a collective may wait once the models are loaded."""
         # Where a parent watches, nothing else needs to: a reader may hold rank 0 up for long.
-        is_watched = self._rank.limit_s is None
-        _set_timeouts(_LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S)
+        is_watched = self._rank is None or self._rank.limit_s is None
+        return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 
     def beat(self) -> None:
         """A step is done. Costs nothing."""

@@ -68,9 +68,9 @@ def sweep_process(arguments: list[str | Path]) -> Iterator[tuple[int, int]]:
             torch.set_num_threads(1)
             append = RunFolder.append
 
-            def acknowledged(self: RunFolder, name: str, record: dict[str, Any]) -> None:
-                append(self, name, record)
-                if name == "samples.jsonl":
+            def acknowledged(self: RunFolder, name: str, *records: dict[str, Any]) -> None:
+                append(self, name, *records)
+                for record in records if name == "samples.jsonl" else ():
                     key = [record[field] for field in ("draft", "batch_size", "k", "index")]
                     os.write(writing, (json.dumps(key) + "\n").encode())
 

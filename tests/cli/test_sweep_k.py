@@ -168,7 +168,7 @@ def test_resumed_is_whole(
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.sweep.build", None)
+    monkeypatch.setattr("specdec_cli.sweep.measure.build", None)
     before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
     result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
     assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
@@ -244,7 +244,7 @@ def test_a_slurm_task_takes_its_share(
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.sweep.build", None)
+    monkeypatch.setattr("specdec_cli.sweep.measure.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
@@ -354,7 +354,10 @@ def test_what_if(capsys: Capture) -> None:
     points = json.loads(rates.out)["points"]
     lengths = [p["metrics"]["acceptance_rate_per_pos"] for p in points]
     assert rates.code == 0 and lengths[2] == [1.0, 1.0] and lengths[3][2] == 0.0
-    assert points[3]["prediction"]["method"] == "rates"
+    for point in points:  # made-up acceptance is replayed draw for draw
+        measured = point["metrics"]["mean_acceptance_length"]
+        assert point["prediction"]["is_exact"]
+        assert point["prediction"]["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
     assert "synthetic" in rates.err
     # The length belongs to the recipe's k, 4: one rate for all places and every k.
     length = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-length", "5")

@@ -40,7 +40,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def text_of(engine: Engine, seq: Sequence, params: SamplingParams) -> Text:
     prompt = tuple(seq.tokens[: seq.num_prompt_tokens])
-    found = forecast(engine, prompt, seq.output_ids, LARGEST, params)
+    found = forecast(engine, Request(seq.index, prompt), seq.output_ids, LARGEST, params)
     assert engine.allocator.num_used == 0
     assert engine.draft is not None
     return Text(
@@ -114,7 +114,7 @@ def test_acceptance_of_sampled_tokens_is_that_of_transformers_models(
     engine = make_engine(*pair)
     params = SamplingParams(temperature=0.7, max_new_tokens=30)
     seq = decode(engine, [PROMPTS[0]], 3, temperature=0.7, max_new_tokens=30)[0]
-    found = forecast(engine, tuple(PROMPTS[0]), seq.output_ids, LARGEST, params)
+    found = forecast(engine, Request(0, tuple(PROMPTS[0])), seq.output_ids, LARGEST, params)
     with torch.no_grad():
         p, q = (
             (reference(m)(torch.tensor([seq.tokens])).logits[0] / 0.7).softmax(-1) for m in pair

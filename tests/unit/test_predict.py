@@ -10,7 +10,6 @@ from specdec_cli.predict import (
     expected_rounds,
     greedy_rounds,
     iid_length,
-    rates_rounds,
     with_recorded,
 )
 
@@ -77,20 +76,21 @@ def test_a_text_that_ends_in_an_accepted_proposal() -> None:
     assert (found.drafts, found.draft_tokens, found.accepted) == (1.0, 5.0, 3.0)
 
 
-def test_rates_without_an_end_give_the_iid_formula() -> None:
+def test_one_rate_for_every_token_gives_the_iid_formula() -> None:
     alpha, k, length = 0.7, 4, 4000
-    found = rates_rounds([alpha] * k, [(length, length + 100)], k)
+    text = Text(limit=length + 100, draft_limit=9999, accept=(alpha,) * length)
+    found = expected_rounds([text], k)
     assert found.mean_acceptance_length == pytest.approx(iid_length(alpha, k), rel=2e-3)
     assert iid_length(alpha, k) == pytest.approx((1 - alpha ** (k + 1)) / (1 - alpha))
     assert iid_length(1.0, k) == k + 1
 
 
-def test_constant_acceptance_is_what_rates_say() -> None:
-    text = Text(limit=40, draft_limit=99, accept=(0.6,) * 40)
-    by_text, by_rates = expected_rounds([text] * 2, 3), rates_rounds([0.6] * 3, [(40, 40)] * 2, 3)
-    assert by_text.drafts == pytest.approx(by_rates.drafts)
-    assert by_text.accepted == pytest.approx(by_rates.accepted)
-    assert by_text.draft_tokens == pytest.approx(by_rates.draft_tokens)
+def test_draws_stand_below_the_rate_of_their_place() -> None:
+    draws = (0.1, 0.6, 0.5, 0.1, 0.9, 0.1)
+    text = Text(limit=9, draft_limit=99, draws=draws, rates=(0.8, 0.4))
+    # 0.1 < 0.8 stands, 0.6 does not below 0.4; then 0.5 and 0.1 stand, 0.9 is the target's own.
+    assert list(greedy_rounds(text, 2)) == [(2, 1), (2, 2), (2, 1)]
+    assert [a for _, a in greedy_rounds(text, 1)] == [1, 1, 0, 1]
 
 
 def test_longer_proposals_accept_no_less() -> None:

@@ -10,20 +10,16 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.points import Failure, Key
 from specdec_cli.recipe import load_recipe
 from specdec_cli.results import RunFolder, read_records, to_json
-from specdec_cli.sweep import (
-    Records,
-    SweepSettings,
-    points_of_block,
-    sorted_samples,
-    sweep_document,
-)
-from specdec_cli.sweep_setup import (
-    few_prompts,
+from specdec_cli.sweep.document import points_of_block, sorted_samples, sweep_document
+from specdec_cli.sweep.folder import (
     first_difference,
     read_settings,
     read_warnings,
     write_settings,
 )
+from specdec_cli.sweep.plan import few_prompts
+from specdec_cli.sweep.records import Records
+from specdec_cli.sweep.settings import SweepSettings
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], Records]:

@@ -1,0 +1,73 @@
+"""Whether a step went alike on all ranks, so that a run can outlive what failed on all of them."""
+
+from datetime import timedelta
+from typing import Any
+
+from specdec_cli.launch.rank import PeersMissing
+
+_PATIENCE_S = 10.0  # for the other ranks to fail as well
+
+
+class Agreement:
+    """Tells each rank how a step went on the others.
+
+    Made by every rank of the world at the same place; `settle` likewise, after each step. It has a
+    group of its own: a rank that failed must not meet the others inside a model's collective.
+    patience_s: how long a rank whose step went well waits for the others.
+    """
+
+    def __init__(self, world_size: int, patience_s: float) -> None:
+        self._size = world_size
+        self._patience = timedelta(seconds=patience_s)
+        self._group: Any = None
+        if world_size > 1:
+            import torch.distributed as dist
+
+            self._group = dist.new_group(backend="gloo", timeout=self._patience)
+
+    def settle(self, problem: Exception | None, value: int) -> tuple[bool, list[int]]:
+        """Whether the step failed, on every rank, and each rank's `value`.
+
+        Where only some failed, or ranks stand at different collectives, the run is lost: raises the
+        problem there, and elsewhere `PeersMissing`, which says that another rank was the cause.
+        """
+        if self._group is None:
+            return problem is not None, [value]
+        own = [int(problem is not None), value, *self._places()]
+        try:
+            rows = self._gather(own, problem is not None)
+        except RuntimeError:
+            if problem is None:
+                raise
+            raise problem from None  # the others are waiting for us inside a collective
+        failed = [bool(row[0]) for row in rows]
+        inner = [row[3] for row in rows if row[3] >= 0]
+        are_together = len({row[2] for row in rows}) == 1 and len(set(inner)) <= 1
+        if any(failed) and not (all(failed) and are_together):
+            raise problem or PeersMissing("another rank failed")
+        return all(failed), [row[1] for row in rows]
+
+    def _gather(self, own: list[int], is_short: bool) -> list[list[int]]:
+        import torch
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        row = torch.tensor(own)
+        rows = [torch.empty_like(row) for _ in range(self._size)]
+        patience = timedelta(seconds=_PATIENCE_S) if is_short else self._patience
+        c10d._set_pg_timeout(patience, self._group)
+        dist.all_gather(rows, row, group=self._group)
+        return [found.tolist() for found in rows]
+
+    def _places(self) -> tuple[int, int]:
+        """How many collectives this rank has begun in groups of all ranks, and in smaller ones that
+        it belongs to, -1 where there is none."""
+        import torch.distributed as dist
+        import torch.distributed.distributed_c10d as c10d
+
+        groups = [g for g in c10d._world.pg_map if not c10d._rank_not_in_group(g)]
+        # Not in torch's own stubs.
+        begun = [(g.size(), g._get_sequence_number_for_group()) for g in groups]  # type: ignore[attr-defined]
+        whole = sum(count for size, count in begun if size == dist.get_world_size())
+        part = [count for size, count in begun if size < dist.get_world_size()]
+        return whole, sum(part) if part else -1

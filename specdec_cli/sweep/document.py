@@ -1,0 +1,147 @@
+"""From records to points, and the document that a sweep ends with.
+
+Everything is computed from what lies in a run folder. Knows no engine.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from specdec_cli.errors import ExitCode
+from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points, recommend
+from specdec_cli.predict import Text, with_recorded
+from specdec_cli.sweep.records import Clock, Records
+from specdec_cli.sweep.settings import SweepSettings
+
+
+def points_of_block(
+    settings: SweepSettings,
+    records: Records,
+    block: tuple[str | None, int],
+    failures: Mapping[Key, Failure],
+) -> list[Point]:
+    """The points of one draft and batch size from what is recorded."""
+    draft, batch_size = block
+    keys = [Key(draft, batch_size, k) for k in settings.ks]
+    failures = dict(failures)
+    for key in keys:
+        if key.k not in settings.measured_ks:
+            failures.setdefault(key, Failure("skipped", "predicted, not measured"))
+    largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    # Made-up acceptance writes another text at each k; only its length may be the same.
+    is_exact = settings.is_greedy and not settings.is_synthetic
+    if settings.is_synthetic:
+        ends = {sample["finish_reason"] for sample in largest.values()}
+        is_exact = ends <= {"length", "error"}
+    forecasts = Forecasts(
+        largest_k=max(settings.ks),
+        texts=_texts(settings, records, draft),
+        costs={
+            key.k: curve_point(key, found)["seconds_per_sequence_round"]
+            for key in keys
+            if (found := records.costs[key])
+        },
+        is_exact=is_exact,
+    )
+    return block_points(records.samples, keys, failures, forecasts, settings.seed)
+
+
+def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a round costs at one point, from the parts of the time curve."""
+    total = {
+        name: sum(part[name] for part in parts.values()) for name in ("rounds", "decode_seconds")
+    }
+    rounds = max(1, total["rounds"])
+    draft, verify, sample = (
+        sum(part[name] for part in parts.values()) / rounds
+        for name in ("draft_ms", "verify_ms", "sample_ms")
+    )
+    return asdict(key) | {
+        "rounds": total["rounds"],
+        "draft_ms_per_step": draft / key.k if key.k else None,
+        "verify_ms": verify,
+        "sample_ms": sample,
+        "round_ms": total["decode_seconds"] * 1e3 / rounds,
+        # The median: whatever disturbs one part says nothing of the others.
+        "seconds_per_sequence_round": median(
+            part["decode_seconds"] / max(1, part["sequence_rounds"]) for part in parts.values()
+        ),
+    }
+
+
+def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list[Text]:
+    samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    texts = []
+    for index, record in sorted(records.texts[draft].items()):
+        text = Text(
+            limit=record["limit"],
+            draft_limit=record["draft_limit"],
+            accept=tuple(record["accept"]) if record["accept"] is not None else None,
+            chains=tuple((a, b) for a, b in record["chains"])
+            if record["chains"] is not None
+            else None,
+            draws=tuple(record["draws"]) if record["draws"] is not None else None,
+            rates=tuple(record["rates"] or ()),
+            overlap=tuple(record["overlap"] or ()),
+        )
+        sample = samples.get(index)
+        if settings.is_greedy and text.accept is not None and sample is not None:
+            rounds = zip(sample["proposed_per_round"], sample["accepted_per_round"], strict=True)
+            text, _ = with_recorded(text, rounds)
+        texts.append(text)
+    return texts
+
+
+def sweep_document(
+    settings: SweepSettings,
+    recipe: dict[str, Any],
+    where: dict[str, Any],
+    records: Records,
+    points: Sequence[Point],
+    warnings: Sequence[str],
+    clock: Clock | None = None,
+) -> dict[str, Any]:
+    """`sweep-k --json`, and summary.json."""
+    best = {
+        b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
+        for b in settings.batch_sizes
+    }
+    return {
+        "schema": "specdec.sweep-k/1",
+        "recipe": recipe,
+        "environment": where,
+        "sweep": settings.as_dict() | {"settings_hash": settings.digest},
+        "points": list(points),
+        "best": best[settings.batch_sizes[0]],
+        "best_by_batch_size": {str(b): found for b, found in best.items()},
+        "time_curve": [
+            curve_point(key, found)
+            for key in sorted(records.costs, key=_order(settings))
+            if (found := records.costs[key])
+        ],
+        "warnings": list(warnings),
+        "measuring": clock.as_dict() if clock is not None else None,
+    }
+
+
+def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
+    places = {draft: place for place, draft in enumerate(settings.drafts)}
+    return lambda key: (places[key.draft], key.batch_size, key.k)
+
+
+def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
+    """Every sample in the order of its point, then of its prompt."""
+    keys = sorted(records.samples, key=_order(settings))
+    return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
+
+
+def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
+    """Partial where a point or a prompt failed; where no point is left, what stopped them all."""
+    statuses = [p["status"] for p in document["points"] if p["status"] != "skipped"]
+    samples = [s for found in records.samples.values() for s in found.values()]
+    if not samples and "ok" not in statuses:
+        only_memory = set(statuses) == {"oom"}
+        return ExitCode.ENVIRONMENT if only_memory else ExitCode.RUN_FAILED
+    failed = set(statuses) != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    return ExitCode.PARTIAL if failed else ExitCode.OK

@@ -1,0 +1,134 @@
+"""The run folder of a sweep: begun, gone on with, and read again."""
+
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.generation import Job
+from specdec_cli.points import Point
+from specdec_cli.results import RunFolder, environment, to_json
+from specdec_cli.sweep.document import sweep_document
+from specdec_cli.sweep.plan import SweepPlan, warnings_of
+from specdec_cli.sweep.records import Clock, Records
+from specdec_cli.sweep.settings import SweepSettings
+
+_log = logging.getLogger("specdec")
+_SETTINGS = "settings.json"
+
+
+def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) -> RunFolder:
+    """The sweep's run folder, new or gone on with; `records` takes over what it holds.
+
+    Raises `UsageError` when it holds a {what} with other settings, or none at all.
+    """
+    where = _where(plan)
+    if resume and (path / _SETTINGS).exists():
+        check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
+        folder = RunFolder.reopen(path)
+        records.load(folder)
+        warn_of_another_environment(path, where)
+    else:
+        folder = RunFolder.create(path, plan.recipe, where)
+        write_settings(folder, plan.settings, warnings_of(plan))
+    records.folder = folder
+    return folder
+
+
+class Settings(Protocol):
+    """What a folder's records depend on."""
+
+    @property
+    def digest(self) -> str: ...
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+
+def write_settings(folder: RunFolder, settings: Settings, warnings: Sequence[str]) -> None:
+    """What `read_settings` and `read_warnings` read."""
+    found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
+    folder.write(_SETTINGS, to_json(found) + "\n")
+
+
+def read_warnings(path: Path) -> list[str]:
+    """The warnings that a sweep's folder was begun with."""
+    return list(read_settings_file(path)["warnings"])
+
+
+def read_settings(path: Path) -> SweepSettings:
+    """The settings of a sweep's folder. Raises `UsageError` when it is none."""
+    try:
+        return SweepSettings.of_dict(read_settings_file(path)["settings"])
+    except (KeyError, TypeError, ValueError) as problem:
+        raise SetupError(f"{path / _SETTINGS}: no settings of a sweep: {problem!r}") from None
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """settings.json of a folder. Raises `UsageError` where there is none."""
+    try:
+        found: dict[str, Any] = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
+        return found
+    except FileNotFoundError:
+        raise UsageError(f"{path} is no folder of a sweep: it has no {_SETTINGS}") from None
+    except (OSError, ValueError) as problem:
+        raise SetupError(f"cannot read {path / _SETTINGS}: {problem}") from None
+
+
+def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
+    """The first dotted key at which two documents differ, with both values."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for name in [*ours, *(n for n in theirs if n not in ours)]:
+            inner = f"{key}.{name}" if key else str(name)
+            if found := first_difference(ours.get(name), theirs.get(name), inner):
+                return found
+        return None
+    return None if ours == theirs else (key, ours, theirs)
+
+
+def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises `UsageError` where the settings that a folder was begun with are not ours."""
+    found = first_difference(theirs, ours)
+    if found is not None:
+        key, there, now = found
+        raise UsageError(
+            f"{path} holds a {what} with other settings: {key.removeprefix('recipe.')} is "
+            f"{to_json(there)} there and {to_json(now)} now",
+            "resume with the same options, or name another folder with -o",
+        )
+
+
+def warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
+    """Samples measured with other versions are kept; their times may differ for that reason."""
+    try:
+        earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return
+    if (found := first_difference(earlier, json.loads(to_json(where)))) is not None:
+        key, there, now = found
+        _log.warning("%s was begun elsewhere: %s was %r and is %r", path, key, there, now)
+
+
+def finish(
+    plan: SweepPlan,
+    records: Records,
+    points: Sequence[Point],
+    warnings: Sequence[str],
+    clock: Clock,
+    folder: RunFolder | None,
+) -> dict[str, Any]:
+    """The sweep's document, also written as the folder's summary."""
+    recipe = plan.recipe.model_dump(mode="json")
+    document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
+    if folder is not None:
+        folder.write("summary.json", to_json(document) + "\n")
+    return document
+
+
+def _where(plan: SweepPlan) -> dict[str, Any]:
+    job: Job = plan.jobs[0]
+    found = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
+    return found | {
+        "cache": "sized for the largest k and batch size, the same at every point, k = 0 included"
+    }

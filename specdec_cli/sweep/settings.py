@@ -1,0 +1,65 @@
+"""What a sweep's samples depend on. Knows no models and no prompts' text."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import product
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """What a sweep's samples depend on; two folders with equal settings may be joined.
+
+    recipe: as resolved, without what the other fields say. prompts: how many, and a digest of their
+    tokens. shard: place and number of shards, or None.
+    """
+
+    recipe: dict[str, Any]
+    drafts: tuple[str | None, ...]
+    ks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    predict_only: bool
+    prompts: dict[str, Any]
+    shard: tuple[int, int] | None
+    device: str
+    dtype: str
+
+    @property
+    def digest(self) -> str:
+        text = json.dumps(asdict(self), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @property
+    def measured_ks(self) -> tuple[int, ...]:
+        return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
+
+    @property
+    def blocks(self) -> list[tuple[str | None, int]]:
+        """Drafts and batch sizes in the order in which they are measured."""
+        return list(product(self.drafts, self.batch_sizes))
+
+    @property
+    def is_greedy(self) -> bool:
+        return bool(self.recipe["sampling"]["temperature"] == 0.0)
+
+    @property
+    def is_synthetic(self) -> bool:
+        return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
+
+    @property
+    def seed(self) -> int:
+        return int(self.recipe["run"]["seed"])
+
+    def as_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
+
+    @classmethod
+    def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
+        values = dict(found)
+        for name in ("drafts", "ks", "batch_sizes"):
+            values[name] = tuple(values[name])
+        values["shard"] = tuple(values["shard"]) if values["shard"] else None
+        return cls(**values)
