@@ -87,25 +87,27 @@ def test_a_failing_pair_is_a_row(broken: tuple[Path, Result]) -> None:
     _, result = broken
     assert result.code == 3, result.err
     points = by_place(result.document["points"])
-    for batch_size in (1, 2):
-        failed = points[2, 2, batch_size]
-        assert failed["status"] == "failed" and failed["metrics"] is None
-        assert failed["reason"] == "rank 1: ArithmeticError: the planted error"
-        assert points[2, 1, batch_size]["status"] == points[2, None, batch_size]["status"] == "ok"
-        assert points[2, 1, batch_size]["speedup_vs_equal_tp"] is None
-    assert "target TP 2, draft TP 2, batch size 1: failed: rank 1: ArithmeticErr" in result.err
+    # It fails in the third round, and batch size 1 takes two: what was measured before is kept.
+    assert points[2, 2, 1]["status"] == "ok"
+    failed = points[2, 2, 2]
+    assert failed["status"] == "failed" and failed["metrics"] is None
+    assert failed["reason"] == "rank 1: ArithmeticError: the planted error"
+    assert points[2, 1, 2]["status"] == points[2, None, 2]["status"] == "ok"
+    assert points[2, 1, 2]["speedup_vs_equal_tp"] is None
+    assert "target TP 2, draft TP 2, batch size 2: failed: rank 1: ArithmeticErr" in result.err
 
 
-def test_resume_runs_the_failed_pair_only(
+def test_resume_runs_what_failed_only(
     broken: tuple[Path, Result], whole: tuple[Path, Result]
 ) -> None:
     before, after = (by_place(r.document["points"]) for _, r in (broken, whole))
     same = ("metrics", "blocks_per_rank", "tokens_sha256")
     for place in ((1, 1, 1), (1, 1, 2), (2, 1, 1), (2, 1, 2)):
         assert [after[place][n] for n in same] == [before[place][n] for n in same]
+    assert after[2, 2, 1]["metrics"] == before[2, 2, 1]["metrics"]
     lines = [line for line in whole[1].err.splitlines() if "tokens/s" in line]
-    # Of one pair: k = 0 and k at two batch sizes. Of the others nothing is said again.
-    assert len(lines) == 4 and lines[3].startswith("target TP 2, draft TP 2, batch size 2: ")
+    # Of one pair: k = 0 and k at one batch size. Of the others nothing is said again.
+    assert len(lines) == 2 and lines[1].startswith("target TP 2, draft TP 2, batch size 2: ")
 
 
 def test_document(whole: tuple[Path, Result]) -> None:
@@ -124,7 +126,7 @@ def test_document(whole: tuple[Path, Result]) -> None:
         metrics = point["metrics"]
         assert point["status"] == "ok" and metrics["num_prompts"] == batch_size
         assert point["broadcast_ms"] == metrics["broadcast_ms"]
-        assert (point["broadcast_ms"] > 0.01) == (target_tp == 2)
+        assert target_tp == 1 or point["broadcast_ms"] > 0.05
         assert len(point["blocks_per_rank"]) == target_tp
         assert 0 < point["num_blocks"] <= min(point["blocks_per_rank"])
         assert metrics["k"] == point["k"] == (0 if draft_tp is None else 4)
