@@ -99,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if place.rank is not None and outcome.failed:
             _end_rank(place.rank, outcome)
         document = held.getvalue()
-        if as_json and (outcome.failed or (outcome.code and not document.strip())):
+        is_mute = outcome.code and not document.strip() and not place.has_answered
+        if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
         _deliver(document, outcome)

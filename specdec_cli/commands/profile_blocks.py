@@ -170,8 +170,10 @@ def _measured(
         profile = measure_blocks(
             resolved, prompts, Permissions(*permissions), context, stages.begin, stages.expect
         )
-        world.ready()
-        return document(resolved, profile) if world.is_first else {}
+        # Before the others are ready to wait: it describes the draft at other degrees.
+        found = document(resolved, profile) if world.is_first else {}
+    world.ready()
+    return found
 
 
 def _estimated(

@@ -2,7 +2,8 @@
 
 Weights and cache blocks follow exactly from the configs; here is what does not. The largest tensors
 of a pass that are alive at once are known for fused layers, and found by a pass on the meta device
-for transformers' own. The constants are measured: docs/memory.md says where.
+for transformers' own. The constants are round figures; docs/memory.md compares estimates with
+measurements.
 """
 
 from dataclasses import dataclass

@@ -24,17 +24,19 @@ _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Place:
     """How this process came to be.
 
     program: the command line, after the interpreter, that starts it again. seat: None unless
     torchrun or srun started it. rank: None where it is alone, and not started by `run_ranks`.
+    has_answered: ranks that it started have written the command's result.
     """
 
     program: tuple[str, ...]
     seat: Seat | None = None
     rank: Rank | None = None
+    has_answered: bool = False
 
     def must_start(self, num_ranks: int) -> bool:
         """Whether this process is to start ranks instead of running itself."""
@@ -42,7 +44,9 @@ class Place:
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
         """Run this command line as ranks and return its exit code; raises their root cause."""
-        return run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
+        code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
+        self.has_answered = True
+        return code
 
 
 def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:

@@ -42,20 +42,26 @@ def fail(mode: str) -> None:
 
 
 def plant(fault: str, rank: int) -> None:
-    """Have rank R fail in one of the real command's stages; fault is MODE:STAGE:R."""
+    """Have rank R fail in one of the real command's stages; fault is MODE:STAGE:R.
+
+    R may be `all`.
+    """
     mode, stage, faulty = fault.split(":")
-    if rank != int(faulty):
+    if faulty != "all" and rank != int(faulty):
         return
     import specdec_cli.engine.build as build
-    from specdec_cli.engine.draft import DraftWorker
+    from specdec_cli.engine.draft import AbsentDraft, DraftWorker
     from specdec_cli.engine.target import TargetScorer
 
-    owner, name = {
-        "load": (build, "load"),
-        "draft": (DraftWorker, "propose"),
-        "verify": (TargetScorer, "score"),
-    }[stage]
-    setattr(owner, name, _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2))
+    owners: dict[str, tuple[tuple[object, ...], str]] = {
+        "load": ((build,), "load"),
+        "draft": ((DraftWorker, AbsentDraft), "propose"),
+        "verify": ((TargetScorer,), "score"),
+    }
+    places, name = owners[stage]
+    for owner in places:
+        failing = _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2)
+        setattr(owner, name, failing)
 
 
 def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:

@@ -73,6 +73,11 @@ def torchrun(port: int, *program: str) -> list[str]:
     return ["-m", "torch.distributed.run", *options, endpoint, *program]
 
 
+def torchrun_alone(num_ranks: int) -> list[str]:
+    """What torchrun is called with on one host; `-m MODULE ...` follows."""
+    return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+
+
 def pids_of(folder: Path, count: int, seconds: float = 60.0) -> list[int]:
     """The process ids that `count` ranks wrote to a folder, once all of them have."""
     deadline = time.monotonic() + seconds

@@ -1,0 +1,109 @@
+"""`specdec sweep-k` over ranks: the samples of one rank, whatever interrupts, and what fails."""
+
+import json
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.results import read_records
+from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
+from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
+
+pytestmark = pytest.mark.dist
+
+OPTIONS = [
+    *("sweep-k", "demo", "--device", "cpu", "--k", "0,2", "--limit", "4", "-q"),
+    *("--max-new-tokens", "8", "--temperature", "0.8"),
+    *("--set", "run.repeats=1", "--set", "run.warmup=0"),
+]
+SPLIT = ["-m", "specdec_cli", *OPTIONS, "--target-tp", "2"]
+
+
+def begun(folder: Path, count: int, parent: "subprocess.Popen[str]") -> None:
+    """Wait until a sweep has so many samples."""
+    path, deadline = folder / "samples.jsonl", time.monotonic() + 120
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert parent.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def keyed(found: list[Sample]) -> list[tuple[Any, ...]]:
+    return [(s["k"], s["index"], s["token_ids"]) for s in without_times(found)]
+
+
+def test_two_ranks_measure_what_one_measures(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The parent is killed, then interrupted; the rest is measured under torchrun."""
+    folder, environ = tmp_path / "run", marked()
+    options = ["-o", str(folder), "--resume"]
+    parent = start([*SPLIT, *options], environ)
+    begun(folder, 2, parent)
+    parent.kill()
+    parent.communicate()
+    assert wait_until_gone(environ, 10) == []
+
+    parent = start([*SPLIT, *options], environ)
+    begun(folder, 3, parent)
+    parent.send_signal(signal.SIGINT)
+    _, err = parent.communicate(timeout=60)
+    kept = (folder / "samples.jsonl").read_text()
+    assert parent.returncode == 130 and kept.count("\n") < 8
+    assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in err
+    assert err.count("error: ") == 1 and living(environ) == []
+
+    parent = start([*torchrun_alone(2), *SPLIT, *options, "--json"], environ)
+    out, _ = parent.communicate(timeout=180)
+    assert parent.returncode == 0
+    document = json.loads(out)
+    assert (folder / "samples.jsonl").read_text().startswith(kept)
+    assert document == json.loads((folder / "summary.json").read_text())
+    assert [p["status"] for p in document["points"]] == ["ok", "ok"]
+
+    alone = tmp_path / "alone"
+    assert specdec(capsys, *OPTIONS, "-o", alone).code == 0
+    assert keyed(samples(folder)) == keyed(samples(alone)) and len(samples(folder)) == 8
+    ours, theirs = (
+        {r["index"]: r for r in read_records(path / "replay.jsonl")} for path in (folder, alone)
+    )
+    assert ours.keys() == theirs.keys() == {0, 1, 2, 3}
+    for index, record in ours.items():
+        for name in ("accept", "overlap"):
+            assert record[name] == pytest.approx(theirs[index][name], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fault, code, message",
+    [
+        ("raise:verify:1", 1, "rank 1: ArithmeticError: the planted error"),
+        # Its peers are inside a collective by then: no going on without them.
+        ("oom:verify:1", 5, "rank 1: out of memory: tried to allocate 3 GiB"),
+    ],
+)
+def test_a_failing_rank_ends_the_sweep(tmp_path: Path, fault: str, code: int, message: str) -> None:
+    folder, environ = tmp_path / "run", planted(fault)
+    out, err, ended = finished([*SPLIT, "-o", str(folder), "--json"], environ)
+    assert (ended, json.loads(out)["error"]["message"]) == (code, message), err
+    assert err.count("error: ") == 1 and living(environ) == []
+
+
+def test_a_point_that_fails_on_every_rank_is_a_point(tmp_path: Path) -> None:
+    out, err, code = finished([*SPLIT, "--json"], planted("oom:draft:all"))
+    found = {p["k"]: (p["status"], p.get("reason")) for p in json.loads(out)["points"]}
+    assert code == 3, err
+    assert found == {0: ("ok", None), 2: ("oom", "tried to allocate 3 GiB")}
+
+
+def planted(fault: str) -> dict[str, str]:
+    paths = f"{ROOT / 'tests' / 'launch' / 'site'}:{ROOT}:{ROOT / 'kernels'}"
+    return marked(PYTHONPATH=paths, PLANTED_FAULT=fault)
+
+
+def finished(program: list[str], environ: dict[str, str]) -> tuple[str, str, int]:
+    process = start(program, environ)
+    out, err = process.communicate(timeout=180)
+    return out, err, process.returncode
