@@ -225,6 +225,11 @@ def _live_bytes(model: Description, tokens: int) -> int:
     attach(module, _Stub())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
     none = torch.zeros(0, dtype=torch.int64, device="meta")
-    with LiveBytes() as live:
-        module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
+    try:
+        with LiveBytes() as live:
+            module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
+    except (RuntimeError, TypeError):  # an operator without a form for meta
+        widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # not the vocabulary
+        return int(tokens * 8 * narrow * model.dtype.itemsize)
     return int(live.peak)

@@ -207,6 +207,20 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
     assert large - small >= 31 * 8 * 3 * hidden
 
 
+def test_an_operator_that_meta_lacks_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (planned,) = plan_all_ranks(pair(tmp_path, "gemma2", None), Permissions(), CUDA)
+    need = CacheNeed(1, 256, 0, 8)
+    followed = estimate_passes(planned, need).activation
+
+    def fail(*_: object, **__: object) -> None:
+        raise NotImplementedError("no meta kernel")
+
+    monkeypatch.setattr(planned.target.module, "forward", fail)
+    assert followed <= estimate_passes(planned, need).activation < 2 * followed
+
+
 @pytest.mark.gpu
 @NEEDS_CUDA
 def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
