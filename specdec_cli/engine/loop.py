@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Values
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -147,7 +147,7 @@ class Engine:
         self.pipelined = pipelined
         self.parallel = parallel
         self._pipelines: dict[Hashable, tuple[Pipeline, ...]] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # memory that captured rounds share
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
