@@ -50,8 +50,15 @@ class RunError(SpecdecError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory, of the host or of a device, ran out."""
+    """Whether memory, of the host or of a device, ran out.
+
+    Also where that was the beginning: leaving a CUDA graph's capture fails after it with an error
+    of its own.
+    """
     if isinstance(error, MemoryError):
+        return True
+    earlier = error.__context__
+    if isinstance(earlier, Exception) and is_out_of_memory(earlier):
         return True
     # Torch is not imported here; its own class carries this name, its CPU allocator has none.
     is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Values
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -147,6 +147,7 @@ class Engine:
         self.pipelined = pipelined
         self.parallel = parallel
         self._pipelines: dict[Hashable, tuple[Pipeline, ...]] = {}
+        self._pool: Any = None  # memory that captured rounds share
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
@@ -155,11 +156,13 @@ class Engine:
         other = copy(self)
         other.batch_size = batch_size
         other._pipelines = {}
+        other._pool = None
         return other
 
     def forget_rounds(self) -> None:
         """Give up the rounds that were captured, and the memory that they hold."""
         self._pipelines.clear()
+        self._pool = None
 
     def run(
         self,
@@ -306,10 +309,14 @@ class Engine:
             # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
             held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
             columns = held + self.allocator.blocks_for(k + 1)
-            self._pipelines[key] = tuple(
-                Pipeline(target, draft, rule, slots, columns, self.parallel)
-                for slots in slot_counts(self.batch_size)
-            )
+            if device.type == "cuda" and self._pool is None:
+                self._pool = torch.cuda.graph_pool_handle()
+            # The largest first: the smaller ones then find room in what it took.
+            counts = reversed(slot_counts(self.batch_size))
+            made = [
+                Pipeline(target, draft, rule, n, columns, self.parallel, self._pool) for n in counts
+            ]
+            self._pipelines[key] = tuple(reversed(made))
         return self._pipelines[key]
 
     def _clear_caches(self) -> None:

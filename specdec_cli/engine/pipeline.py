@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -51,7 +52,12 @@ class _Flight:
 
 
 class Pipeline:
-    """The rounds of one rule over a batch of slots, on this rank of `parallel`."""
+    """The rounds of one rule over a batch of slots, on this rank of `parallel`.
+
+    pool: the memory of the captured round's own tensors, from `torch.cuda.graph_pool_handle`, or
+    None for one of its own. Rounds may share it when no two are ever in flight together, since none
+    leaves anything there.
+    """
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class Pipeline:
         batch_size: int,
         num_columns: int,
         parallel: TensorParallel,
+        pool: Any = None,
     ) -> None:
         device = target.model.device
         self.rule = rule
@@ -82,7 +89,7 @@ class Pipeline:
         if device.type == "cuda":
             for record in self._on_host:
                 record.flat = record.flat.pin_memory()
-            self._run = capture(run, device)
+            self._run = capture(run, device, pool)
 
     @property
     def num_slots(self) -> int:
@@ -149,7 +156,7 @@ class Pipeline:
                 flight.done.synchronize()
 
 
-def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
     """`run` as a CUDA graph. It is run a few times before, which compiles its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -158,6 +165,6 @@ def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         run()
     return graph.replay

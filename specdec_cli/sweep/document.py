@@ -3,9 +3,9 @@
 Everything is computed from what lies in a run folder. Knows no engine.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import median
+from statistics import fmean
 from typing import Any
 
 from specdec_cli.errors import ExitCode
@@ -63,11 +63,18 @@ def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, A
         "verify_ms": verify,
         "sample_ms": sample,
         "round_ms": total["decode_seconds"] * 1e3 / rounds,
-        # The median: whatever disturbs one part says nothing of the others.
-        "seconds_per_sequence_round": median(
+        "seconds_per_sequence_round": _midmean(
             part["decode_seconds"] / max(1, part["sequence_rounds"]) for part in parts.values()
         ),
     }
+
+
+def _midmean(values: Iterable[float]) -> float:
+    """The mean without the lowest and the highest quarter: what disturbs a few says nothing of the
+    others."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list[Text]:

@@ -26,7 +26,7 @@ from specdec_cli.launch.world import World
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.points import Failure, Key, Point, Sample
 from specdec_cli.sweep.document import points_of_block
-from specdec_cli.sweep.order import curve_part, curve_parts, units_of
+from specdec_cli.sweep.order import curve_parts, curve_unit, units_of
 from specdec_cli.sweep.plan import SweepPlan, only
 from specdec_cli.sweep.records import Clock, Records, peak_memory, sample_of
 
@@ -138,13 +138,13 @@ class Sweep:
                 )
         self._begin("measuring")
         began, processor = time.perf_counter(), time.process_time()
-        units = list(units_of(job, engine.batch_size))
+        units = units_of(job, engine.batch_size)
+        parts = range(curve_parts(job, engine.batch_size))
         for number, unit in enumerate(units):
             curve_began = time.perf_counter(), time.process_time()
-            parts = curve_parts(job, engine.batch_size)
-            for part in range(parts):
-                if part * len(units) // parts == number:
-                    self._time_curve(job, engine, part)
+            for part in parts:
+                if curve_unit(job, engine.batch_size, part) == number:
+                    self._time_curve(unit, engine, part, len(parts))
             # What the time curve takes is neither measuring nor recording.
             began += time.perf_counter() - curve_began[0]
             processor += time.process_time() - curve_began[1]
@@ -154,18 +154,18 @@ class Sweep:
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
 
-    def _time_curve(self, job: Job, engine: Engine, part: int) -> None:
-        """What a round costs at each k, on a batch of prompts.
+    def _time_curve(self, unit: Job, engine: Engine, part: int, num_parts: int) -> None:
+        """What a round costs at each k, on the prompts of a unit.
 
-        A part of the curve at a time, spread over the sweep like the points that it predicts.
+        A part of the curve at a time, spread over the sweep like the points that it predicts, in an
+        order that turns like theirs.
         """
-        sample = curve_part(job, part, engine.batch_size)
         ks = self.plan.settings.ks
-        turn = part * len(ks) // curve_parts(job, engine.batch_size)
+        turn = part * len(ks) // num_parts
         for k in ks[turn:] + ks[:turn]:
-            key = Key(job.plan.proposer, engine.batch_size, k)
+            key = Key(unit.plan.proposer, engine.batch_size, k)
             if part not in self.records.costs[key]:
-                self._guarded(key, partial(self._cost, engine, sample, key, part))
+                self._guarded(key, partial(self._cost, engine, unit, key, part))
 
     def _cost(self, engine: Engine, job: Job, key: Key, part: int) -> None:
         result = engine.run(requests(job), key.k, job.plan.params, lambda _: self.world.beat())

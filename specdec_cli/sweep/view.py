@@ -86,7 +86,7 @@ class LiveTable(Silent):
             transient=True,
             redirect_stdout=False,
             get_renderable=self._render,
-            refresh_per_second=4,
+            refresh_per_second=2,
         )
 
     def begin(self, what: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +282,37 @@ def test_a_point_that_runs_out_of_memory_is_a_point(
     again = specdec(capsys, *SWEEP, *ONCE, "--k", "0-3", "-o", folder, "--json", "--resume")
     assert again.code == 0
     assert [p["status"] for p in json.loads(again.out)["points"]] == ["ok"] * 4
+
+
+def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
+    from specdec_cli.engine import loop
+    from specdec_cli.sweep import measure
+
+    captured: list[tuple[int, int]] = []
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+    pipeline, build = loop.Pipeline, measure.build
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal most
+        made = pipeline(*arguments)
+        captured.append((arguments[2].k, arguments[3]))
+        alive.add(made)
+        most = max(most, len(alive))
+        return made
+
+    def pipelined(*arguments: Any) -> Engine:
+        engine = build(*arguments)
+        engine.pipelined = True
+        return engine
+
+    monkeypatch.setattr(loop, "Pipeline", counted)
+    monkeypatch.setattr(measure, "build", pipelined)
+    assert specdec(capsys, *SWEEP, "--batch-size", "4,2", "--json").code == 0
+    slots = loop.slot_counts(4) + loop.slot_counts(2)
+    assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
+    assert most == 3 * len(loop.slot_counts(4))
 
 
 @pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])

@@ -1,0 +1,154 @@
+"""Predicted speed-ups against an engine whose times are known: what is left is prediction's own.
+
+The engine is a stand-in that decides rounds by the random numbers of the real one, and whose clock
+is a formula. Batches are refilled and run empty as the real ones do.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import cache
+from itertools import takewhile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.engine.loop import Emission, Request, RunResult
+from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.plan import Permissions
+from specdec_cli.engine.sampling import round_noise
+from specdec_cli.engine.synthetic import SyntheticAcceptance
+from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.launch.world import World
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import load_recipe
+from specdec_cli.sweep.measure import Sweep
+from specdec_cli.sweep.plan import plan_sweep
+from specdec_cli.sweep.records import Records
+from specdec_cli.sweep.view import Silent
+
+RATES = tuple(0.8 ** (i + 1) for i in range(8))
+NUM_PROMPTS = {1: 24, 8: 96, 32: 256}
+TOKENS, PROMPT = 96, 8
+OVERHEAD_MS = 0.4  # of a round, in no stage
+
+
+def stages(k: int, active: int, length: float) -> dict[str, float]:
+    """Milliseconds: a pass costs more for more rows and a longer text, a draft step a quarter."""
+    return {
+        "draft": k * (1.0 + 0.01 * active + 1e-4 * length),
+        "verify": 4.0 + 0.02 * active * (k + 1) + 1e-3 * length,
+        "sample": 0.2 + 0.01 * active,
+    }
+
+
+@cache
+def draws(index: int) -> list[float]:
+    cpu, count = torch.device("cpu"), TOKENS + len(RATES)
+    noise = round_noise([index], [PROMPT], count, SamplingParams(), cpu, even_greedy=True)
+    return [float(draw) for draw in noise.accept[0]]
+
+
+def stand(index: int, start: int, k: int) -> int:
+    """How many of k proposals stand in a round that begins at an output token."""
+    chain = takewhile(lambda d: d < 0.8, draws(index)[start : start + k])
+    return sum(1 for _ in chain)
+
+
+class KnownEngine:
+    """Runs rounds in no time at all, and says how long they took."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.batch_size = batch_size
+        self.max_model_len = 512
+        self.synthetic = SyntheticAcceptance.from_rates(RATES)
+        self.draft = SimpleNamespace(max_len=512)
+        self.target = SimpleNamespace(model=None)
+
+    def with_batch_size(self, batch_size: int) -> "KnownEngine":
+        return KnownEngine(batch_size)
+
+    def forget_rounds(self) -> None:
+        pass
+
+    def run(
+        self,
+        requests: Iterable[Request],
+        k: int,
+        params: SamplingParams,
+        on_emit: Callable[[list[Emission]], None],
+    ) -> RunResult:
+        seqs = [
+            Sequence(r.index, list(r.token_ids), PROMPT, PROMPT + params.max_new_tokens)
+            for r in requests
+        ]
+        waiting, running = deque(seqs), list[Sequence]()
+        clock = RunClock(torch.device("cpu"))
+        while waiting or running:
+            while waiting and len(running) < self.batch_size:
+                running.append(waiting.popleft())
+            length = sum(len(s.tokens) for s in running) / len(running)
+            stage_ms = stages(k, len(running), length)
+            seconds = (sum(stage_ms.values()) + OVERHEAD_MS) / 1e3
+            clock.add_round(seconds, proposed=k > 0)
+            clock.add_stages(stage_ms)
+            standing = [stand(s.index, len(s.tokens) - PROMPT, k) for s in running]
+            emissions = []
+            for seq, most in zip(list(running), standing, strict=True):
+                asked = min(k, seq.max_tokens - len(seq.tokens) - 1)
+                accepted = min(asked, most)
+                seq.tokens += [1] * (accepted + 1)
+                if asked:
+                    seq.proposed_per_round.append(asked)
+                    seq.accepted_per_round.append(accepted)
+                else:
+                    seq.rounds_without_proposal += 1
+                seq.decode_seconds += seconds / len(standing)
+                seq.round_share += 1 / len(standing)
+                emissions.append(Emission(seq, [1], accepted))
+                if len(seq.tokens) == seq.max_tokens:
+                    seq.finish_reason = "length"
+                    running.remove(seq)
+            on_emit(emissions)
+        return RunResult(seqs, summarise(seqs, clock, k, self.batch_size))
+
+
+def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[dict[str, Any]]:
+    recipe = load_recipe(
+        "demo",
+        {
+            "run.device": "cpu",
+            "run.repeats": 1,
+            "run.warmup": 0,
+            "sampling.max_new_tokens": TOKENS,
+            "sampling.ignore_eos": True,
+            "speculation.num_speculative_tokens": 8,
+            "speculation.acceptance": "synthetic",
+            "speculation.synthetic_acceptance_rates": list(RATES),
+        },
+    )
+    prompts = [Prompt(i, None, (1,) * PROMPT) for i in range(NUM_PROMPTS[batch_size])]
+    plan = plan_sweep(
+        [recipe],
+        prompts,
+        list(range(9)),
+        [batch_size],
+        Permissions(),
+        predict_only=False,
+        shard=None,
+    )
+    engine = KnownEngine(batch_size)
+    monkeypatch.setattr("specdec_cli.sweep.measure.build", lambda *_: engine)
+    return Sweep(plan, Records(), Silent(), World(None, "cpu", 120.0)).run()
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+def test_nothing_but_noise_is_left(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
+    points = swept(monkeypatch, batch_size)
+    assert [p["k"] for p in points] == list(range(9))
+    for point in points:
+        prediction = point["prediction"]
+        assert prediction["is_exact"] and abs(prediction["mean_acceptance_length_error"]) < 1e-12
+        assert abs(prediction["speedup_error"]) < 0.02
+        assert point["k"] == 0 or 1.02 < point["speedup"] < 1.8  # there was something to predict
