@@ -19,7 +19,15 @@ from typing import Annotated
 import typer
 
 from specdec_cli import __version__
-from specdec_cli.commands import generate, merge, recipe, report, sweep_k
+from specdec_cli.commands import (
+    compare_tp,
+    generate,
+    merge,
+    profile_blocks,
+    recipe,
+    report,
+    sweep_k,
+)
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.ranks import RanksError
@@ -42,7 +50,10 @@ app = typer.Typer(
 )
 app.command("generate")(generate.generate)
 app.command("sweep-k")(sweep_k.sweep_k)
+app.command("compare-tp")(compare_tp.compare_tp)
+app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge")(merge.merge)
+app.command("profile-blocks")(profile_blocks.profile_blocks)
 app.command("report")(report.report)
 app.add_typer(recipe.app, name="recipe")
 

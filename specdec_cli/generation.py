@@ -46,13 +46,18 @@ class Job:
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
 
 
-def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
-    """Check the pair and tokenise.
+def prepare(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    permissions: Permissions,
+    planned: Plan | None = None,
+) -> Job:
+    """Check the pair, unless it is `planned` already, and tokenise.
 
     Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
     that it refuses.
     """
-    planned = plan(recipe, permissions)
+    planned = planned or plan(recipe, permissions)
     rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
     if (silent := next(filter(_lacks_system, rendered), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)

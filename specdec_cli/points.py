@@ -74,7 +74,7 @@ def block_points(
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
-        point = _point(key, own, baseline, failures.get(key), seed)
+        point = measured_point(key, own, baseline, failures.get(key), seed)
         point["prediction"] = _prediction(key.k, point, rounds_of, forecasts, alpha)
         if point["prediction"] is not None:
             point["predicted_speedup"] = point["prediction"]["speedup"]
@@ -82,13 +82,17 @@ def block_points(
     return points
 
 
-def _point(
+def measured_point(
     key: Key,
     samples: Mapping[int, Sample],
     baseline: Mapping[int, Sample],
     failure: Failure | None,
     seed: int,
 ) -> Point:
+    """What was measured at a point, compared with `baseline`: the same prompts at k = 0.
+
+    Both by prompt index. failure: why there is nothing.
+    """
     usable = _usable(samples)
     point: Point = {
         "k": key.k,

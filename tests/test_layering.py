@@ -12,13 +12,14 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in DESIGN.md, and say why.
 ROWS = {
     6: "app __main__ commands",
-    5: "launch render report results generation reporting points sweep",
+    5: "compare launch render report results generation reporting points sweep profiling "
+    "memory_view",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
-    "engine.teacher",
+    "engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
-    "recipe prompts",
+    "engine.live_bytes recipe prompts",
     0: "specdec_cli specdec_kernels errors text demo stats predict",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}

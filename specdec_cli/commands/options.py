@@ -5,6 +5,7 @@ schema checks them). Imports nothing heavy: `specdec --help` reads this module.
 """
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Final
@@ -207,6 +208,7 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "seed": ("--seed", "run.seed"),
     "num_blocks": ("--num-blocks", "cache.num_blocks"),
     "block_size": ("--block-size", "cache.block_size"),
+    "gpu_memory_utilization": ("--gpu-memory-utilization", "cache.gpu_memory_utilization"),
     "prompt_file": ("--prompt-file", "data.path"),
     "limit": ("--limit", "data.limit"),
     "synthetic_acceptance_rates": (
@@ -252,6 +254,16 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
             )
         overrides[key.strip()] = parse_value(value, f"--set {key.strip()}")
     return overrides
+
+
+def parse_counts(text: str | None, option: str) -> list[int]:
+    """`1,8` as numbers from 1 on, each once; none where the option was not given."""
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
+        raise UsageError(f"{option}: expected numbers such as 1,8, got {text!r}")
+    return list(dict.fromkeys(map(int, parts)))
 
 
 class _InertFormatter(logging.Formatter):

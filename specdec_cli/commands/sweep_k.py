@@ -153,7 +153,7 @@ def sweep_k(
         options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})
         for name in drafts
     ]
-    sizes = _batch_sizes(batch_size) or [recipes[0].run.batch_size]
+    sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     if resume and output is None:
         raise UsageError("--resume: which sweep?", "name its folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
@@ -320,15 +320,6 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
             "pass --shard I/N",
         )
     return place, int(count)
-
-
-def _batch_sizes(text: str | None) -> list[int]:
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"--batch-size: expected numbers such as 1,8, got {text!r}")
-    return list(dict.fromkeys(map(int, parts)))
 
 
 def _numbers(text: str | None, option: str) -> list[float] | None:

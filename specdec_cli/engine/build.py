@@ -1,16 +1,20 @@
 """From a plan to an engine: the one place where models, caches and the loop are wired."""
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from specdec_cli.engine.draft import AbsentDraft, DraftWorker
-from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, block_bytes
+from specdec_cli.engine.estimate import estimate_passes
+from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.loop import Engine, Proposer, Request
+from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.ngram import NgramProposer
-from specdec_cli.engine.plan import Plan, borrowed_weights
-from specdec_cli.engine.profile import CacheNeed, choose_num_blocks
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, borrowed_weights
+from specdec_cli.engine.profile import CacheNeed, RankMemory, Split, on_host, room_now
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError
@@ -20,6 +24,7 @@ from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import SpeculationSection
 
+_log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
 
 
@@ -38,66 +43,85 @@ def build(
     Raises `SetupError` for damaged checkpoints, for what cannot be compiled and when memory runs
     out.
     """
-    recipe, device = plan.recipe, plan.device
-    block_size = recipe.cache.block_size
-    descriptions = plan.held
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
+    recipe = plan.recipe
+    need = CacheNeed(
+        batch_size=recipe.run.batch_size,
+        longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
+        k=plan.k,
+        block_size=recipe.cache.block_size,
+    )
+    is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
+    rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
     try:
-        on_stage("loading the target")
-        if loaded_target is not None:
-            loaded_target.cache.layers.clear()
-        modules = [loaded_target.module if loaded_target else load(plan.target, device)]
-        if plan.draft is not None and plan.draft in descriptions:
-            borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
-            on_stage("loading the draft")
-            modules.append(load(plan.draft, device, borrowed))
-        fused = [] if loaded_target is None else [loaded_target.fused]
-        fused += [
-            None if d.spec.role in plan.compiled else fuse(module, plan.max_model_len, d.parallel)
-            for d, module in list(zip(descriptions, modules, strict=True))[len(fused) :]
-        ]
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # of what was larger before it was split or merged
-        num_blocks = recipe.cache.num_blocks or choose_num_blocks(
-            CacheNeed(
-                batch_size=recipe.run.batch_size,
-                longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
-                k=plan.k,
-                block_size=block_size,
-            ),
-            sum(block_bytes(d.layers, block_size, d.dtype) for d in descriptions),
-            device,
-            gpu_memory_utilization=recipe.cache.gpu_memory_utilization,
-            cpu_bytes=recipe.cache.cpu_bytes,
-            parallel=plan.parallel,
+        models = load_models(plan, on_stage, loaded_target)
+        num_blocks = recipe.cache.num_blocks or _choose_num_blocks(
+            plan, models, need, rough, on_stage
         )
-        caches = [KVCache(d.layers, num_blocks, block_size, d.dtype, device) for d in descriptions]
+        _log.info("the caches have %d blocks of %d tokens", num_blocks, need.block_size)
+        engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    target = TargetScorer(PagedModel(modules[0], caches[0], fused=fused[0]))
+    if plan.device.type == "cuda":
+        on_stage("compiling kernels and capturing rounds")
+        _warm_up(engine, plan, longest_prompt)
+    return engine
+
+
+def load_models(
+    plan: Plan,
+    on_stage: Callable[[str], None] = lambda _: None,
+    loaded_target: PagedModel | None = None,
+) -> list[PagedModel]:
+    """The models that this rank holds a part of, target first, with caches of no use yet.
+
+    Arguments as for `build`.
+    """
+    device = plan.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
+    on_stage("loading the target")
+    if loaded_target is not None:
+        loaded_target.cache.layers.clear()
+    modules = [loaded_target.module if loaded_target else load(plan.target, device)]
+    if plan.draft is not None and plan.draft in plan.held:
+        borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
+        on_stage("loading the draft")
+        modules.append(load(plan.draft, device, borrowed))
+    models = [] if loaded_target is None else [loaded_target]
+    for held, module in list(zip(plan.held, modules, strict=True))[len(models) :]:
+        role = held.spec.role
+        fused = None
+        if role not in plan.compiled:
+            fused = fuse(module, plan.max_model_len, held.parallel)
+        is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
+        cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, device)
+        models.append(PagedModel(module, cache, is_narrower, fused))
+        if role in plan.compiled:
+            models[-1].compiled = CompiledForward(module, role, on_compile=on_stage)
+    release(device)  # what was larger before it was split or merged
+    return models
+
+
+def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
+    """An engine over `models`, with caches of `num_blocks` blocks in place of those they had."""
+    recipe, device = plan.recipe, plan.device
+    block_size = recipe.cache.block_size
+    for model in models:
+        model.cache.layers.clear()
+    for held, model in zip(plan.held, models, strict=True):
+        model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     proposer: Proposer | None = None
-    if plan.draft is not None and plan.draft in descriptions:
-        narrower = plan.draft.vocab_size < plan.target.vocab_size
-        model = PagedModel(modules[1], caches[1], narrower, fused[1])
+    if plan.draft is not None and plan.draft in plan.held:
         proposer = DraftWorker(
-            model, plan.target.vocab_size, plan.draft.max_len, plan.draft.parallel
+            models[1], plan.target.vocab_size, plan.draft.max_len, plan.draft.parallel
         )
     elif plan.draft is not None:
         proposer = AbsentDraft(plan.target.vocab_size, plan.draft.max_len, device)
     elif plan.k:
         longest, shortest = recipe.speculation.ngram_max, recipe.speculation.ngram_min
         proposer = NgramProposer(longest, shortest, plan.target.vocab_size, device)
-    models = {"target": target.model}
-    if isinstance(proposer, DraftWorker):
-        models["draft"] = proposer.model
-    for role in plan.compiled:
-        if role == "target" and loaded_target is not None and loaded_target.compiled is not None:
-            target.model.compiled = loaded_target.compiled
-            continue
-        models[role].compiled = CompiledForward(models[role].module, role, on_compile=on_stage)
-    engine = Engine(
-        target,
+    return Engine(
+        TargetScorer(models[0]),
         proposer,
         BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
@@ -108,10 +132,48 @@ def build(
         pipelined=plan.no_cuda_graphs is None,
         parallel=plan.parallel,
     )
-    if device.type == "cuda":
-        on_stage("compiling kernels and capturing rounds")
-        _warm_up(engine, plan, longest_prompt)
-    return engine
+
+
+def measured(plan: Plan, models: list[PagedModel], need: CacheNeed) -> RankMemory:
+    """Where this rank's memory goes once the largest passes that `need` allows have run.
+
+    The models are left without caches. All ranks have to call this. Raises as `build` does.
+    """
+    try:
+        found = measure_rank(plan, models, need, partial(wire, plan, models))
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        raise out_of_memory(plan) from problem
+    except CompileError as problem:
+        raise cannot_compile(problem) from problem
+    release(plan.device)
+    return found
+
+
+def _choose_num_blocks(
+    plan: Plan,
+    models: list[PagedModel],
+    need: CacheNeed,
+    rough: int,
+    on_stage: Callable[[str], None],
+) -> int:
+    """Blocks to allocate now that the weights are loaded: what fits on the rank with least room,
+    and never more than the run can use.
+
+    rough: an estimate of what passes will take. Nothing is measured where memory is plentiful, nor
+    on a CPU, whose budget does not depend on it.
+    """
+    if plan.device.type != "cuda":
+        mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
+    else:
+        wanted = need.num_blocks * sum(block_bytes_of(plan)) + 2 * rough
+        is_plenty = wanted < room_now(plan.device, allowance_of(plan))
+        if all(plan.parallel.gather_objects(is_plenty)):
+            return need.num_blocks
+        on_stage("measuring memory")
+        mine = measured(plan, models, need)
+    split = Split(tuple(plan.parallel.gather_objects(mine)))
+    split.check(need.block_size)
+    return min(split.num_blocks, need.num_blocks)
 
 
 def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:

@@ -1,11 +1,13 @@
 """From a recipe to a plan: everything that can be checked before any weight is read."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.parallel import (
     ALONE,
     ONE_RANK,
@@ -15,6 +17,7 @@ from specdec_cli.engine.parallel import (
     make_groups,
     world_size,
 )
+from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.fused import is_fusable
@@ -25,6 +28,9 @@ from specdec_cli.recipe import ModelSection, Recipe
 # Models below this run on one thread of a CPU. Their products take microseconds: threads gain
 # little and, where another process holds a core, wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
+
+
+Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +186,46 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     """
     _check_world(recipe)
     device = resolve_device(recipe.run.device)
-    groups = _groups(recipe, device)
+    return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
+
+
+def plan_all_ranks(
+    recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
+) -> list[Plan]:
+    """The plans of every rank of a world that need not exist, on devices that need not either.
+
+    describe: `models.loader.describe`, or one that remembers. Raises as `plan` does. Nothing can be
+    loaded from what it returns: there are no groups.
+    """
+    size = recipe.target.tensor_parallel_size
+    draft_size = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
+    places = [
+        Groups(
+            TensorParallel(rank, size, None, device),
+            TensorParallel(rank, draft_size, None, device) if rank < draft_size else None,
+        )
+        for rank in range(size)
+    ]
+    first = _plan_on(recipe, permissions, device, places[0], describe)
+    found = [first]
+    for groups in places[1:]:
+        assert groups.target is not None
+        draft = first.draft
+        if draft is not None and groups.draft is not None:
+            draft = describe(draft.spec, device, groups.draft)
+        target = describe(first.target.spec, device, groups.target)
+        found.append(replace(first, target=target, draft=draft, groups=groups))
+    return found
+
+
+def _plan_on(
+    recipe: Recipe,
+    permissions: Permissions,
+    device: torch.device,
+    groups: Groups,
+    describe: Describe,
+) -> Plan:
+    """`plan` for a rank at its place."""
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0
@@ -261,6 +306,19 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
     if wanted == "off" or (plan.no_cuda_graphs or plan.no_whole_graphs) is not None:
         return ()
     return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
+
+
+def block_bytes_of(plan: Plan) -> tuple[int, int]:
+    """Bytes of one block in the target's cache and in the draft's, on this rank."""
+    size = plan.recipe.cache.block_size
+    found = [block_bytes(m.layers, size, m.dtype) for m in plan.held]
+    return found[0], sum(found[1:])
+
+
+def allowance_of(plan: Plan) -> Allowance:
+    """How much memory the recipe lets a run use."""
+    cache = plan.recipe.cache
+    return Allowance(cache.gpu_memory_utilization, cache.cpu_bytes)
 
 
 def borrowed_weights(

@@ -1,14 +1,19 @@
-"""How many KV blocks to allocate: what fits, and never more than the run can use."""
+"""How many KV blocks fit on each rank beside both models, and never more than the run can use.
+
+Budgets are measured or estimated elsewhere; here is what they are made of and how they are split.
+Knows devices and counts; no models.
+"""
 
 import os
 from dataclasses import dataclass
 
 import torch
 
-from specdec_cli.engine.parallel import ALONE, TensorParallel, local_world_size
+from specdec_cli.engine.parallel import local_world_size
 from specdec_cli.errors import SetupError
 
-_CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
+CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
+_CGROUP = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,10 +29,14 @@ class CacheNeed:
     block_size: int
 
     @property
+    def blocks_per_sequence(self) -> int:
+        """Room for the longest sequence and two rounds."""
+        return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
+
+    @property
     def num_blocks(self) -> int:
         """Blocks the run can use: two rounds' room for each slot, and the trash block."""
-        per_sequence = -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
-        return self.batch_size * per_sequence + 1
+        return self.batch_size * self.blocks_per_sequence + 1
 
     @property
     def least_blocks(self) -> int:
@@ -35,54 +44,183 @@ class CacheNeed:
         return -(-(self.longest - 1) // self.block_size) + 1
 
 
-def choose_num_blocks(
-    need: CacheNeed,
-    bytes_per_block: int,
-    device: torch.device,
-    *,
-    gpu_memory_utilization: float,
-    cpu_bytes: int | None,
-    parallel: TensorParallel = ALONE,
-) -> int:
-    """Blocks to allocate now that the weights are loaded: what fits on the rank with least room.
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Where one rank's memory goes, in bytes.
 
-    bytes_per_block: of both models together, on this rank. Raises `SetupError` with the numbers
-    when not even the smallest cache fits.
+    activation_bytes: what passes need at their peak, with the allocator's rounding. graph_bytes:
+    what captured rounds hold. other_bytes: what is not torch's: other processes, the CUDA context,
+    kernels, and buffers of communication. kv_budget_bytes: what is left for both caches of the part
+    of the memory that may be used. A rank that holds nothing of the draft has zeros for it.
     """
-    budget = _budget(device, gpu_memory_utilization, cpu_bytes)
-    found = parallel.gather_objects((budget // bytes_per_block, budget, bytes_per_block))
-    fits, budget, bytes_per_block = least = min(found)
-    if fits < 2:
-        where = str(device) if parallel.size == 1 else f"rank {found.index(least)}"
+
+    rank: int
+    device: str
+    total_bytes: int
+    target_weight_bytes: int
+    draft_weight_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    other_bytes: int
+    kv_budget_bytes: int
+    target_block_bytes: int
+    draft_block_bytes: int
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block of both caches."""
+        return self.target_block_bytes + self.draft_block_bytes
+
+    @property
+    def fits(self) -> int:
+        """Blocks that fit here, whatever the other ranks hold."""
+        return self.kv_budget_bytes // self.block_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What is taken before the first block."""
+        return (
+            self.target_weight_bytes
+            + self.draft_weight_bytes
+            + self.activation_bytes
+            + self.graph_bytes
+            + self.other_bytes
+        )
+
+    @property
+    def free_bytes(self) -> int:
+        """What is left when the budget is used whole."""
+        return max(0, self.total_bytes - self.held_bytes - self.kv_budget_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The same number of blocks for every rank: as many as fit where the fewest do."""
+
+    ranks: tuple[RankMemory, ...]
+
+    @property
+    def limiting(self) -> RankMemory:
+        return min(self.ranks, key=lambda r: (r.fits, r.rank))
+
+    @property
+    def num_blocks(self) -> int:
+        """Block 0, which holds nothing, included."""
+        return self.limiting.fits
+
+    def stranded_bytes(self, rank: RankMemory) -> int:
+        """What `rank` has for caches and cannot use, because another rank has less."""
+        return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
+
+    def check(self, block_size: int) -> None:
+        """Raises `SetupError` with the numbers when not even the smallest cache fits."""
+        least = self.limiting
+        if least.fits >= 2:
+            return
+        where = least.device if len(self.ranks) == 1 else f"rank {least.rank} ({least.device})"
+        message = (
+            f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left for it "
+            f"and one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
+        )
+        if not least.device.startswith("cpu"):  # whose budget does not depend on the rest
+            message += (
+                f"; of {mib(least.total_bytes)} MiB, weights take "
+                f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
+                f"(draft), activations {mib(least.activation_bytes)}, graphs "
+                f"{mib(least.graph_bytes)}, others {mib(least.other_bytes)}"
+            )
         raise SetupError(
-            f"no room for a KV cache on {where}: {_mib(budget)} MiB are left for it and one block "
-            f"of {need.block_size} tokens takes {_mib(bytes_per_block)} MiB",
+            message,
             "use smaller models or a smaller dtype, or raise cache.gpu_memory_utilization "
             "(cache.cpu_bytes on CPU)",
         )
-    return min(fits, need.num_blocks)
 
 
-def _budget(device: torch.device, utilization: float, cpu_bytes: int | None) -> int:
-    """Bytes that the caches may take."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(free - (1.0 - utilization) * total))
-    whole = int(_available_memory() * _CPU_SHARE) if cpu_bytes is None else cpu_bytes
-    return whole // local_world_size()
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """What a rank's memory holds beside weights and caches, in bytes; see `RankMemory`."""
+
+    total_bytes: int
+    activation_bytes: int
+    graph_bytes: int
+    other_bytes: int
 
 
-def _available_memory() -> int:
-    """Available host memory in bytes: Linux' own estimate, else the free pages."""
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """How much of a device's memory the recipe lets a run use."""
+
+    gpu_memory_utilization: float
+    cpu_bytes: int | None
+
+    def kv_budget(self, device: torch.device, overhead: Overhead, weight_bytes: int) -> int:
+        """Bytes for both caches on this rank, whose weights are loaded."""
+        if device.type == "cuda":
+            return self.gpu_budget(overhead, weight_bytes)
+        return self.host_budget(available_memory(), local_world_size())
+
+    def gpu_budget(self, overhead: Overhead, weight_bytes: int) -> int:
+        """Bytes for both caches on a GPU."""
+        whole = int(self.gpu_memory_utilization * overhead.total_bytes)
+        held = overhead.activation_bytes + overhead.graph_bytes + overhead.other_bytes
+        return max(0, whole - weight_bytes - held)
+
+    def host_budget(self, available: int, num_ranks: int) -> int:
+        """Bytes for the caches of each of `num_ranks` ranks of a host, on CPU."""
+        whole = int(available * CPU_SHARE) if self.cpu_bytes is None else self.cpu_bytes
+        return whole // num_ranks
+
+
+def on_host(activation_bytes: int, weight_bytes: int, num_ranks: int | None = None) -> Overhead:
+    """A CPU rank's even share of its host; activations come out of what caches do not get."""
+    ranks = num_ranks or local_world_size()
+    total = total_memory() // ranks
+    taken = (total_memory() - available_memory()) // ranks
+    return Overhead(total, activation_bytes, 0, max(0, taken - weight_bytes))
+
+
+def room_now(device: torch.device, allowance: Allowance) -> int:
+    """Bytes that may still be taken on a GPU."""
+    free, total = torch.cuda.mem_get_info(device)
+    return int(free - (1.0 - allowance.gpu_memory_utilization) * total)
+
+
+def total_memory() -> int:
+    """The host's memory in bytes, or what a control group leaves of it."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = _group_number("memory.max")
+    return whole if limit is None else min(whole, limit)
+
+
+def available_memory() -> int:
+    """Available host memory in bytes: Linux' own estimate, else half of all there is."""
+    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:
             for line in lines:
                 if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
+                    found = int(line.split()[1]) * 1024
     except OSError:
         pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    limit, used = _group_number("memory.max"), _group_number("memory.current")
+    if limit is None or used is None:
+        return found
+    return max(0, min(found, limit - used + (_group_number("memory.stat", "inactive_file") or 0)))
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f}"
+def _group_number(file: str, key: str | None = None) -> int | None:
+    """A number of this process's control group (version 2, as containers see theirs)."""
+    try:
+        with open(f"{_CGROUP}/{file}", encoding="ascii") as lines:
+            for line in lines:
+                name, _, value = line.strip().rpartition(" ")
+                if name == (key or ""):
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def mib(count: int) -> str:
+    """Bytes as MiB, for messages."""
+    return f"{count / 2**20:,.1f}"

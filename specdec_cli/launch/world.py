@@ -29,8 +29,8 @@ class Place:
     """How this process came to be.
 
     program: the command line, after the interpreter, that starts it again. seat: None unless
-    torchrun or srun started it. rank: None where it is alone. has_answered: ranks that it started
-    have written the command's result.
+    torchrun or srun started it. rank: None where it is alone, and not started by `run_ranks`.
+    has_answered: ranks that it started have written the command's result.
     """
 
     program: tuple[str, ...]
@@ -50,9 +50,11 @@ class Place:
 
 
 def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:
-    """How this process was started. A rank among several begins its life as one here."""
+    """How this process was started. A rank among several, or one that `run_ranks` started alone,
+    begins its life as one here."""
     seat = find_seat(environ)
-    rank = Rank(seat, verbose=verbose) if seat is not None and seat.size > 1 else None
+    is_rank = seat is not None and (seat.size > 1 or seat.folder is not None)
+    rank = Rank(seat, verbose=verbose) if seat is not None and is_rank else None
     return Place(tuple(program), seat, rank)
 
 
@@ -78,7 +80,7 @@ class World:
 
     def once(self, read: Callable[[], T]) -> T:
         """What `read` returns on rank 0, for every rank. Its result travels pickled."""
-        if self._rank is None:
+        if self.size == 1:
             return read()
         import torch.distributed as dist
 
@@ -170,6 +172,9 @@ def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iter
     if rank.threads is not None:
         torch.set_num_threads(rank.threads)
     device = _device(rank.seat, device)
+    if rank.seat.size == 1:
+        yield World(rank, device, timeout_s)
+        return
     _meet(rank, device, timeout_s)
     yield World(rank, device, timeout_s)
     if device == "cpu":

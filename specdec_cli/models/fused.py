@@ -9,6 +9,7 @@ products, whose sum over ranks is added to it once. Legend: T packed tokens, D f
 """
 
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from typing import Any, Self
 
 import torch
@@ -116,6 +117,13 @@ class FusedForward:
         if module.lm_head.weight is decoder.embed_tokens.weight:
             self.embedding = self.head
         self.peers = shared_memory(parallel, self.embedding.shape[1], module.dtype)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Everything that is held."""
+        own = [self.cos, self.sin, self.head, self.embedding]
+        fields = [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
+        return own + [value for value in fields if isinstance(value, Tensor)]
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""

@@ -43,6 +43,19 @@ class PagedModel:
     def device(self) -> torch.device:
         return self.cache.device
 
+    def use(self, cache: KVCache) -> None:
+        """Keep keys and values in `cache` from now on; what was captured over another is void."""
+        self.cache = self._attention.cache = cache
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of each piece of memory that holds weights and tables, by its address."""
+        held = [*self.module.parameters(), *self.module.buffers()]
+        if self.fused is not None:
+            held += self.fused.tensors
+        pieces = [tensor.untyped_storage() for tensor in held]
+        return {piece.data_ptr(): piece.nbytes() for piece in pieces}
+
     @torch.inference_mode()
     def forward(
         self,

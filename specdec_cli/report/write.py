@@ -47,14 +47,14 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
     if "png" in formats:
         files |= {f"{PICTURES}/{plot.name}.png": plot.png for plot in drawn}
     for name, data in files.items():
-        _write(folder / name, data)
+        write_file(folder / name, data)
     return [folder / name for name in files]
 
 
 def write_page(content: Content, file: Path) -> Path:
     """Write the HTML page alone, under a name of one's own."""
     drawn = plots(content.run, content.bests, content.tables["categories"], png=False)
-    _write(file, _encoded(page(content, drawn)))
+    write_file(file, _encoded(page(content, drawn)))
     return file
 
 
@@ -62,7 +62,7 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "backslashreplace")
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -27,11 +27,11 @@ pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("world")]
 
 PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
-    for i, length in enumerate((5, 1, 17, 9))
+    for i, length in enumerate((5, 1, 17))
 ]
 PAIRS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (1, 1)]  # (target TP, draft TP)
 ROUNDS = {"ragged": False, "padded": True}
-NEW = 12
+NEW = 10
 GREEDY = {"max_new_tokens": NEW}
 SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
 MASKED = {"max_new_tokens": NEW, "temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
@@ -54,7 +54,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 @pytest.fixture(scope="module")
 def alone(pairs: dict[str, Pair]) -> dict[str, Any]:
     """What one process writes, in ragged rounds."""
-    engines = {family: make_engine(*pair, batch_size=3) for family, pair in pairs.items()}
+    engines = {family: make_engine(*pair, batch_size=2) for family, pair in pairs.items()}
     return {family: cases.told(engine, PROMPTS, RUNS) for family, engine in engines.items()}
 
 
@@ -87,7 +87,7 @@ def test_output_does_not_depend_on_degrees(
     """Tokens, proposals and acceptances, greedy and sampled; with refills of slots, and proposals
     that are cut where a sequence ends."""
     found = world.run(
-        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=3, pipelined=ROUNDS[rounds]
+        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=2, pipelined=ROUNDS[rounds]
     )
     first = agreed(found, tps[0])
     assert first["seqs"] == alone[family]["seqs"]
@@ -107,8 +107,8 @@ def test_plain_decoding_and_single_proposals(
     world: World, pairs: dict[str, Pair], rounds: str
 ) -> None:
     runs = [(0, GREEDY), (0, SAMPLED), (1, SAMPLED)]
-    want = cases.told(make_engine(*pairs["llama"], batch_size=3), PROMPTS, runs)
-    more = {"batch_size": 3, "pipelined": ROUNDS[rounds]}
+    want = cases.told(make_engine(*pairs["llama"], batch_size=2), PROMPTS, runs)
+    more = {"batch_size": 2, "pipelined": ROUNDS[rounds]}
     found = world.run(cases.decode, pairs["llama"], (4, 2), PROMPTS, runs, **more)
     assert agreed(found, 4)["seqs"] == want["seqs"]
 
@@ -128,7 +128,7 @@ def test_preemption_and_eos(
 ) -> None:
     runs = [(4, SAMPLED | {"max_new_tokens": 30})]
     freely = cases.told(make_engine(*pairs["llama"]), PROMPTS, runs)["seqs"][0]
-    settings: dict[str, Any] = {"batch_size": 4, "eos_ids": frozenset({freely[0][0][13]})}
+    settings: dict[str, Any] = {"batch_size": 3, "eos_ids": frozenset({freely[0][0][13]})}
     ample = cases.told(make_engine(*pairs["llama"], **settings), PROMPTS, runs)
     found = world.run(
         cases.decode,
@@ -159,7 +159,7 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
                 PROMPTS,
                 runs,
                 rates=rates,
-                batch_size=3,
+                batch_size=2,
                 pipelined=ROUNDS[rounds],
             ),
             tps[0],
@@ -172,11 +172,11 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
 def test_prompt_lookup(world: World, pairs: dict[str, Pair]) -> None:
     """Every rank looks up for itself and finds the same."""
     target = pairs["llama"][0]
-    prompts = [p * 3 for p in PROMPTS[:4]]
+    prompts = [p * 3 for p in PROMPTS]
     runs = [(4, GREEDY), (4, SAMPLED)]
-    want = cases.told(ngram_engine(target, batch_size=3), prompts, runs)
+    want = cases.told(ngram_engine(target, batch_size=2), prompts, runs)
     first = agreed(
-        world.run(cases.decode, (target, None), (4, 1), prompts, runs, batch_size=3), 4
+        world.run(cases.decode, (target, None), (4, 1), prompts, runs, batch_size=2), 4
     )
     assert first["seqs"] == want["seqs"]
     assert first["metrics"][0].acceptance.num_draft_tokens > 0
@@ -191,10 +191,10 @@ def test_logits_that_are_not_finite_end_the_run_everywhere(
     assert said == ["the draft produced logits that are not finite (NaN or infinity)"] * 4
 
 
-@pytest.mark.parametrize("draft_tp", [1, 2])
-def test_the_demo_pair_from_a_recipe(world: World, draft_tp: int) -> None:
+def test_the_demo_pair_from_a_recipe(world: World) -> None:
     """The cache is what fits on the rank with least room: rank 0, which holds both models."""
     # Of 16 tokens in fp32, keys and values of 32: 8 layers of one head each, and the draft's 2.
+    draft_tp = 2
     block = 16 * 4 * 64 * (8 * 1 + 2 * 4 // draft_tp)
     sets = {
         "speculation.num_speculative_tokens": 3,
@@ -202,14 +202,14 @@ def test_the_demo_pair_from_a_recipe(world: World, draft_tp: int) -> None:
         "sampling.temperature": 0.7,
         "sampling.ignore_eos": True,
         "run.device": "cpu",
-        "run.batch_size": 3,
-        "cache.cpu_bytes": 4 * 7 * block,
+        "run.batch_size": 2,
+        "cache.cpu_bytes": 4 * 5 * block,
     }
     split = {"target.tensor_parallel_size": 4, "draft.tensor_parallel_size": draft_tp}
     one = cases.built(0, sets, PROMPTS)
     found = world.run(cases.built, sets | split, PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * 4
-    assert {x["num_blocks"] for x in found} == {7}
+    assert {x["num_blocks"] for x in found} == {5}
     roles = [["target", "draft"]] * draft_tp + [["target"]] * (4 - draft_tp)
     assert [x["held"] for x in found] == roles
     assert [x["draft_bytes"] > 0 for x in found] == [len(held) == 2 for held in roles]

@@ -261,9 +261,9 @@ def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     roles: list[str] = []
     original = loader.describe
 
-    def spy(spec: loader.ModelSpec, device: torch.device) -> loader.Description:
+    def spy(spec: loader.ModelSpec, *more: Any) -> loader.Description:
         roles.append(spec.role)
-        return original(spec, device)
+        return original(spec, *more)
 
     monkeypatch.setattr(specdec_cli.engine.plan, "describe", spy)
     one_block = block_bytes(original(spec_of_demo(), CPU).layers, 16, torch.float32)

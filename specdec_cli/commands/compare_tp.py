@@ -1,0 +1,247 @@
+"""`specdec compare-tp`: should the draft run on 1, 2, ... or all of the target's ranks?
+
+Parses, prepares, runs and shows; the work is done elsewhere.
+"""
+
+import contextlib
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from specdec_cli.commands import inputs, options
+from specdec_cli.commands.status import waiting
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.launch.world import Place, join
+
+RANKS_COMMAND = "compare-tp-ranks"
+
+TargetTPs = Annotated[
+    str | None,
+    typer.Option(
+        "--target-tp",
+        metavar="LIST",
+        help="Ranks of the target, such as 1,2,4; else the recipe's.",
+    ),
+]
+DraftTPs = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-tp",
+        metavar="LIST",
+        help="Ranks of the draft, such as 1,2,4; else all that divide the target's.",
+    ),
+]
+BatchSizes = Annotated[
+    str | None,
+    typer.Option("--batch-size", metavar="LIST", help="Prompts decoded together, such as 1,8."),
+]
+Batches = Annotated[
+    int | None,
+    typer.Option(
+        "--batches",
+        metavar="N",
+        min=1,
+        help="At each batch size, only the prompts of the first N batches.",
+    ),
+]
+Resume = Annotated[
+    bool, typer.Option("--resume", help="Go on with the comparison in the folder of -o.")
+]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Say what would be measured; start no ranks.")
+]
+
+
+def compare_tp(
+    ctx: typer.Context,
+    recipe: options.RecipeArgument = None,
+    target_tp: TargetTPs = None,
+    draft_tp: DraftTPs = None,
+    dataset: inputs.Dataset = None,
+    limit: options.Limit = None,
+    batches: Batches = None,
+    skip_bad: options.SkipBad = False,
+    chat: inputs.Chat = None,
+    system: inputs.System = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    target: options.Target = None,
+    draft: options.Draft = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
+    dtype: options.Dtype = None,
+    device: options.Device = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    max_new_tokens: options.MaxNewTokens = None,
+    ignore_eos: options.IgnoreEos = None,
+    batch_size: BatchSizes = None,
+    seed: options.Seed = None,
+    num_blocks: options.NumBlocks = None,
+    block_size: options.BlockSize = None,
+    sets: options.Set = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    allow_pickle: options.AllowPickle = False,
+    as_json: options.Json = False,
+    output: options.Output = None,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """Find out on how many of the target's ranks the draft is best run.
+
+    Every pair of degrees runs in processes of its own, with k = 0 beside it; one that fails does
+    not end the others. Without a recipe the bundled demo pair runs.
+    """
+    place: Place = ctx.obj
+    if place.seat is not None:
+        raise UsageError(
+            f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
+            "run it as a single process",
+        )
+    resolved = options.resolve(
+        recipe,
+        sets,
+        {
+            "target": target,
+            "draft": draft,
+            "num_speculative_tokens": num_speculative_tokens,
+            "dtype": dtype,
+            "device": device,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "max_new_tokens": max_new_tokens,
+            "ignore_eos": ignore_eos,
+            "seed": seed,
+            "num_blocks": num_blocks,
+            "block_size": block_size,
+        },
+    )
+    degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
+    sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
+    prompts, resolved = inputs.from_data(resolved, dataset, limit, chat, system, skip_bad=skip_bad)
+    if resume and output is None:
+        raise UsageError("--resume: which comparison?", "name its folder with -o DIR")
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+
+    with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
+        from specdec_cli.compare.records import Records
+        from specdec_cli.compare.setup import (
+            describe_plan,
+            open_folder,
+            plan_comparison,
+            warnings_of,
+        )
+        from specdec_cli.engine.plan import Permissions
+        from specdec_cli.results import RunFolder, to_json
+
+        permissions = Permissions(trust_remote_code, allow_pickle)
+        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, permissions)
+        warnings = warnings_of(plan)
+        records = Records(plan.settings, plan.skips)
+        if dry_run:
+            document = describe_plan(plan, warnings)
+        elif output is not None:
+            folder = open_folder(output, plan, records, resume=resume)
+        else:
+            folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
+        kept = scratch.pop_all()
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+    if dry_run:
+        typer.echo(to_json(document) if as_json else document["text"])
+        return
+
+    from specdec_cli.compare.run import document_of, exit_code, run_pairs, write_summary
+    from specdec_cli.compare.view import print_results, watcher
+
+    view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
+    with kept:
+        try:
+            codes = run_pairs(plan, records, folder, ranks_program(place, quiet, verbose), view)
+        except (KeyboardInterrupt, SystemExit):
+            if output is not None:
+                view.close()
+                done = sum(not records.open_sizes(pair) for pair in plan.to_run)
+                typer.echo(f"{done} of {len(plan.to_run)} pairs are kept in {output}", err=True)
+                typer.echo("go on with the same command and --resume", err=True)
+            raise
+        finally:
+            view.close()
+            folder.close()
+        document = document_of(plan, records, warnings)
+        if output is not None:
+            write_summary(folder, document)
+            _write_pictures(output, quiet=quiet)
+    for warning in document["warnings"][len(warnings) :]:
+        typer.echo(f"warning: {warning}", err=True)
+    if as_json:
+        typer.echo(to_json(document))
+    else:
+        print_results(document)
+    raise typer.Exit(exit_code(plan, records, codes))
+
+
+def compare_tp_ranks(
+    ctx: typer.Context,
+    num_ranks: int,
+    device: str,
+    timeout_s: float,
+    quiet: options.Quiet = False,
+    verbose: options.Verbose = False,
+) -> None:
+    """One rank of one pair of a comparison; started by `compare-tp` only."""
+    place: Place = ctx.obj
+    if place.seat is None or place.seat.folder is None:
+        raise UsageError(f"{RANKS_COMMAND} is for compare-tp to start", "run specdec compare-tp")
+    options.set_up_logging(quiet=quiet, verbose=verbose)
+    # Standard output is for the parent's document.
+    with (
+        contextlib.redirect_stdout(sys.stderr),
+        join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
+    ):
+        from specdec_cli.compare.measure import Task, measure
+        from specdec_cli.compare.view import point_line, say
+        from specdec_cli.points import Point
+
+        def tell(point: Point) -> None:
+            if not quiet and not sys.stderr.isatty():
+                say(point_line(point))
+
+        def missing() -> Task:
+            raise AssertionError("run_ranks was given a task")
+
+        measure(world, world.inputs(missing), tell)
+
+
+def degrees_of(
+    target_tp: str | None, draft_tp: str | None, recipe_tp: int
+) -> tuple[list[int], list[int]]:
+    """Degrees to compare, rising: the target's and the draft's."""
+    targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
+    drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
+    divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}
+    return targets, drafts or sorted(divisors)
+
+
+def ranks_program(place: Place, quiet: bool, verbose: bool) -> list[str]:
+    """The command line of a rank, started in the way in which this process was."""
+    start = place.program[: place.program.index("compare-tp")]
+    flags = ["-q"] * quiet + ["-v"] * verbose
+    return [*start, RANKS_COMMAND, *flags]
+
+
+def _write_pictures(folder: Path, *, quiet: bool) -> None:
+    """The report's page and plots, where matplotlib is there to draw them."""
+    from specdec_cli.report.content import content_of
+    from specdec_cli.report.folder import read_folder
+    from specdec_cli.report.write import write_report
+
+    try:
+        write_report(content_of(read_folder(folder)), folder, ("html", "png"))
+    except SetupError as problem:
+        if not quiet:
+            typer.echo(f"warning: no plots: {problem.message}", err=True)

@@ -1,0 +1,235 @@
+"""What passes will take of a GPU's memory, from shapes alone.
+
+Weights and cache blocks follow exactly from the configs; here is what does not. The largest tensors
+of a pass that are alive at once are known for fused layers, and found by a pass on the meta device
+for transformers' own. The constants are round figures; docs/memory.md compares estimates with
+measurements.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from specdec_cli.engine.kv_cache import block_bytes
+from specdec_cli.engine.live_bytes import LiveBytes
+from specdec_cli.engine.loop import slot_counts
+from specdec_cli.engine.measure import cache_rounding
+from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import (
+    CacheNeed,
+    Overhead,
+    RankMemory,
+    available_memory,
+    total_memory,
+)
+from specdec_cli.models.attention import attach
+from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.loader import Description, describe
+
+# What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
+_PER_STREAM = 32 * 2**20 + 22 * 2**20
+# The CUDA context and kernels; with several ranks, NCCL's and symmetric buffers too.
+CONTEXT_BYTES = 640 * 2**20
+COMMUNICATION_BYTES = 1024 * 2**20
+
+
+class PassBytes(NamedTuple):
+    """As in `engine.profile.RankMemory`."""
+
+    activation: int
+    graphs: int
+
+
+def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
+    """What the largest passes that `need` allows will take on this rank."""
+    chunk = min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
+    prefill = max(_pass_bytes(m, m.spec.role in plan.compiled, chunk, 0) for m in plan.held)
+    if plan.device.type != "cuda":
+        return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)), 0)
+    overhead = _PER_STREAM + cache_rounding(plan)
+    if plan.no_cuda_graphs is not None:
+        return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)) + overhead, 0)
+    # A graph has a pool of its own, and the rounds that warm it up leave theirs to their stream.
+    counts = slot_counts(need.batch_size)
+    graphs = sum(2 * (_round_bytes(plan, slots) + _PER_STREAM) for slots in counts)
+    return PassBytes(prefill + overhead, graphs)
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What every rank of a run is to have.
+
+    name: of its device. total_bytes: of its GPU, or its share of the host. other_bytes: taken
+    before anything is loaded. available_bytes: of a CPU rank's share of the host.
+    """
+
+    name: str
+    total_bytes: int
+    other_bytes: int
+    available_bytes: int = 0
+
+
+def this_machine(device: torch.device, num_ranks: int) -> Machine:
+    """A device that is here, as it is now; one host has all the ranks."""
+    if device.type != "cuda":
+        return Machine(
+            "cpu",
+            total_memory() // num_ranks,
+            (total_memory() - available_memory()) // num_ranks,
+            available_memory() // num_ranks,
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    return Machine("cuda", total, max(CONTEXT_BYTES, total - free) + _talk(num_ranks))
+
+
+def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
+    """A GPU that nobody else uses."""
+    return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
+
+
+def _talk(num_ranks: int) -> int:
+    return COMMUNICATION_BYTES if num_ranks > 1 else 0
+
+
+def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
+    """What `engine.measure.measure_rank` would find, from configs alone."""
+    weights = [
+        _weight_bytes(m, m.spec.role in plan.compiled, plan.max_model_len) for m in plan.held
+    ]
+    if weights[1:]:
+        weights[1] -= plan.shared_bytes
+    passes = estimate_passes(plan, need)
+    overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
+    allowance, num_ranks = allowance_of(plan), plan.parallel.size
+    if plan.device.type == "cuda":
+        budget = allowance.gpu_budget(overhead, sum(weights))
+    else:
+        available = (machine.available_bytes - sum(weights)) * num_ranks
+        budget = allowance.host_budget(max(0, available), num_ranks)
+    target_block, draft_block = block_bytes_of(plan)
+    return RankMemory(
+        rank=plan.parallel.rank,
+        device=machine.name,
+        total_bytes=machine.total_bytes,
+        target_weight_bytes=weights[0],
+        draft_weight_bytes=sum(weights[1:]),
+        activation_bytes=passes.activation,
+        graph_bytes=passes.graphs,
+        other_bytes=machine.other_bytes,
+        kv_budget_bytes=budget,
+        target_block_bytes=target_block,
+        draft_block_bytes=draft_block,
+    )
+
+
+class DraftShare(NamedTuple):
+    """What a draft takes of one rank: bytes of its weights, and of a block."""
+
+    weight_bytes: int
+    block_bytes: int
+
+
+def draft_shares(plan: Plan, degree: int, describe: Describe = describe) -> list[DraftShare]:
+    """What the planned draft would take of each rank if it were split over `degree` of them.
+
+    describe: as for `plan_all_ranks`. Raises `SetupError` where it cannot be.
+    """
+    assert plan.draft is not None
+    found = [DraftShare(0, 0)] * plan.parallel.size
+    for rank in range(degree):
+        part = describe(
+            plan.draft.spec, plan.device, TensorParallel(rank, degree, None, plan.device)
+        )
+        weights = _weight_bytes(part, "draft" in plan.compiled, plan.max_model_len)
+        block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
+        # Embeddings are whole on every rank; a head is borrowed only where it is not split.
+        found[rank] = DraftShare(weights - plan.shared_bytes, block)
+    return found
+
+
+def _weight_bytes(model: Description, is_compiled: bool, max_len: int) -> int:
+    """Of parameters and, for fused layers, of the table of rotary embeddings."""
+    found = model.weight_bytes
+    if is_fusable(model.module) and not is_compiled:
+        found += 2 * max_len * model.layers[0].key_dim * model.dtype.itemsize
+    return found
+
+
+def _round_bytes(plan: Plan, batch: int) -> int:
+    """The largest tensors of a round: of the scoring pass, and what sampling keeps."""
+    k, target = plan.k, plan.target
+    rows = batch * (k + 1)
+    found = _pass_bytes(target, "target" in plan.compiled, rows, rows)
+    if plan.draft is not None and plan.draft in plan.held:
+        drafting = _pass_bytes(plan.draft, "draft" in plan.compiled, 2 * batch, batch)
+        found = max(found, drafting)
+    is_greedy, vocab = plan.recipe.sampling.temperature == 0.0, target.vocab_size
+    if plan.no_cuda_graphs is not None:
+        # Ragged rounds hold distributions in fp32: those of proposals, and the target's with what
+        # they are made from.
+        return found + 4 * vocab * (batch * k + (2 if is_greedy else 4) * rows)
+    if not is_greedy and plan.draft is not None:
+        found += (
+            2 * batch * k * vocab * target.dtype.itemsize
+        )  # each step's logits, and all stacked
+    return found
+
+
+def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: int) -> int:
+    """Bytes of the tensors that are alive at once at a pass's peak."""
+    itemsize = model.dtype.itemsize
+    ranks = model.parallel.size
+    # Split over ranks the head's shares are gathered, and put side by side.
+    logits = logit_rows * model.vocab_size * itemsize * (1 if ranks == 1 else 3)
+    if is_fusable(model.module) and not is_compiled:
+        return max(_fused_layer(model, tokens) * itemsize, logits)
+    return max(_live_bytes(model, tokens), logits)
+
+
+def _fused_layer(model: Description, tokens: int) -> int:
+    """Numbers alive at once in a fused layer; see `models.fused`."""
+    layer = model.module.model.layers[0]
+    hidden = int(model.module.config.hidden_size)
+    inner = int(layer.mlp.gate_proj.out_features)
+    mixed = int(layer.self_attn.q_proj.out_features)
+    shape = model.layers[0]
+    qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    rotary = 2 * shape.key_dim
+    attention = 2 * hidden + qkv + 2 * mixed
+    output = mixed + 4 * hidden
+    gate = 2 * hidden + 3 * inner
+    return tokens * (rotary + max(attention, output, gate))
+
+
+class _Stub:
+    """Attention that returns what has its output's shape."""
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        **_: object,
+    ) -> torch.Tensor:
+        heads, tokens, _width = query.shape
+        return query.new_empty(tokens, heads, value.shape[-1])
+
+
+@torch.inference_mode()
+def _live_bytes(model: Description, tokens: int) -> int:
+    """The peak of a pass through transformers' own layers, run on meta with stand-in weights."""
+    module: Any = model.module
+    attach(module, _Stub())
+    ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
+    none = torch.zeros(0, dtype=torch.int64, device="meta")
+    try:
+        with LiveBytes() as live:
+            module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
+    except (RuntimeError, TypeError):  # an operator without a form for meta
+        widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
+        narrow = min(widest, 16 * int(module.config.hidden_size))  # not the vocabulary
+        return int(tokens * 8 * narrow * model.dtype.itemsize)
+    return int(live.peak)

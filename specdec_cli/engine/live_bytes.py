@@ -1,0 +1,45 @@
+"""How many bytes of tensors a piece of code keeps alive at once, on any device.
+
+Counts storages that operators made while it watched and that somebody still holds; works on meta,
+where nothing is computed. An allocator's rounding is not seen.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """A context; `peak` is the largest sum of bytes alive at once inside it."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.peak = 0
+        self._now = 0
+        self._known: dict[int, Any] = {}  # weak references by the storage's key
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        old = {t.untyped_storage()._cdata for t in before}
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._note(tensor.untyped_storage(), old)
+        return result
+
+    def _note(self, storage: torch.UntypedStorage, old: set[int]) -> None:
+        key = storage._cdata
+        if key in self._known or key in old:  # known, or made before anybody watched
+            return
+        size = storage.nbytes()
+        self._now += size
+        self.peak = max(self.peak, self._now)
+
+        def gone(_: object) -> None:
+            self._now -= size
+            self._known.pop(key, None)
+
+        self._known[key] = weakref.ref(storage, gone)

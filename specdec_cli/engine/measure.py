@@ -1,0 +1,131 @@
+"""Measuring where a rank's memory goes: a rehearsal of the largest passes over small caches.
+
+A prefill chunk, and rounds of a full batch with every proposal, are run by an engine of the run's
+own making; what they leave reserved, and what they reserve at their peak, is what the caches cannot
+have.
+"""
+
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from specdec_cli.engine.live_bytes import LiveBytes
+from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host
+from specdec_cli.models.paged import PagedModel
+
+SEGMENT = 2 * 2**20  # what torch rounds a large allocation on CUDA up to
+
+
+def measure_rank(
+    plan: Plan, models: list[PagedModel], need: CacheNeed, wire: Callable[[int], Engine]
+) -> RankMemory:
+    """Run the largest passes that `need` allows and see where this rank's memory goes.
+
+    wire: makes an engine over `models` with caches of so many blocks. The models are left without
+    caches. All ranks have to call this.
+    """
+    requests, num_blocks = rehearsal(need, plan.recipe.run.prefill_chunk)
+    params = replace(plan.params, max_new_tokens=2 * (plan.k + 1), stop=())
+    weights = sum(weight_bytes(models))
+    is_cuda = plan.device.type == "cuda"
+    release(plan.device)
+    engine = wire(num_blocks)
+
+    def capture() -> None:
+        engine.start(requests, plan.k, params)
+
+    def run() -> None:
+        engine.run(requests, plan.k, params)
+
+    if is_cuda:
+        overhead = _on_gpu(plan, capture, run)
+    else:
+        capture()
+        with LiveBytes() as live:
+            run()
+        overhead = on_host(live.peak, weights)
+    for model in models:
+        model.cache.layers.clear()
+    return rank_memory(plan, models, overhead)
+
+
+def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
+    """A full batch whose prompts fill one prefill chunk, as far as sequences may be that long, and
+    the blocks that it takes."""
+    longest_prompt = max(1, need.longest - need.k - 2)  # a round of all proposals still has room
+    left = prefill_chunk
+    lengths = []
+    for _ in range(need.batch_size):
+        fed = min(left, longest_prompt - 1)
+        left -= fed
+        lengths.append(fed + 1)  # a prompt's last token is left to the first round
+    ahead = 4 * (need.k + 1)
+    blocks = sum(-(-(length + ahead) // need.block_size) + 1 for length in lengths)
+    return [Request(i, (0,) * length) for i, length in enumerate(lengths)], blocks + 1
+
+
+def weight_bytes(models: list[PagedModel]) -> tuple[int, int]:
+    """Bytes of the target's weights, and of those of the draft that it does not borrow."""
+    target = models[0].storages
+    draft = models[1].storages if models[1:] else {}
+    own = draft.keys() - target.keys()
+    return sum(target.values()), sum(draft[piece] for piece in own)
+
+
+def rank_memory(plan: Plan, models: list[PagedModel], overhead: Overhead) -> RankMemory:
+    """This rank's memory, of whose overhead is known."""
+    target, draft = weight_bytes(models)
+    target_block, draft_block = block_bytes_of(plan)
+    return RankMemory(
+        rank=plan.parallel.rank,
+        device=str(plan.device),
+        total_bytes=overhead.total_bytes,
+        target_weight_bytes=target,
+        draft_weight_bytes=draft,
+        activation_bytes=overhead.activation_bytes,
+        graph_bytes=overhead.graph_bytes,
+        other_bytes=overhead.other_bytes,
+        kv_budget_bytes=allowance_of(plan).kv_budget(plan.device, overhead, target + draft),
+        target_block_bytes=target_block,
+        draft_block_bytes=draft_block,
+    )
+
+
+def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) -> Overhead:
+    """What torch reserves for captured rounds and for passes, and what is not torch's."""
+    device = plan.device
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_reserved(device)
+    loose = before - torch.cuda.memory_allocated(device)
+    capture()
+    torch.cuda.synchronize(device)
+    captured = torch.cuda.memory_reserved(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    run()
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return Overhead(
+        total_bytes=total,
+        activation_bytes=torch.cuda.max_memory_reserved(device)
+        - captured
+        + loose
+        + cache_rounding(plan),
+        graph_bytes=captured - before,
+        other_bytes=max(0, total - free - torch.cuda.memory_reserved(device)),
+    )
+
+
+def cache_rounding(plan: Plan) -> int:
+    """What the allocator may add to caches: each layer's keys, and values, are one allocation."""
+    return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
+
+
+def release(device: torch.device) -> None:
+    """Give what nobody holds back to a GPU."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

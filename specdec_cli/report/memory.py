@@ -1,0 +1,54 @@
+"""The picture of a memory profile: a stacked bar for each rank, drawn without a display."""
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError
+from specdec_cli.memory_view import PARTS, parts
+from specdec_cli.report.write import write_file
+
+_GIB = 2**30
+
+
+def memory_picture(document: Mapping[str, Any]) -> bytes:
+    """A PNG of the document of `profile-blocks --json`. Raises `SetupError` without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise SetupError(
+            "the picture of a run folder needs the package matplotlib", "pip install matplotlib"
+        ) from None
+    ranks = document["ranks"]
+    figure = Figure(figsize=(8.2, 1.9 + 0.42 * len(ranks)), layout="constrained")
+    axes = figure.add_subplot()
+    held = [parts(rank, document["num_blocks"]) for rank in ranks]
+    left = [0.0] * len(ranks)
+    places = list(range(len(ranks)))
+    for name, _, colour in PARTS:
+        widths = [sizes[name] / _GIB for sizes in held]
+        if any(widths):
+            axes.barh(places, widths, left=left, color=colour, label=name, height=0.62)
+            left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(places, [f"rank {rank['rank']}" for rank in ranks])
+    axes.invert_yaxis()
+    axes.set_xlabel("GiB")
+    axes.set_xlim(0, max(left))
+    axes.set_title(
+        f"{document['num_blocks']:,} KV blocks of {document['block_size']} tokens "
+        f"({document['method']})",
+        fontsize=10,
+        loc="left",
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
+
+
+def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
+    """Raises `SetupError` without matplotlib, or when the file cannot be written."""
+    write_file(file, memory_picture(document))

@@ -1,0 +1,207 @@
+"""`specdec profile-blocks` through the command line, on a CPU."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from specdec_cli.app import main
+from specdec_cli.commands.profile_blocks import parse_bytes
+from tests.cli.generate_helpers import Result, on_terminal, specdec
+from tests.support import tiny_config
+
+# What other people's scripts may rely on.
+RANK_KEYS = (
+    "rank device total_bytes target_weight_bytes draft_weight_bytes activation_bytes graph_bytes "
+    "other_bytes kv_budget_bytes target_block_bytes draft_block_bytes num_blocks stranded_bytes"
+).split()
+KEYS = "ranks num_blocks block_size max_tokens max_sequences limiting_rank".split()
+SHORT = ("--set", "cache.max_model_len=256", "--device", "cpu")
+SMALL = ("--set", "cache.cpu_bytes=4000000", *SHORT)
+HOSTILE = "[red]\x1b[31m\x1b]0;x\x07\u202eevil"
+
+
+def profile(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
+    capsys.readouterr()
+    code = main(["profile-blocks", *map(str, arguments)])
+    captured = capsys.readouterr()
+    return Result(code, captured.out, captured.err)
+
+
+def check_contract(document: dict[str, Any]) -> None:
+    assert {*KEYS, "schema", "recipe", "environment"} <= document.keys()
+    for place, rank in enumerate(document["ranks"]):
+        assert rank.keys() >= set(RANK_KEYS) and rank["rank"] == place
+        block = rank["target_block_bytes"] + rank["draft_block_bytes"]
+        assert rank["num_blocks"] == rank["kv_budget_bytes"] // block
+        assert rank["stranded_bytes"] == rank["kv_budget_bytes"] - document["num_blocks"] * block
+    least = min(document["ranks"], key=lambda rank: rank["num_blocks"])
+    assert document["num_blocks"] == least["num_blocks"]
+    assert document["limiting_rank"] == least["rank"]
+    assert document["max_tokens"] == (document["num_blocks"] - 1) * document["block_size"]
+
+
+def test_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    result = profile(capsys, "demo", *SMALL, "--json", "--context", "100", "--batch-size", "2")
+    assert (result.code, result.err) == (0, "")
+    document = result.document
+    check_contract(document)
+    (rank,) = document["ranks"]
+    # Heads, widths and layers of the demo pair's configs, fp32, blocks of 16 tokens.
+    assert rank["kv_budget_bytes"] == 4_000_000
+    by_hand = []
+    for model in ("target", "draft"):
+        config = json.loads(
+            (Path(__file__).parents[2] / "specdec_cli/demo" / model / "config.json").read_text()
+        )
+        width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        heads = config["num_key_value_heads"]
+        by_hand.append(config["num_hidden_layers"] * heads * 2 * width * 16 * 4)
+    assert [rank["target_block_bytes"], rank["draft_block_bytes"]] == by_hand
+    k = document["recipe"]["speculation"]["num_speculative_tokens"]
+    per_sequence = -(-(100 + 2 * (k + 1)) // 16)
+    assert document["max_sequences"] == (document["num_blocks"] - 1) // per_sequence
+    assert document["fit"]["fits"] and document["fit"]["needed_blocks"] == 2 * per_sequence + 1
+    alone = document["draft_cost"]["target_alone"]["num_blocks"]
+    assert alone == 4_000_000 // by_hand[0] > document["num_blocks"]
+
+
+@pytest.mark.dist
+def test_two_ranks_with_the_draft_on_one(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--target-tp", "2", "--draft-tp", "1", *SMALL, "--json")
+    result = specdec("profile-blocks", "demo", *options)
+    assert (result.code, result.err) == (0, "")
+    document = result.document
+    check_contract(document)
+    first, idle = document["ranks"]
+    assert first["kv_budget_bytes"] == idle["kv_budget_bytes"] == 2_000_000
+    assert idle["draft_weight_bytes"] == idle["draft_block_bytes"] == 0 < first["draft_block_bytes"]
+    assert document["limiting_rank"] == 0
+    assert idle["stranded_bytes"] > first["draft_block_bytes"] * (document["num_blocks"] - 1)
+    by_tp = {row["draft_tp"]: row["num_blocks"] for row in document["draft_cost"]["by_draft_tp"]}
+    estimate = profile(capsys, "demo", "--estimate", *options)
+    assert estimate.document["num_blocks"] == document["num_blocks"] == by_tp[1] < by_tp[2]
+    for measured, guess in zip(document["ranks"], estimate.document["ranks"], strict=True):
+        # On a CPU a rank's part of a tied head is a copy.
+        assert guess["target_weight_bytes"] == pytest.approx(
+            measured["target_weight_bytes"], rel=0.15
+        )
+
+
+def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ("--draft-tp", "1,2,3", "-k", "0,5", "--block-size", "16,32")
+    recipe = ("bench-8b-1b-dummy", "--target-tp", "2", "--context", "4096")
+    result = profile(capsys, *recipe, "--estimate", "--device-memory", "24GiB", *lists, "--json")
+    assert result.code == 0
+    document = result.document
+    check_contract(document)
+    rows = {(p["draft_tp"], p["k"], p["block_size"]): p for p in document["points"]}
+    assert len(rows) == len(document["points"]) == 12
+    assert rows[3, 5, 16]["status"] == "skipped" and "does not divide" in rows[3, 5, 16]["reason"]
+    assert rows[1, 0, 16]["num_blocks"] == document["num_blocks"], "the first values are shown"
+    for block_size in (16, 32):
+        by_tp = [rows[tp, 5, block_size]["num_blocks"] for tp in (1, 2)]
+        assert by_tp[0] < by_tp[1] < rows[1, 0, block_size]["num_blocks"]
+    assert rows[2, 5, 16]["num_blocks"] // 2 == rows[2, 5, 32]["num_blocks"]
+    # 8 heads over 2 ranks, bf16: 32 layers x 4 x 256 x 16 x 2 bytes, and 16 x 4 x 128 x 16 x 2.
+    rank = rows[2, 5, 16]["ranks"][0]
+    assert (rank["target_block_bytes"], rank["draft_block_bytes"]) == (2**20, 2**18)
+    assert [r["draft_block_bytes"] for r in rows[1, 5, 16]["ranks"]] == [2**19, 0]
+
+
+@pytest.mark.parametrize("mode", [(), ("--estimate",)], ids=["measured", "estimated"])
+def test_nothing_fits(mode: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    tight = ("demo", *mode, *SHORT, "--set", "cache.cpu_bytes=100000")
+    result = profile(capsys, *tight)
+    assert (result.code, result.out) == (5, "")
+    words = r"no room for a KV cache on cpu: 0\.1 MiB are left for it and one block of 16 tokens"
+    assert re.match(rf"error: {words} takes 0\.2 MiB\nhint: ", result.err)
+    error = profile(capsys, *tight, "--json").document["error"]
+    assert error["code"] == 5 and re.match(words, error["message"])
+
+
+def test_weights_that_do_not_fit_a_gpu_one_does_not_have(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--estimate", "--device-memory", "16GiB", "--json")
+    error = profile(capsys, "bench-8b-1b-dummy", *options).document["error"]
+    assert error["code"] == 5
+    assert "of 16,384.0 MiB, weights take 15,3" in error["message"]
+
+
+def test_what_would_make_a_batch_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ("demo", *SMALL, "--context", "200", "--estimate", "--json")
+    fit = profile(capsys, *asked, "--batch-size", "50").document["fit"]
+    assert not fit["fits"]
+    advised = next(line for line in fit["advice"] if line.startswith("--batch-size"))
+    size = advised.split()[1].rstrip(":")
+    assert profile(capsys, *asked, "--batch-size", size).document["fit"]["fits"]
+    assert not profile(capsys, *asked, "--batch-size", str(int(size) + 1)).document["fit"]["fits"]
+    bytes_wanted = next(line for line in fit["advice"] if "cpu_bytes" in line).split()[1]
+    more = ("--batch-size", "50", "--set", bytes_wanted.rstrip(","))
+    assert profile(capsys, *asked, *more).document["fit"]["fits"]
+
+
+def test_a_terminal_gets_a_table_bars_and_answers(tmp_path: Path) -> None:
+    result = on_terminal("profile-blocks", "demo", "--set", "cache.cpu_bytes=4000000", "--estimate")
+    assert result.code == 0
+    for words in ("left for KV", "blocks that fit", "rank 0 ", "█", "fits: it needs", "alone"):
+        assert words in result.out
+    assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", result.out).splitlines())) <= 110
+
+
+def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    result = profile(capsys, "demo", "--estimate", *SMALL, "-o", tmp_path / "run")
+    assert result.code == 0
+    assert (tmp_path / "run/memory.png").read_bytes().startswith(b"\x89PNG")
+    kept = json.loads((tmp_path / "run/summary.json").read_text())
+    check_contract(kept)
+    again = yaml.safe_load((tmp_path / "run/recipe.yaml").read_text())
+    assert again["cache"]["cpu_bytes"] == 4_000_000
+
+
+def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / HOSTILE
+    tiny_config("llama", num_key_value_heads=4).save_pretrained(folder)
+    dummy = ("--set", "target.load_format=dummy", "-o", tmp_path / f"{HOSTILE}run")
+    result = profile(capsys, "--target", folder, *dummy, *SMALL)
+    assert result.code == 0
+    missing = profile(capsys, "--target", f"{folder}x", "--estimate", *SMALL)
+    assert missing.code == 5
+    for text in (result.out, result.err, missing.err):
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", text)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--draft-tp", "1,2"), "--draft-tp: several values can only be had with --estimate"),
+        (("-k", "1,x", "--estimate"), "-k: expected numbers such as 1,2,4, got '1,x'"),
+        (("--device-memory", "80GiB"), "--device-memory without --estimate"),
+        (("--device-memory", "lots", "--estimate"), "expected a size such as 80GiB"),
+        (("--device-memory", "8G", "--estimate", "--device", "cpu"), "run.device is cpu"),
+        (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
+        (("--context", "1000000", "--estimate"), "--context: 1000000 tokens are more than"),
+        (("--block-size", "0", "--estimate"), "--block-size"),
+        (("--gpu-memory-utilization", "1.5", "--estimate"), "--gpu-memory-utilization"),
+    ],
+    ids=lambda v: "-".join(v) if isinstance(v, tuple) else "",
+)
+def test_bad_options(
+    options: tuple[str, ...], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = profile(capsys, "demo", *options)
+    assert (result.code, result.out) == (2, "")
+    assert words in result.err and result.err.startswith("error: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("80GiB", 80 * 2**30), ("141GB", 141 * 10**9), ("1.5g", 3 * 2**29), ("4096", 4096)],
+)
+def test_sizes(text: str, count: int) -> None:
+    assert parse_bytes(text) == count

@@ -1,0 +1,235 @@
+"""Memory of ranks: blocks against hand-computed bytes, estimates against measurements."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.estimate import (
+    empty_gpu,
+    estimate_passes,
+    estimate_rank,
+    this_machine,
+)
+from specdec_cli.engine.live_bytes import LiveBytes
+from specdec_cli.engine.loop import Request
+from specdec_cli.engine.measure import rehearsal, weight_bytes
+from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
+from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
+from specdec_cli.recipe import Recipe, load_recipe
+from tests.conftest import NEEDS_CUDA
+from tests.support import CPU, tiny_config
+
+CUDA = torch.device("cuda")
+GIB = 2**30
+
+
+def pair(
+    folder: Path, target: str, draft: str | None, ranks: tuple[int, int] = (1, 1), **changes: int
+) -> Recipe:
+    """Two configs without weights, bfloat16, blocks of 8 tokens."""
+    keys: dict[str, object] = {"cache.block_size": 8, "run.device": "cpu"}
+    for role, family, size in (("target", target, ranks[0]), ("draft", draft, ranks[1])):
+        if family is not None:
+            own = changes if role == "target" else {}
+            tiny_config(family, **own).save_pretrained(folder / role)
+            keys |= {
+                f"{role}.model": str(folder / role),
+                f"{role}.dtype": "bfloat16",
+                f"{role}.load_format": "dummy",
+                f"{role}.tensor_parallel_size": size,
+            }
+    file = folder / "recipe.yaml"
+    file.write_text("target: {model: x}\n")
+    return load_recipe(str(file), keys)
+
+
+# (target, draft, (target TP, draft TP), changes) and bytes of one block on each rank, by hand:
+# layers x local KV heads x (K + V width) x 8 tokens x 2 bytes.
+CASES = {
+    "gqa": (("llama", "llama", (1, 1)), {}, [(2 * 2 * 32 * 16, 2 * 2 * 32 * 16)]),
+    "split heads": (("llama", "llama", (2, 2)), {}, [(2 * 1 * 32 * 16, 2 * 1 * 32 * 16)] * 2),
+    "replicated heads": (("llama", None, (4, 1)), {}, [(2 * 1 * 32 * 16, 0)] * 4),
+    "smaller draft": (
+        ("llama", "llama", (4, 2)),
+        {"num_key_value_heads": 4},
+        [(2 * 1 * 32 * 16, 2 * 1 * 32 * 16)] * 2 + [(2 * 1 * 32 * 16, 0)] * 2,
+    ),
+    "draft on one rank": (
+        ("llama", "qwen3", (2, 1)),
+        {},
+        [(2 * 1 * 32 * 16, 2 * 2 * 64 * 16), (2 * 1 * 32 * 16, 0)],  # qwen3's heads are 32 wide
+    ),
+    # Latent attention: keys of 16 + 8, values of 12, four heads.
+    "unequal widths": (
+        ("deepseek_v3", "llama", (1, 1)),
+        {},
+        [(2 * 4 * (24 + 12) * 16, 2 * 2 * 32 * 16)],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_block_bytes_of_every_rank(
+    case: tuple[tuple[str, str | None, tuple[int, int]], dict[str, int], list[tuple[int, int]]],
+    tmp_path: Path,
+) -> None:
+    (target, draft, ranks), changes, by_hand = case
+    plans = plan_all_ranks(pair(tmp_path, target, draft, ranks, **changes), Permissions(), CPU)
+    found = [block_bytes_of(p) for p in plans]
+    shown = [layer.key_dim for layer in plans[0].target.layers]
+    assert found == by_hand, f"K widths {shown}"
+
+
+def test_the_split_of_a_pair_by_hand(tmp_path: Path) -> None:
+    """Draft TP 1 below target TP 2 on two GPUs of 1 GiB: rank 0 has less room for larger blocks."""
+    recipe = pair(tmp_path, "llama", "llama", (2, 1))
+    plans = plan_all_ranks(recipe, Permissions(), CUDA)
+    need = CacheNeed(1, 64, plans[0].k, 8)
+    split = Split(tuple(estimate_rank(p, need, empty_gpu(4 * GIB, 2)) for p in plans))
+    first, idle = split.ranks
+    assert idle.draft_weight_bytes == 0 < first.draft_weight_bytes
+    for rank in split.ranks:
+        budget = int(0.9 * 4 * GIB) - rank.held_bytes
+        assert rank.kv_budget_bytes == budget
+    assert (split.limiting, split.num_blocks) == (first, first.kv_budget_bytes // (1024 + 2048))
+    stranded = idle.kv_budget_bytes - 1024 * split.num_blocks
+    assert split.stranded_bytes(idle) == stranded > GIB
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_live_bytes_are_those_alive_at_once(device: str) -> None:
+    weight = torch.empty(100, 100, device=device)  # made before: not counted
+    with torch.inference_mode(), LiveBytes() as live:
+        x = torch.empty(10, 100, device=device)
+        y = torch.nn.functional.linear(x, weight)
+        view = y.view(-1)
+        del x, y
+        z = view + 1
+        del view
+        for _ in range(5):
+            z = torch.relu(z)
+    assert live.peak == 2 * 10 * 100 * 4
+
+
+def demo(**keys: object) -> Recipe:
+    return load_recipe(
+        "demo", {"run.device": "cpu", **{k.replace("__", "."): v for k, v in keys.items()}}
+    )
+
+
+def estimates(recipe: Recipe, need: CacheNeed) -> list[RankMemory]:
+    device = plan(recipe).device
+    machine = this_machine(device, 1)
+    return [estimate_rank(p, need, machine) for p in plan_all_ranks(recipe, Permissions(), device)]
+
+
+def test_weights_are_counted_as_they_lie_in_memory() -> None:
+    (guess,) = estimates(demo(), CacheNeed(1, 64, 4, 16))
+    held = weight_bytes(load_models(plan(demo())))
+    guessed = (guess.target_weight_bytes, guess.draft_weight_bytes)
+    assert held == pytest.approx(guessed, abs=256), "inverse frequencies are all that is missing"
+    described = [m.weight_bytes for m in plan(demo()).models]
+    tables = [2 * 2048 * m.layers[0].key_dim * 4 for m in plan(demo()).models]
+    assert list(guessed) == [own + table for own, table in zip(described, tables, strict=True)]
+
+
+def test_a_rehearsal_fills_a_chunk_with_a_full_batch() -> None:
+    requests, blocks = rehearsal(CacheNeed(batch_size=3, longest=50, k=4, block_size=16), 100)
+    lengths = [len(r.token_ids) for r in requests]
+    assert lengths == [44, 44, 15]  # 43 + 43 + 14 tokens are fed before the last ones
+    assert blocks >= 1 + sum(-(-(n + 4) // 16) for n in lengths)
+
+
+def test_estimates_are_within_5_percent_on_a_cpu() -> None:
+    planned = plan(demo(run__batch_size=2))
+    need = CacheNeed(2, 300, planned.k, 16)
+    (guess,) = estimates(demo(run__batch_size=2), need)
+    found = measured(planned, load_models(planned), need)
+    assert found.fits == pytest.approx(guess.fits, rel=0.05)
+    assert found.target_weight_bytes == pytest.approx(guess.target_weight_bytes, rel=0.05)
+    assert found.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, rel=0.1)
+    assert found.activation_bytes < 4 * guess.activation_bytes
+    assert guess.activation_bytes < 4 * found.activation_bytes
+
+
+def test_the_engine_allocates_what_is_announced_and_uses_it_to_the_last_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = {
+        "cache__cpu_bytes": 5_000_000,
+        "cache__max_model_len": 400,
+        "run__batch_size": 8,
+        "sampling__ignore_eos": True,
+        "sampling__max_new_tokens": 100,
+    }
+    planned = plan(demo(**keys))
+    need = CacheNeed(8, planned.max_model_len, planned.k, 16)
+    announced = measured(planned, load_models(planned), need).fits
+    engine = build(plan(demo(**keys)), 60)
+    assert engine.allocator.num_usable + 1 == announced < need.num_blocks
+    least: list[int] = []
+    extend = engine.allocator.extend
+
+    def watched(table: list[int], num_tokens: int) -> None:
+        extend(table, num_tokens)
+        least.append(engine.allocator.num_free)
+
+    monkeypatch.setattr(engine.allocator, "extend", watched)
+    result = engine.run(
+        [Request(i, (5,) * 60) for i in range(8)],
+        planned.k,
+        planned.params,
+    )
+    assert {s.finish_reason for s in result.seqs} == {"length"}
+    assert min(least) == 0 and any(s.num_preemptions for s in result.seqs)
+
+
+def test_nothing_is_measured_for_a_cache_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr("specdec_cli.engine.build.measured", fail)
+    monkeypatch.setattr("specdec_cli.engine.build.rank_memory", fail)
+    engine = build(plan(demo(cache__num_blocks=40)), 10)
+    assert engine.allocator.num_usable == 39
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "deepseek_v3"])
+def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
+    """Not even those of experts and of layers that have no fused form."""
+    (planned,) = plan_all_ranks(pair(tmp_path, family, None), Permissions(), CUDA)
+    small, large = (
+        estimate_passes(planned, CacheNeed(1, 8 * scale, 0, 8)).activation for scale in (1, 32)
+    )
+    hidden = 64 * 2
+    assert large - small >= 31 * 8 * 3 * hidden
+
+
+def test_an_operator_that_meta_lacks_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (planned,) = plan_all_ranks(pair(tmp_path, "gemma2", None), Permissions(), CUDA)
+    need = CacheNeed(1, 256, 0, 8)
+    followed = estimate_passes(planned, need).activation
+
+    def fail(*_: object, **__: object) -> None:
+        raise NotImplementedError("no meta kernel")
+
+    monkeypatch.setattr(planned.target.module, "forward", fail)
+    assert followed <= estimate_passes(planned, need).activation < 2 * followed
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
+    recipe = demo(run__device="cuda", run__batch_size=8)
+    planned = plan(recipe)
+    need = CacheNeed(8, planned.max_model_len, planned.k, 16)
+    (guess,) = estimates(recipe, need)
+    found = measured(planned, load_models(planned), need)
+    assert found.held_bytes + found.kv_budget_bytes + found.free_bytes == found.total_bytes
+    assert found.kv_budget_bytes == int(0.9 * found.total_bytes) - found.held_bytes
+    assert found.graph_bytes > 0 and found.activation_bytes > 0
+    assert guess.fits == pytest.approx(found.fits, rel=0.05)

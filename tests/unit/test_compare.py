@@ -1,0 +1,239 @@
+"""What follows from the records of a comparison: points, the best pair, flips, tokens."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.compare.records import Records, merge_repeats
+from specdec_cli.compare.run import exit_code
+from specdec_cli.compare.settings import Pair, Settings, Skip
+from specdec_cli.compare.setup import Plan, skips_of
+from specdec_cli.compare.verdict import best_of, summary_lines, tokens_line, tokens_of, verdict_of
+from specdec_cli.compare.view import print_results
+from specdec_cli.engine.plan import Permissions
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.generation import prepare
+from specdec_cli.points import Failure, Key
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import load_recipe
+from specdec_cli.results import RunFolder
+
+SETTINGS = Settings(
+    recipe={
+        "run": {"seed": 0},
+        "sampling": {"temperature": 0.0},
+        "speculation": {"acceptance": "rejection"},
+    },
+    draft="a-draft",
+    k=2,
+    target_tps=(2,),
+    draft_tps=(1, 2),
+    batch_sizes=(1, 8),
+    batches=None,
+    prompts={"count": 10, "sha256": ""},
+    device="cpu",
+    dtype="float32",
+)
+WRITTEN = list(range(30))
+
+
+def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> dict[str, Any]:
+    """A prompt of 30 tokens in rounds of 3, or of 1; stages: ms of each stage in a round."""
+    rounds = 10 if k else 30
+    jitter = 1 + 0.001 * (index * pair.draft_tp % 3)
+    spent = {name: [ms * rounds * jitter] for name, ms in stages.items()}
+    decode = sum(ms for values in spent.values() for ms in values) / 1e3
+    return {
+        "target_tp": pair.target_tp,
+        "draft_tp": pair.draft_tp,
+        "draft": "a-draft",
+        "k": k,
+        "batch_size": batch_size,
+        "index": index,
+        "category": None,
+        "prompt_token_ids": [1],
+        "token_ids": WRITTEN,
+        "finish_reason": "length",
+        "accepted_per_round": [2] * rounds if k else [],
+        "proposed_per_round": [2] * rounds if k else [],
+        "rounds_without_proposal": 0 if k else rounds,
+        "num_preemptions": 0,
+        "seconds": [decode + 0.01],
+        "decode_seconds": [decode],
+        "round_share": [float(rounds)],
+        "stage_ms": spent,
+        "ttft_ms": [10.0],
+        "tpot_ms": [5.0],
+        "max_output_tokens": 30,
+        "peak_memory_bytes": 100,
+    }
+
+
+def filled(settings: Settings = SETTINGS, **draft_ms: tuple[float, float]) -> Records:
+    """Records in which the draft takes so long by degree, at batch sizes 1 and 8."""
+    records = Records(settings, {})
+    for name, by_size in draft_ms.items():
+        pair = Pair(2, int(name.removeprefix("tp")))
+        for batch_size, spent in zip((1, 8), by_size, strict=True):
+            for index in range(10):
+                for k, draft in ((0, 0.0), (settings.k, spent)):
+                    found = sample(pair, batch_size, k, index, draft=draft, verify=10.0)
+                    records.samples[pair, Key("a-draft", batch_size, k)][index] = found
+        records.facts[pair] = {"num_blocks": 9, "blocks_per_rank": [9, 12]}
+    return records
+
+
+def verdict(records: Records, folder: Path) -> dict[str, Any]:
+    records.update_points(RunFolder(folder))
+    return verdict_of(records)
+
+
+def test_points(tmp_path: Path) -> None:
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    changed = records.update_points(RunFolder(tmp_path))
+    assert len(changed) == len(records.points) == 2 * 3
+    point = next(p for p in changed if (p["draft_tp"], p["batch_size"]) == (1, 8))
+    # 3 tokens in 18 ms against 1 in 10 ms, and against 3 in 13 ms.
+    assert point["speedup"] == pytest.approx(3 / 18 * 10)
+    assert point["speedup_vs_equal_tp"] == pytest.approx(13 / 18)
+    assert point["metrics"]["draft_ms"] == pytest.approx(8.0, rel=0.01)
+    assert point["blocks_per_rank"] == [9, 12] and "draft" not in point
+    plain = next(p for p in changed if p["draft_tp"] is None)
+    assert plain["metrics"]["num_rounds"] == 300 and plain["speedup"] == 1.0
+    assert records.update_points(RunFolder(tmp_path)) == []  # nothing is written twice
+
+
+def test_where_the_best_degree_flips(tmp_path: Path) -> None:
+    found = verdict(filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0)), tmp_path)
+    assert (found["best"]["draft_tp"], found["best_by_batch_size"]["8"]["draft_tp"]) == (1, 2)
+    assert found["flips"] == [
+        {"target_tp": 2, "batch_size": 8, "from": 1, "to": 2, "is_tied": False}
+    ]
+    lines = summary_lines(found)
+    assert "at target TP 2 the best draft TP is 1 at batch size 1; 2 at batch size 8" in lines
+    few, many = lines[:2]
+    assert few.startswith("batch size 1: target TP 2 with draft TP 1 is the fastest: ")
+    assert "(draft 3.00 ms less): exchanges between its ranks cost the draft more" in few
+    assert "(draft 5.00 ms less): sharing its weights saves the draft more" in many
+
+
+def test_equal_pairs_are_tied(tmp_path: Path) -> None:
+    records = filled(tp1=(2.0, 2.0), tp2=(2.0, 2.0))
+    records.update_points(RunFolder(tmp_path))
+    best = best_of(records, [2], 1)
+    assert best["tied"] == [{"target_tp": 2, "draft_tp": 3 - best["draft_tp"]}]
+
+
+def test_plain_decoding_that_is_faster_is_said(tmp_path: Path) -> None:
+    best = verdict(filled(tp1=(50.0, 50.0), tp2=(60.0, 60.0)), tmp_path)["best"]
+    assert best["draft_tp"] == 1 and best["speedup"] == pytest.approx(0.5)
+    assert "no speculation at target TP 2 is faster still" in best["reason"]
+
+
+def test_what_failed_is_a_row_and_no_baseline(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = filled(tp1=(2.0, 8.0))
+    for batch_size in (1, 8):
+        records.failures[Pair(2, 2), batch_size] = Failure("oom", "rank 1: out of memory")
+    found = verdict(records, tmp_path)
+    rows = {(p["draft_tp"], p["batch_size"]): p for p in records.points}
+    assert rows[2, 1]["status"] == "oom" and rows[2, 1]["reason"] == "rank 1: out of memory"
+    assert rows[1, 1]["speedup_vs_equal_tp"] is None and rows[1, 1]["status"] == "ok"
+    assert rows[None, 1]["status"] == "ok"
+    print_results({"points": records.points, **found})
+    assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
+
+
+def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
+    records = filled(tp1=(2.0, 8.0))
+    del records.samples[Pair(2, 1), Key("a-draft", 8, 0)][9]
+    assert records.open_sizes(Pair(2, 1)) == [8]
+    assert {p["batch_size"] for p in records.update_points(RunFolder(tmp_path))} == {1}
+
+
+def test_diverging_tokens_are_found() -> None:
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    assert tokens_of(records)["identical"]
+    changed = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
+    changed[3] = changed[3] | {"token_ids": [*WRITTEN[:-1], 99]}
+    found = tokens_of(records)
+    assert found["must_be_identical"] and not found["identical"]
+    (only,) = found["diverging"]
+    assert (only["draft_tp"], only["batch_size"], only["k"]) == (2, 8, 2)
+    assert (only["num_diverging"], only["num_prompts"], only["first"]) == (1, 10, 3)
+    assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
+
+    records.settings = replace(SETTINGS, dtype="bfloat16")
+    narrow = tokens_of(records)
+    assert not narrow["must_be_identical"] and "at most in 1 of 10" in (tokens_line(narrow) or "")
+    sampled = SETTINGS.recipe | {"sampling": {"temperature": 0.7}}
+    records.settings = replace(SETTINGS, recipe=sampled)
+    assert tokens_of(records)["compared"] is False and tokens_line(tokens_of(records)) is None
+
+
+def test_worlds_are_merged_as_repeats() -> None:
+    one, other = ({0: sample(Pair(2, d), 1, 0, 0, verify=ms)} for d, ms in ((1, 10.0), (2, 20.0)))
+    merged = merge_repeats([one, other])[0]
+    assert merged["decode_seconds"] == [0.3, 0.6] and merged["stage_ms"] == {"verify": [300, 600]}
+    assert one[0]["decode_seconds"] == [0.3]  # what was merged is not changed
+
+
+def test_equal_degrees_are_run_first() -> None:
+    settings = replace(SETTINGS, target_tps=(1, 4), draft_tps=(1, 2, 4))
+    order = [p for p in settings.in_order if p.divides]
+    assert order == [Pair(1, 1), Pair(4, 4), Pair(4, 1), Pair(4, 2)]
+
+
+def test_batches_bound_the_prompts_of_a_batch_size() -> None:
+    settings = replace(SETTINGS, batches=2)
+    assert [settings.num_prompts(b) for b in (1, 4, 8)] == [2, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("skips", "failures", "codes", "expected"),
+    [
+        ({}, {}, [], 0),
+        ({Pair(2, 2): Skip("does not divide", True)}, {}, [], 0),
+        ({Pair(2, 2): Skip("needs 2 GPUs", False)}, {}, [], 3),
+        ({}, {2: "failed"}, [1], 3),
+        ({}, {2: "oom"}, [5], 3),
+        ({}, {1: "oom", 2: "oom"}, [5, 5], 5),
+        ({}, {1: "failed", 2: "oom"}, [1, 5], 1),
+    ],
+)
+def test_exit_codes(
+    skips: dict[Pair, Skip],
+    failures: dict[int, str],
+    codes: list[int],
+    expected: int,
+    tmp_path: Path,
+) -> None:
+    spent = {f"tp{d}": (2.0, 2.0) for d in (1, 2) if d not in failures}
+    records = filled(**{n: s for n, s in spent.items() if Pair(2, int(n[2:])) not in skips})
+    records.skips = skips
+    for degree, status in failures.items():
+        for batch_size in (1, 8):
+            records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was")
+    records.update_points(RunFolder(tmp_path))
+    plan: Any = Plan.__new__(Plan)
+    object.__setattr__(plan, "skips", skips)
+    assert exit_code(plan, records, codes) == expected
+
+
+def test_pairs_without_gpus_enough_are_skipped() -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"}, {})
+    job = prepare(recipe, [Prompt(0, "def f():")], Permissions())
+    asked = replace(SETTINGS, target_tps=(1, 2, 4), draft_tps=(1, 4))
+    skips = skips_of(asked, job, num_gpus=2)
+    assert skips[Pair(4, 1)] == skips[Pair(4, 4)]
+    assert skips[Pair(4, 1)] == Skip("needs 4 GPUs, and this machine has 2", expected=False)
+    assert skips[Pair(2, 4)].expected and skips[Pair(2, 4)].reason.endswith("target TP 2")
+    assert set(asked.pairs) - skips.keys() == {Pair(1, 1), Pair(2, 1)}
+    assert Pair(4, 4) not in skips_of(asked, job, num_gpus=None)
+    with pytest.raises(SetupError, match="no pair can run here: needs 2 GPUs"):
+        skips_of(replace(SETTINGS, draft_tps=(1,)), job, num_gpus=1)
+    with pytest.raises(UsageError, match=r"no legal pair: .*3"):  # heads do not divide
+        skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)

@@ -1,0 +1,109 @@
+"""Budgets, the split over ranks, and what is read of a host; hand-computed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec_cli.engine import profile
+from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
+from specdec_cli.errors import SetupError
+from specdec_cli.memory_view import PARTS, cells
+
+GIB = 2**30
+RANK = RankMemory(
+    rank=0,
+    device="cuda:0",
+    total_bytes=80 * GIB,
+    target_weight_bytes=35 * GIB,
+    draft_weight_bytes=16 * GIB,
+    activation_bytes=1 * GIB,
+    graph_bytes=1 * GIB,
+    other_bytes=1 * GIB,
+    kv_budget_bytes=18 * GIB,
+    target_block_bytes=3 * 2**20,
+    draft_block_bytes=2**20,
+)
+IDLE = replace(RANK, rank=1, draft_weight_bytes=0, kv_budget_bytes=34 * GIB, draft_block_bytes=0)
+
+
+def test_the_rank_with_the_fewest_blocks_decides_and_the_rest_is_stranded() -> None:
+    split = Split((IDLE, RANK))
+    assert RANK.fits == 18 * 1024 // 4 == 4608
+    assert IDLE.fits == 34 * 1024 // 3 == 11605
+    assert (split.num_blocks, split.limiting) == (4608, RANK)
+    assert split.stranded_bytes(RANK) == 0
+    assert split.stranded_bytes(IDLE) == 34 * GIB - 4608 * 3 * 2**20
+
+
+def test_rows_add_up_to_the_total() -> None:
+    assert RANK.held_bytes + RANK.kv_budget_bytes + RANK.free_bytes == RANK.total_bytes
+    assert RANK.free_bytes == 8 * GIB
+
+
+@pytest.mark.parametrize(
+    ("utilization", "gib"), [(0.9, 72 - 51 - 3), (1.0, 80 - 51 - 3), (0.5, 0)], ids=str
+)
+def test_a_gpu_budget_is_what_all_else_leaves_of_the_part_that_may_be_used(
+    utilization: float, gib: int
+) -> None:
+    overhead = Overhead(80 * GIB, activation_bytes=GIB, graph_bytes=GIB, other_bytes=GIB)
+    assert Allowance(utilization, None).gpu_budget(overhead, 51 * GIB) == gib * GIB
+
+
+def test_a_host_is_divided_by_its_ranks() -> None:
+    assert Allowance(0.9, None).host_budget(1000, 4) == 125
+    assert Allowance(0.9, 1000).host_budget(7, 4) == 250
+
+
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_no_room_is_told_with_the_numbers(blocks: int) -> None:
+    rank = replace(RANK, kv_budget_bytes=blocks * RANK.block_bytes + 1)
+    with pytest.raises(SetupError) as refused:
+        Split((IDLE, replace(rank, rank=1, device="cuda:1"))).check(16)
+    message = refused.value.message
+    assert f"rank 1 (cuda:1): {blocks * 4}.0 MiB are left" in message
+    for number in ("4.0 MiB", "81,920.0 MiB", "35,840.0 (target)", "16,384.0 (draft)"):
+        assert number in message
+    Split((IDLE,)).check(16)
+
+
+def test_a_sequence_needs_room_for_two_rounds() -> None:
+    need = CacheNeed(batch_size=3, longest=100, k=4, block_size=16)
+    assert need.blocks_per_sequence == 7  # 110 tokens
+    assert need.num_blocks == 22
+
+
+def test_a_control_group_limits_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(profile, "_CGROUP", str(tmp_path))
+    whole = profile.total_memory()
+    (tmp_path / "memory.max").write_text("max\n")
+    assert profile.total_memory() == whole
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 100\nactive_file 50\n")
+    assert profile.total_memory() == 1000
+    assert profile.available_memory() == 400, "files that nobody needs can go"
+
+
+def test_a_cpu_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "available_memory", lambda: 600)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    overhead = Overhead(10, 10**9, 0, 10**9)
+    cpu = torch.device("cpu")
+    assert Allowance(0.9, None).kv_budget(cpu, overhead, 7) == 150
+    assert Allowance(0.1, 500).kv_budget(cpu, overhead, 7) == 250
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[5, 3, 0, 0, 10, 2, 0, 1, 4], [1000, 1, 0, 0, 1, 0, 0, 0, 0], [0] * 8 + [7], [1] * 9],
+    ids=str,
+)
+def test_a_bar_is_as_wide_as_it_should_be(sizes: list[int]) -> None:
+    names = [name for name, _, _ in PARTS]
+    found = cells(dict(zip(names, sizes, strict=True)), 72)
+    assert sum(found.values()) == 72
+    for name, size in zip(names, sizes, strict=True):
+        assert abs(found[name] - 72 * size / sum(sizes)) < 2
