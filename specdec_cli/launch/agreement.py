@@ -33,21 +33,18 @@ class Agreement:
         """
         if self._group is None:
             return problem is not None, [value]
-        own = [int(problem is not None), value, *self._places()]
         try:
-            rows = self._gather(own, problem is not None)
+            rows = self._gather([int(problem is not None), value], problem is not None)
         except RuntimeError:
             if problem is None:
                 raise
             raise problem from None  # the others are waiting for us inside a collective
         failed = [bool(row[0]) for row in rows]
-        inner = [row[3] for row in rows if row[3] >= 0]
-        are_together = len({row[2] for row in rows}) == 1 and len(set(inner)) <= 1
-        if any(failed) and not (all(failed) and are_together):
+        if any(failed) and not (all(failed) and self._are_together()):
             raise problem or PeersMissing("another rank failed")
         return all(failed), [row[1] for row in rows]
 
-    def _gather(self, own: list[int], is_short: bool) -> list[list[int]]:
+    def _gather(self, own: list[int], is_short: bool = False) -> list[list[int]]:
         import torch
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
@@ -58,6 +55,12 @@ class Agreement:
         c10d._set_pg_timeout(patience, self._group)
         dist.all_gather(rows, row, group=self._group)
         return [found.tolist() for found in rows]
+
+    def _are_together(self) -> bool:
+        """Whether all ranks have begun the same collectives in every group."""
+        rows = self._gather(list(self._places()))
+        inner = {row[1] for row in rows} - {-1}
+        return len({row[0] for row in rows}) == 1 and len(inner) <= 1
 
     def _places(self) -> tuple[int, int]:
         """How many collectives this rank has begun in groups of all ranks, and in smaller ones that

@@ -75,9 +75,7 @@ class Sweep:
                 target = engine.target.model if engine is not None else None
             for batch_size in self.plan.settings.batch_sizes:
                 if engine is not None and self._is_open(job, batch_size):
-                    self._measure(job, sized := engine.with_batch_size(batch_size))
-                    sized.forget_rounds()
-                    _free_memory()
+                    self._measure(job, engine.with_batch_size(batch_size))
                 if self.world.is_first:
                     points += self._points(job.plan.proposer, batch_size)
         return points
@@ -127,7 +125,7 @@ class Sweep:
         )
 
     def _measure(self, job: Job, engine: Engine) -> None:
-        """All points of one draft and batch size."""
+        """All points of one draft and batch size; the rounds captured for them are given up."""
         settings, draft = self.plan.settings, job.plan.proposer
         self._begin("warming up")
         first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
@@ -153,6 +151,8 @@ class Sweep:
                 self._forecast(unit, engine)
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
+        engine.forget_rounds()
+        _free_memory()
 
     def _time_curve(self, unit: Job, engine: Engine, part: int, num_parts: int) -> None:
         """What a round costs at each k, on the prompts of a unit.

@@ -55,7 +55,8 @@ def plant(fault: str, rank: int) -> None:
 
     owners: dict[str, tuple[tuple[object, ...], str]] = {
         "load": ((build,), "load"),
-        "draft": ((DraftWorker, AbsentDraft), "propose"),
+        # A rank without a part of the draft proposes nothing, and fails only with the others.
+        "draft": ((DraftWorker, AbsentDraft) if faulty == "all" else (DraftWorker,), "propose"),
         "verify": ((TargetScorer,), "score"),
     }
     places, name = owners[stage]
