@@ -4,6 +4,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_ROWS = 64  # of a sum over ranks that goes through this memory
+COLUMNS = 256  # of a sum, that one program adds up and has a flag for
+
+
+def num_flags(width: int) -> int:
+    """Counters that each rank needs for parts of `width` columns."""
+    return -(-width // COLUMNS)
+
 
 @dataclass(frozen=True, slots=True)
 class Peers:

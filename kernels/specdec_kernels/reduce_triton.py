@@ -17,10 +17,7 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependent_launch
 from specdec_kernels.linear import Normed
-from specdec_kernels.peers import Peers
-
-BLOCK_N = 256
-MAX_ROWS = 64
+from specdec_kernels.peers import COLUMNS, MAX_ROWS, Peers, num_flags
 
 
 @triton.jit
@@ -101,11 +98,6 @@ def reduce_add_norm_kernel(
     tl.store(squares_ptr + squares_at, tl.sum(wide * wide, axis=1), mask=row < num_rows)
 
 
-def num_flags(width: int) -> int:
-    """Counters that each rank needs for parts of `width` columns."""
-    return -(-width // BLOCK_N)
-
-
 def reduce_add_norm_triton(
     peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
 ) -> Normed:
@@ -137,7 +129,7 @@ def reduce_add_norm_triton(
         SIZE=peers.size,
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
         BLOCK_M=triton.next_power_of_2(num_rows),
-        BLOCK_N=BLOCK_N,
+        BLOCK_N=COLUMNS,
         DEPENDENT=dependent,
         INTERPRETED=not residual.is_cuda,
         num_warps=4 if num_rows <= 8 else 8,

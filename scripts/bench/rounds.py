@@ -67,21 +67,6 @@ def requests(count: int, tokens: int, vocab: int) -> list[Request]:
     return [Request(i, tuple(row)) for i, row in enumerate(ids)]
 
 
-def with_batch(engine: Engine, batch_size: int) -> Engine:
-    """The same models and caches with another number of slots."""
-    return Engine(
-        engine.target,
-        engine.draft,
-        engine.allocator,
-        batch_size=batch_size,
-        max_model_len=engine.max_model_len,
-        prefill_chunk=engine.prefill_chunk,
-        eos_ids=engine.eos_ids,
-        synthetic=engine.synthetic,
-        pipelined=engine.pipelined,
-    )
-
-
 def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> list[Metrics]:
     params = planned.params
     vocab = engine.target.model.vocab_size
@@ -132,7 +117,7 @@ def main() -> None:
     print("|" + "---|" * columns.count(" |"))
     rows = []
     for batch_size in args.batch_size:
-        engine = with_batch(built, batch_size)
+        engine = built.with_batch_size(batch_size)
         plain = None
         for k in args.k:
             started = time.perf_counter()
@@ -160,7 +145,7 @@ def main() -> None:
                 args.profile.mkdir(parents=True, exist_ok=True)
                 table = profile(engine, planned, k, args)
                 (args.profile / f"b{batch_size}-k{k}.txt").write_text(table)
-        engine._pipelines.clear()
+        engine.forget_rounds()
     free, total = torch.cuda.mem_get_info()
     print(f"memory in use {(total - free) / 2**30:.1f} GiB")
     if args.json:

@@ -225,7 +225,7 @@ class Engine:
             self._prefill(run, prefilling, started)
             return []
         if run.pipeline is not None:
-            return self._step_ahead(run, run.pipeline)
+            return self._step_ahead(run)
         seqs, lens = run.scheduler.reserve()
         noise = self._noise(run, seqs, max(lens))
         with run.clock.stage("draft"):
@@ -243,16 +243,17 @@ class Engine:
         now = time.perf_counter()
         return self._apply(run, seqs, proposal.lens, verdict, now - started, now)
 
-    def _step_ahead(self, run: Run, pipeline: Pipeline) -> list[Emission]:
+    def _step_ahead(self, run: Run) -> list[Emission]:
         """Launch a round; then apply the one before it, if there is one in flight."""
-        if not pipeline.in_flight:
+        assert run.pipeline is not None
+        if not run.pipeline.in_flight:
             seqs, _ = run.scheduler.reserve()
             run.pipeline = self._pipeline_for(run, len(seqs))
             run.pipeline.load(seqs, run.params.seed)
             run.pipeline.launch()
             return []
-        pipeline.grow(run.scheduler.extend_ahead(run.k + 1))
-        pipeline.launch()
+        run.pipeline.grow(run.scheduler.extend_ahead(run.k + 1))
+        run.pipeline.launch()
         return self._collect(run)
 
     def _must_settle(self, run: Run) -> bool:

@@ -7,12 +7,9 @@ has such memory is agreed, since all of its ranks have to reduce in the same way
 import logging
 
 import torch
-from specdec_kernels.peers import Peers
+from specdec_kernels.peers import MAX_ROWS, Peers, num_flags
 
 from specdec_cli.engine.parallel import TensorParallel
-
-MAX_ROWS = 64  # of a pass that is reduced this way; what a kernel for few rows takes
-COLUMNS_A_FLAG = 256
 
 _log = logging.getLogger("specdec")
 
@@ -40,7 +37,7 @@ def _allocate(parallel: TensorParallel, width: int, dtype: torch.dtype) -> Peers
 
     assert parallel.group is not None
     device, size = parallel.device, parallel.size
-    flags = -(-width // COLUMNS_A_FLAG)
+    flags = num_flags(width)
     num_parts = 2 * MAX_ROWS * width
     part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
     num_bytes = part_bytes + flags * size * 4

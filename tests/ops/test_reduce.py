@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close
-from specdec_kernels.peers import Peers
-from specdec_kernels.reduce_triton import MAX_ROWS, num_flags, reduce_add_norm_triton
+from specdec_kernels.peers import MAX_ROWS, Peers, num_flags
+from specdec_kernels.reduce_triton import reduce_add_norm_triton
 
 EPS = 1e-5
 
