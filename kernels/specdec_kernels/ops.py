@@ -290,7 +290,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         As x, contiguous.
     """
     if x.is_cuda:
-        from specdec_kernels.linear_triton import rms_norm_triton
+        from specdec_kernels.norm_triton import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)
     return rms_norm_reference(x, weight, eps)
@@ -299,7 +299,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     """activation(gate) * up of merged [T, 2F], gate first: [T, F]; "silu" or "gelu_tanh"."""
     if gate_up.is_cuda:
-        from specdec_kernels.linear_triton import gate_triton
+        from specdec_kernels.norm_triton import gate_triton
 
         return gate_triton(gate_up, activation)
     return gate_reference(gate_up, activation)
@@ -308,7 +308,7 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
 def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     """The start of a pass, and the head: x [T, K] and its `rms_norm`, ready for a product."""
     if x.is_cuda:
-        from specdec_kernels.linear_triton import norm_triton
+        from specdec_kernels.norm_triton import norm_triton
 
         return norm_triton(x, norm_weight, eps)
     return norm_reference(x, norm_weight, eps)
@@ -375,7 +375,7 @@ def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> No
     """residual + x, both [T, N], made ready for the norm that follows: where the ranks' parts of a
     projection have been added up. norm_weight: [N]."""
     if x.is_cuda:
-        from specdec_kernels.linear_triton import add_norm_triton
+        from specdec_kernels.norm_triton import add_norm_triton
 
         return add_norm_triton(x, residual, norm_weight, eps)
     return add_norm_reference(x, residual, norm_weight, eps)

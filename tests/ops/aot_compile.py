@@ -239,14 +239,14 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for rows in (1, 64)
     },
     "rms_norm": (
-        "linear_triton",
+        "norm_triton",
         "rms_norm_kernel",
         "*bf16",
         {"K": 4096, "HAS_RESIDUAL": True, "BLOCK": 4096, "DEPENDENT": True},
         {},
     ),
     "gate": (
-        "linear_triton",
+        "norm_triton",
         "gate_kernel",
         "*bf16",
         {"ACTIVATION": "gelu_tanh", "BLOCK": 1024, "DEPENDENT": True},
@@ -272,7 +272,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     "rope_kv": (
-        "rope_attention_triton",
+        "rope_kv_triton",
         "rope_kv_kernel",
         "*bf16",
         rope_attention(1) | EVERYTHING | {"HEADS": 32, "BLOCK_HEADS": 8},

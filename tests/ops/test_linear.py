@@ -2,7 +2,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
-from specdec_kernels import linear_triton, ops
+from specdec_kernels import linear_triton, norm_triton, ops
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
 from specdec_kernels.linear_triton import (
@@ -106,7 +106,7 @@ def test_rms_norm(shape, dtype, device):
         normal(*shape, dtype=dtype, device=device),
         normal(shape[-1], dtype=dtype, device=device),
     )
-    out = linear_triton.rms_norm_triton(x, weight, EPS)
+    out = norm_triton.rms_norm_triton(x, weight, EPS)
     assert_close("out", norm_of(x, weight), out, TOLERANCE[dtype])
 
 
@@ -125,7 +125,7 @@ def test_norm_then_product(device):
     kind = {"dtype": torch.float32, "device": device}
     x, norm = normal(5, 48, **kind), normal(48, **kind)
     weight = normal(70, 48, scale=48**-0.5, **kind)
-    out = linear_triton.norm_linear_triton(linear_triton.norm_triton(x, norm, EPS), weight)
+    out = linear_triton.norm_linear_triton(norm_triton.norm_triton(x, norm, EPS), weight)
     assert_close("out", F.linear(norm_of(x, norm), weight.double()), out, 1e-5)
 
 
