@@ -253,7 +253,8 @@ def test_bad_lines_may_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 def test_a_csv_goes_on_after_a_bad_row(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = write(tmp_path / "p.csv", 'prompt,x\na,1\n"b" c,2\nd,3\ne\nf,4\n')
-    assert texts(load(path, skip_bad=True)) == ["a", "d", "f"]
+    with caplog.at_level(logging.WARNING, "specdec"):
+        assert texts(load(path, skip_bad=True)) == ["a", "d", "f"]
     assert "skipped 2 bad lines" in caplog.text
 
 
