@@ -59,8 +59,11 @@ def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.linear`."""
-    out = F.linear(x, weight, bias)
-    return out if into is None else into.copy_(out)
+    if into is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.T, out=into)
+    return torch.addmm(bias, x, weight.T, out=into)
 
 
 def add_norm_reference(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
@@ -80,10 +83,12 @@ def linear_add_norm_reference(
     return norm_reference(residual + F.linear(x, weight, bias), norm_weight, eps)
 
 
-def norm_linear_reference(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear_reference(
+    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """See `ops.norm_linear`."""
     assert x.squares is None
-    return F.linear(x.scaled, weight, bias)
+    return linear_reference(x.scaled, weight, bias, into)
 
 
 def norm_gate_up_reference(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:

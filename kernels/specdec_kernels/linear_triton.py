@@ -26,7 +26,12 @@ from specdec_kernels.launch_triton import (
     is_last,
     prefetch_l2,
 )
-from specdec_kernels.linear import ACTIVATIONS, Normed
+from specdec_kernels.linear import (
+    ACTIVATIONS,
+    Normed,
+    linear_reference,
+    norm_linear_reference,
+)
 from specdec_kernels.norm_triton import activate, add_norm, gate_triton
 
 LINE = tl.constexpr(128)  # bytes of a cache line
@@ -366,13 +371,16 @@ def few_rows_linear(
     return out, scaled, out_squares
 
 
-def norm_linear_triton(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear_triton(
+    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """See `ops.norm_linear`."""
     tiles = choose_tiles("norm", x.scaled, weight)
     if tiles is None:
-        assert x.squares is None
-        return F.linear(x.scaled, weight, bias)
-    return few_rows_linear(x.scaled, weight, tiles, squares=x.squares, eps=x.eps, bias=bias)[0]
+        return norm_linear_reference(x, weight, bias, into)
+    return few_rows_linear(
+        x.scaled, weight, tiles, squares=x.squares, eps=x.eps, bias=bias, into=into
+    )[0]
 
 
 def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
@@ -393,8 +401,7 @@ def linear_triton(
     tiles = choose_tiles("add", x, weight)
     if tiles is not None:
         return few_rows_linear(x, weight, tiles, bias=bias, into=into)[0]
-    out = F.linear(x, weight, bias)
-    return out if into is None else into.copy_(out)
+    return linear_reference(x, weight, bias, into)
 
 
 def linear_add_norm_triton(

@@ -49,6 +49,7 @@ __all__ = [
     "advance",
     "gate",
     "gather_attention",
+    "gather_columns",
     "gather_plan",
     "greedy_argmax",
     "linear",
@@ -314,13 +315,16 @@ def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     return norm_reference(x, norm_weight, eps)
 
 
-def norm_linear(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(
+    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
     """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
 
     Args:
         x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
         weight: [N, K], contiguous.
         bias: [N].
+        into: [T, N], contiguous, where to write it.
 
     Returns:
         [T, N] of x's dtype, contiguous.
@@ -328,8 +332,8 @@ def norm_linear(x: Normed, weight: Tensor, bias: Tensor | None = None) -> Tensor
     if weight.is_cuda:
         from specdec_kernels.linear_triton import norm_linear_triton
 
-        return norm_linear_triton(x, weight, bias)
-    return norm_linear_reference(x, weight, bias)
+        return norm_linear_triton(x, weight, bias, into)
+    return norm_linear_reference(x, weight, bias, into)
 
 
 def norm_gate_up(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
@@ -386,7 +390,7 @@ def reduce_add_norm(
 ) -> Normed:
     """`add_norm` of the sum of all ranks' parts, which they have written to their own memory.
 
-    CUDA only, at most 64 rows. Every rank of the group calls it, and with place 0 and 1 in turn.
+    CUDA only, at most 256 rows. Every rank of the group calls it, and with place 0 and 1 in turn.
 
     Args:
         peers: The group's memory; `peers.take(place, T, N)` is where this rank's part is.
@@ -397,6 +401,17 @@ def reduce_add_norm(
     from specdec_kernels.reduce_triton import reduce_add_norm_triton
 
     return reduce_add_norm_triton(peers, place, residual, norm_weight, eps)
+
+
+def gather_columns(peers: Peers, num_rows: int) -> Tensor:
+    """What all ranks have written to `peers.take(0, num_rows, N)`, side by side: [T, size * N].
+
+    CUDA only. Every rank of the group calls it, and has to take part in `reduce_add_norm` or
+    another meeting of the group before it writes there again.
+    """
+    from specdec_kernels.gather_triton import gather_columns_triton
+
+    return gather_columns_triton(peers, num_rows)
 
 
 def linear_add_norm(

@@ -4,24 +4,32 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-MAX_ROWS = 64  # of a sum over ranks that goes through this memory
-COLUMNS = 256  # of a sum, that one program adds up and has a flag for
+MAX_ROWS = 256  # that go through this memory at once
+
+# Tiles of a sum: a program's, with flags of its own. 8 numbers of 16 bits a thread and rank.
+SUM_ROWS, SUM_COLUMNS = 4, 256
+# Tiles of logits. Programs take every GATHER_GROUPS-th of them along the rows.
+GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
 
 
-def num_flags(width: int) -> int:
-    """Counters that each rank needs for parts of `width` columns."""
-    return -(-width // COLUMNS)
+def num_sum_flags(width: int) -> int:
+    """Counters, for each other rank, that sums over ranks of rows of `width` need."""
+    return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
+
+
+def num_gather_flags(share: int) -> int:
+    """Counters, for each other rank, that putting shares of `share` columns together needs."""
+    return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
     """One rank's view of buffers that all ranks of a group have in common.
 
-    rank, size: of the group. parts: [2, T, N] of this rank's own, read by the others; of which
-    passes use the first for what attention adds to the residual stream and the second for the MLP.
+    rank, size: of the group. parts: [places, MAX_ROWS, N] of this rank's own, read by the others.
     addresses: int64 [size], of each rank's parts. flags: int64 [size], addresses of each rank's
-    int32 [F, size] counters of what the others have announced to it. epochs: int32 [F], how many
-    times this rank has.
+    int32 [F, size] counters of what the others have announced to it. epochs: int32 [F, size], how
+    often they have been waited for; sums, which wait for all at once, use [F].
     """
 
     rank: int

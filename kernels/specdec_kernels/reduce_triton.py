@@ -2,10 +2,11 @@
 
 A one-shot all-reduce: every rank reads the parts of all the others from their memory, over NVLink,
 and adds them up in the order of ranks, so that all hold the same sums to the bit. A program handles
-some columns of all rows; it tells its like on the other ranks that this rank's part is written, and
-waits until all have told it. Flags count and are never reset: the k-th call waits for k. Calls must
-use the two places in turn: that all have announced the one place means that all have read the
-other, so nobody has to wait a second time.
+a tile; it tells its like on the other ranks that this rank's part is written, and waits until all
+have told it. Flags count and are never reset: a tile's k-th call waits for k. Calls must use the
+two places in turn: that all have announced the one place means that all have read the other, so
+nobody has to wait a second time. Programs start in order, and each waits for its like alone: the
+first unfinished one is running on all ranks, however many there are.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -17,27 +18,13 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependent_launch
 from specdec_kernels.linear import Normed
-from specdec_kernels.peers import COLUMNS, MAX_ROWS, Peers, num_flags
+from specdec_kernels.linear_triton import FEW_ROWS
+from specdec_kernels.norm_triton import rms_norm_triton
+from specdec_kernels.peers import SUM_COLUMNS, SUM_ROWS, Peers
+from specdec_kernels.peers_triton import part_of, read_flags
 
 
-@triton.jit
-def read_flags(flags, INTERPRETED: tl.constexpr):
-    """int32 counters at addresses [SIZE], and all that their writers wrote before."""
-    if INTERPRETED:
-        found = tl.load(flags)
-    else:
-        found = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.s32 $0, [$1];",
-            "=r,l",
-            [flags.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return found
-
-
-@triton.jit(do_not_specialize=["num_rows", "place"])
+@triton.jit(do_not_specialize=["num_rows"])
 def reduce_add_norm_kernel(
     addresses_ptr,  # [SIZE] int64
     flags_ptr,  # [SIZE] int64
@@ -45,8 +32,8 @@ def reduce_add_norm_kernel(
     residual_ptr,  # [T, N]
     norm_ptr,  # [N]
     hidden_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out
-    squares_ptr,  # [T, programs] fp32, out
+    scaled_ptr,  # [T, N], out, with FOR_NORM
+    squares_ptr,  # [T, N / BLOCK_N] fp32, out, with FOR_NORM
     num_rows,
     place,  # elements before the part in each rank's memory
     residual_stride,
@@ -56,12 +43,14 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    FOR_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    column = program * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.arange(0, BLOCK_M)
+    column_block = tl.program_id(0)
+    program = tl.program_id(1) * tl.num_programs(0) + column_block
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     inside = row[:, None] * N + column[None, :]
     norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
@@ -85,17 +74,18 @@ def reduce_add_norm_kernel(
 
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for rank in tl.static_range(SIZE):
-        part_ptr = tl.load(addresses_ptr + rank).to(tl.pointer_type(hidden_ptr.dtype.element_ty))
-        part = tl.load(part_ptr + place + inside, mask=mask, other=0.0, cache_modifier=".cg")
+        part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
+        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
         summed += part.to(tl.float32)
     # Rounded first, as an all-reduce that returns a tensor would.
     total += summed.to(hidden_ptr.dtype.element_ty).to(tl.float32)
     hidden = total.to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + inside, hidden, mask=mask)
-    wide = tl.where(mask, hidden.to(tl.float32), 0.0)
-    tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
-    squares_at = row * tl.num_programs(0) + program
-    tl.store(squares_ptr + squares_at, tl.sum(wide * wide, axis=1), mask=row < num_rows)
+    if FOR_NORM:
+        wide = tl.where(mask, hidden.to(tl.float32), 0.0)
+        tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
+        squares_at = row * tl.num_programs(0) + column_block
+        tl.store(squares_ptr + squares_at, tl.sum(wide * wide, axis=1), mask=row < num_rows)
 
 
 def reduce_add_norm_triton(
@@ -103,16 +93,20 @@ def reduce_add_norm_triton(
 ) -> Normed:
     """See `ops.reduce_add_norm`."""
     num_rows, width = residual.shape
-    assert peers.take(place, num_rows, width) is not None and num_rows <= MAX_ROWS
+    assert peers.take(place, num_rows, width) is not None
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
-    programs = num_flags(width)
-    assert peers.epochs.shape[0] >= programs
+    blocks = triton.cdiv(width, SUM_COLUMNS)
+    assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
+    for_norm = num_rows <= FEW_ROWS
     hidden = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
-    scaled = torch.empty_like(hidden)
-    squares = torch.empty((num_rows, programs), dtype=torch.float32, device=residual.device)
+    scaled = squares = hidden
+    if for_norm:
+        scaled = torch.empty_like(hidden)
+        squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
     dependent = dependent_launch(residual)
-    reduce_add_norm_kernel[(programs,)](
+    # The same tiles whatever the rows but for one or two: flags belong to tiles.
+    reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
         peers.addresses,
         peers.flags,
         peers.epochs,
@@ -128,11 +122,15 @@ def reduce_add_norm_triton(
         RANK=peers.rank,
         SIZE=peers.size,
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
-        BLOCK_M=triton.next_power_of_2(num_rows),
-        BLOCK_N=COLUMNS,
+        BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
+        BLOCK_N=SUM_COLUMNS,
+        FOR_NORM=for_norm,
         DEPENDENT=dependent,
         INTERPRETED=not residual.is_cuda,
-        num_warps=4 if num_rows <= 8 else 8,
+        num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         **({"launch_pdl": True} if dependent else {}),
     )
-    return Normed(hidden, scaled, squares, eps)
+    if for_norm:
+        return Normed(hidden, scaled, squares, eps)
+    # Products of many rows are a library's, which knows no norm.
+    return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)

@@ -1,28 +1,40 @@
-"""Memory that the GPUs of a group read from each other, for all-reduces of a few rows.
+"""Memory that the GPUs of a group read from each other, for sums and logits of some rows.
 
 NCCL takes 20 us for what one read over NVLink does in 6 (measured on two H200). Whether a group
-has such memory is agreed, since all of its ranks have to reduce in the same way.
+has such memory is agreed, since all of its ranks have to meet in the same way.
 """
 
 import logging
+from math import prod
+from typing import NamedTuple
 
 import torch
-from specdec_kernels.peers import MAX_ROWS, Peers, num_flags
+from specdec_kernels.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
 
 from specdec_cli.engine.parallel import TensorParallel
 
 _log = logging.getLogger("specdec")
 
 
-def shared_memory(parallel: TensorParallel, width: int, dtype: torch.dtype) -> Peers | None:
-    """Room for MAX_ROWS rows of `width` on every rank; None where the GPUs cannot read each other.
+class Shared(NamedTuple):
+    """What the ranks of a model share. sums: for `ops.reduce_add_norm`. logits: for
+    `ops.gather_columns`; None where the vocabulary cannot be divided evenly."""
 
-    Every rank of the group has to call this.
+    sums: Peers
+    logits: Peers | None
+
+
+def shared_memory(
+    parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
+) -> Shared | None:
+    """Room for MAX_ROWS rows on every rank; None where the GPUs cannot read each other.
+
+    width: of the residual stream. Every rank of the group has to call this.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None
     try:
-        found, problem = _allocate(parallel, width, dtype), None
+        found, problem = _shared(parallel, width, vocab_size, dtype), None
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
         found, problem = None, str(error).partition("\n")[0]
     problems = [p for p in parallel.gather_objects(problem) if p is not None]
@@ -32,13 +44,23 @@ def shared_memory(parallel: TensorParallel, width: int, dtype: torch.dtype) -> P
     return found
 
 
-def _allocate(parallel: TensorParallel, width: int, dtype: torch.dtype) -> Peers:
+def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
+    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width))
+    share, rest = divmod(vocab_size, parallel.size)
+    if rest:
+        return Shared(sums, None)
+    flags = num_gather_flags(share)
+    return Shared(sums, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
+
+
+def _allocate(
+    parallel: TensorParallel, shape: tuple[int, int, int], dtype: torch.dtype, flags: int
+) -> Peers:
     import torch.distributed._symmetric_memory as symmetric
 
     assert parallel.group is not None
     device, size = parallel.device, parallel.size
-    flags = num_flags(width)
-    num_parts = 2 * MAX_ROWS * width
+    num_parts = prod(shape)
     part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
     num_bytes = part_bytes + flags * size * 4
     held = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
@@ -52,8 +74,8 @@ def _allocate(parallel: TensorParallel, width: int, dtype: torch.dtype) -> Peers
         rank=parallel.rank,
         size=size,
         # The view keeps the allocation, which peers read, alive.
-        parts=held[: num_parts * dtype.itemsize].view(dtype).view(2, MAX_ROWS, width),
+        parts=held[: num_parts * dtype.itemsize].view(dtype).view(shape),
         addresses=addresses,
         flags=addresses + part_bytes,
-        epochs=torch.zeros(flags, dtype=torch.int32, device=device),
+        epochs=torch.zeros(flags, size, dtype=torch.int32, device=device),
     )

@@ -105,18 +105,21 @@ class FusedForward:
         layers = list(decoder.layers)
         norms = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
         self.cos, self.sin = _rotary_table(decoder.rotary_emb, module.dtype, module.device, max_len)
-        self.layers = [
-            FusedLayer.of(layer, following_norm, index, scale, window)
-            for index, (layer, following_norm, (scale, window)) in enumerate(
-                zip(layers, norms, _recorded_calls(module), strict=True)
-            )
-        ]
+        self.layers: list[FusedLayer] = []
+        calls = _recorded_calls(module)
+        for layer, following_norm, call in zip(layers, norms, calls, strict=True):
+            self.layers.append(FusedLayer.of(layer, following_norm, len(self.layers), *call))
+            if module.device.type == "cuda":
+                # Pieces of what merging frees would serve for the next layer's weights, and the
+                # rest of each, 10 GiB of a 70B over four GPUs, for nothing any more.
+                torch.cuda.empty_cache()
         self.head = _merged([module.lm_head.weight])
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = decoder.embed_tokens.weight
         if module.lm_head.weight is decoder.embed_tokens.weight:
             self.embedding = self.head
-        self.peers = shared_memory(parallel, self.embedding.shape[1], module.dtype)
+        width = self.embedding.shape[1]
+        self.shared = shared_memory(parallel, width, self.vocab_size, module.dtype)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -141,6 +144,16 @@ class FusedForward:
             x = self._add_norm(1, inner, layer.down, x.hidden, layer.following_norm, layer.eps)
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
+        return self._logits(x)
+
+    def _logits(self, x: Normed) -> Tensor:
+        """[M, V] on every rank; each computes a share of the vocabulary."""
+        peers = None if self.shared is None else self.shared.logits
+        num_rows = len(x.hidden)
+        room = None if peers is None else peers.take(0, num_rows, len(self.head))
+        if peers is not None and room is not None and num_rows:
+            ops.norm_linear(x, self.head, self.head_bias, into=room)
+            return ops.gather_columns(peers, num_rows)
         logits = ops.norm_linear(x, self.head, self.head_bias)
         return self.parallel.all_gather(logits, self.vocab_size)
 
@@ -160,10 +173,11 @@ class FusedForward:
         """
         if self.parallel.size == 1:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
-        room = None if self.peers is None else self.peers.take(place, *residual.shape)
-        if self.peers is not None and room is not None:
+        peers = None if self.shared is None else self.shared.sums
+        room = None if peers is None else peers.take(place, *residual.shape)
+        if peers is not None and room is not None:
             ops.linear(x, weight, bias, into=room)
-            return ops.reduce_add_norm(self.peers, place, residual, norm_weight, eps)
+            return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
         part = self.parallel.all_reduce(ops.linear(x, weight, bias))
         return ops.add_norm(part, residual, norm_weight, eps)
 

@@ -87,6 +87,8 @@ def rope_attention(
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True}
 EVERYTHING |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": True}
 
+PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
+
 # Case: module, kernel, type of its other pointers, constants, types that are not the usual ones.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "merge_tokens": (
@@ -223,20 +225,31 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     **{
-        f"reduce_add_norm-{rows}": (
+        f"reduce_add_norm-{rows}-{for_norm}": (
             "reduce_triton",
             "reduce_add_norm_kernel",
             "*bf16",
             {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
-                **{"BLOCK_N": 256, "DEPENDENT": True, "INTERPRETED": False},
+                **{"BLOCK_N": 256, "FOR_NORM": for_norm, "num_warps": rows},
+                **{"DEPENDENT": True, "INTERPRETED": False},
             },
-            {
-                **{"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"},
-                "squares_ptr": "*fp32",
-            },
+            {**PEERS, "squares_ptr": "*fp32"},
         )
-        for rows in (1, 64)
+        for rows, for_norm in ((1, True), (4, True), (4, False))
+    },
+    **{
+        f"gather_columns-{rows}": (
+            "gather_triton",
+            "gather_columns_kernel",
+            "*bf16",
+            {
+                **{"SHARE": 32064, "RANK": 1, "SIZE": 4, "BLOCK_M": rows, "BLOCK_N": 1024},
+                **{"GROUPS": 8, "DEPENDENT": True, "INTERPRETED": False},
+            },
+            PEERS,
+        )
+        for rows in (1, 4)
     },
     "rms_norm": (
         "norm_triton",
@@ -315,7 +328,7 @@ def compile_case(
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name.endswith("_ptr") or "stride" in name
+        if name.endswith("_ptr") or "stride" in name or name == "place"
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     if kernel == "paged_attention_kernel":

@@ -1,51 +1,102 @@
-"""The all-reduce of one rank, beside others that have already written their parts."""
+"""Sums and logits of one rank, beside others that have already written their parts."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close
-from specdec_kernels.peers import MAX_ROWS, Peers, num_flags
+from specdec_kernels.gather_triton import gather_columns_triton
+from specdec_kernels.peers import (
+    GATHER_COLUMNS,
+    GATHER_GROUPS,
+    GATHER_ROWS,
+    MAX_ROWS,
+    SUM_COLUMNS,
+    SUM_ROWS,
+    Peers,
+    num_gather_flags,
+    num_sum_flags,
+)
 from specdec_kernels.reduce_triton import reduce_add_norm_triton
+from torch import Tensor
 
 EPS = 1e-5
+WIDE = 2**31 - 2  # counters wrap around
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("rows", "width"), [(1, 96), (6, 600), (33, 256)])
-def test_sums_of_ranks(rows, width, size, dtype, device):
-    generator = torch.Generator().manual_seed(width)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
-
-    wide = 2**31 - 2  # counters wrap around
-    parts = normal(size, 2, MAX_ROWS, width)
-    parts[:, :, rows:] = float("nan")
-    flags = torch.full((size, num_flags(width), size), wide, dtype=torch.int32, device=device)
-    rank = size - 1
-    epochs = torch.full((num_flags(width),), wide, dtype=torch.int32, device=device)
-    norm, residual = normal(width), normal(rows, 2 * width)[:, :width]
+def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
+    """The view of `rank`, and all ranks' flags. parts: [size, places, MAX_ROWS, N] of all ranks."""
+    size, device = len(parts), parts.device
+    all_flags = torch.full((size, flags, size), WIDE, dtype=torch.int32, device=device)
     peers = Peers(
         rank,
         size,
         parts[rank],
         torch.tensor([p.data_ptr() for p in parts], device=device),
-        torch.tensor([f.data_ptr() for f in flags], device=device),
-        epochs,
+        torch.tensor([f.data_ptr() for f in all_flags], device=device),
+        torch.full((flags, size), WIDE, dtype=torch.int32, device=device),
     )
+    return peers, all_flags
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (33, 256), (69, 320)])
+def test_sums_of_ranks(rows, width, size, dtype, device):
+    generator = torch.Generator().manual_seed(width)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    parts = normal(size, 2, MAX_ROWS, width)
+    parts[:, :, rows:] = float("nan")
+    rank = size - 1
+    peers, flags = peers_of(parts, rank, num_sum_flags(width))
+    used = -(-width // SUM_COLUMNS) * -(-rows // SUM_ROWS)
+    norm, residual = normal(width), normal(rows, 2 * width)[:, :width]
     assert peers.take(0, MAX_ROWS + 1, width) is None
     for call, place in enumerate((0, 1, 0, 1), start=1):
-        flags[rank, :, :rank] += 1  # what the others announce
+        flags[rank, :used, :rank] += 1  # what the others announce
         before = flags.clone()
         out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
-        before[:, :, rank] += 1
+        before[:, :used, rank] += 1
         assert torch.equal(flags, before)
-        assert ((epochs.long() - wide - call) % 2**32 == 0).all()
+        epochs = peers.epochs.view(-1).long() - WIDE
+        assert ((epochs[:used] - call) % 2**32 == 0).all() and not epochs[used:].any()
         expected = residual.double() + parts[:, place, :rows].double().sum(0)
         assert_close("hidden", expected, out.hidden, 2 * TOLERANCE[dtype])
+        normed = F.rms_norm(out.hidden.double(), (width,), norm.double(), EPS)
+        if rows > 64:  # products of many rows take a finished norm
+            assert out.squares is None
+            assert_close("norm", normed, out.scaled, TOLERANCE[dtype])
+            continue
+        assert out.squares is not None
         assert_close("scaled", out.hidden.double() * norm.double(), out.scaled, TOLERANCE[dtype])
         assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
-        normed = F.rms_norm(out.hidden.double(), (width,), norm.double(), EPS)
         factor = (out.squares.double().sum(1, keepdim=True) / width + EPS).rsqrt()
         assert_close("norm", normed, out.scaled.double() * factor, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("rows", "share"), [(1, 16), (5, 1100), (33, 90), (70, 2048)])
+def test_shares_of_ranks_side_by_side(rows, share, size, dtype, device):
+    generator = torch.Generator().manual_seed(share)
+    parts = torch.randn((size, 1, MAX_ROWS, share), generator=generator).to(device, dtype)
+    parts[:, :, rows:] = float("nan")
+    rank = size - 2
+    peers, flags = peers_of(parts, rank, num_gather_flags(share))
+    assert peers.take(0, rows, share + 1) is None
+    others = [r for r in range(size) if r != rank]
+    tiles = -(-rows // min(GATHER_ROWS, rows))
+    used = -(-share // GATHER_COLUMNS) * min(GATHER_GROUPS, tiles)
+    for call in (1, 2, 3):
+        parts[:, :, :rows] += 1
+        flags[rank, :used, others] += 1
+        before = flags.clone()
+        out = gather_columns_triton(peers, rows)
+        before[others, :used, rank] += 1
+        assert torch.equal(flags, before)
+        epochs = peers.epochs.long() - WIDE
+        assert ((epochs[:used, others] - call) % 2**32 == 0).all()
+        assert not epochs[used:].any() and not epochs[:, rank].any()
+        assert torch.equal(out, torch.cat([*parts[:, 0, :rows]], dim=1))
