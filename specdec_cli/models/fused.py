@@ -110,8 +110,7 @@ class FusedForward:
         for layer, following_norm, call in zip(layers, norms, calls, strict=True):
             self.layers.append(FusedLayer.of(layer, following_norm, len(self.layers), *call))
             if module.device.type == "cuda":
-                # Pieces of what merging frees would serve for the next layer's weights, and the
-                # rest of each, 10 GiB of a 70B over four GPUs, for nothing any more.
+                # As in the loader: pieces of what merging frees would hold the next layer's.
                 torch.cuda.empty_cache()
         self.head = _merged([module.lm_head.weight])
         self.head_bias: Tensor | None = module.lm_head.bias
