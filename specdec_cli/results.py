@@ -3,6 +3,7 @@
 Knows the contract's JSON names; knows nothing of terminals.
 """
 
+import fcntl
 import json
 import logging
 import math
@@ -132,6 +133,7 @@ class RunFolder:
     def reopen(cls, path: Path) -> "RunFolder":
         """A folder that a run left behind. What a crash left of a last line is cut off."""
         folder = cls(path)
+        folder._claim()
         for file in sorted(path.glob("*.jsonl")):
             _cut_torn_line(file)
         return folder
@@ -141,10 +143,12 @@ class RunFolder:
         folder = cls(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            folder._claim()
             earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
         except OSError as problem:
             raise SetupError(f"cannot create the folder {path}: {problem.strerror}") from None
         if earlier:
+            folder.close()
             raise UsageError(
                 f"{path} holds the results of an earlier run ({earlier[0]})",
                 "name another folder with -o, or move that one away",
@@ -152,6 +156,20 @@ class RunFolder:
         folder.write("recipe.yaml", dump_recipe(recipe))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
+
+    def _claim(self) -> None:
+        """Keep others that begin or go on with a run out, until this process closes or ends."""
+        try:
+            self._files["."] = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._files["."], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UsageError(
+                f"{self.path}: another process is writing there",
+                "wait until it has ended, or name another folder with -o",
+            ) from None
+        except OSError as problem:  # a file system without locks
+            _log.info("%s is not locked: %s", self.path, problem.strerror)
 
     def append(self, name: str, *records: dict[str, Any]) -> None:
         """Add a line a record to a .jsonl file: a single write, synced before this returns."""

@@ -125,10 +125,15 @@ def _measure_size(
 
                 def keep(emissions: list[Emission], key: Key, taken: _Taken) -> None:
                     world.beat()
-                    for seq in taken.whole(emissions) if world.is_first else ():
-                        sample = _degrees(task.pair) | taken.sample(key, seq)
-                        folder.append("samples.jsonl", sample)
-                        found[key.k][seq.index] = sample
+                    if not world.is_first:
+                        return
+                    whole = {
+                        seq.index: _degrees(task.pair) | taken.sample(key, seq)
+                        for seq in taken.whole(emissions)
+                    }
+                    if whole:
+                        folder.append("samples.jsonl", *whole.values())
+                    found[key.k] |= whole
 
                 key = Key(task.settings.draft, engine.batch_size, k)
                 engine.run(requests(unit), k, params, partial(keep, key=key, taken=taken[k]))

@@ -29,6 +29,7 @@ from specdec_cli.sweep import (
     few_prompts,
     for_engine,
     read_settings_file,
+    reopened,
     warn_of_another_environment,
     write_settings,
 )
@@ -206,7 +207,6 @@ def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
         ),
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
-        *(f"warning: {w}" for w in warnings),
     ]
     return {
         "schema": "specdec.compare-tp.plan/1",
@@ -230,8 +230,7 @@ def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> Ru
         if not isinstance(theirs, dict) or "target_tps" not in theirs:
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
         check_same(path, "comparison", theirs, plan.settings.as_dict())
-        folder = RunFolder.reopen(path)
-        records.load(folder)
+        folder = reopened(path, records.load)
         warn_of_another_environment(path, where)
         return folder
     folder = RunFolder.create(path, plan.recipe, where)

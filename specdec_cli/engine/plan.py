@@ -266,7 +266,8 @@ def _check_world(recipe: Recipe) -> None:
         raise UsageError(
             f"target.tensor_parallel_size is {wanted}, and {found} "
             f"{'process runs' if found == 1 else 'processes run'}",
-            f"start one process for each rank: torchrun --nproc-per-node {wanted}",
+            "start specdec by itself, which starts its ranks, or under torchrun "
+            f"--nproc-per-node {wanted}",
         )
     if wanted > 1 and ":" in recipe.run.device:
         raise UsageError(

@@ -6,6 +6,7 @@ The names below serve other commands that measure points too.
 from specdec_cli.sweep.folder import (
     check_same,
     read_settings_file,
+    reopened,
     warn_of_another_environment,
     write_settings,
 )
@@ -21,6 +22,7 @@ __all__ = [
     "only",
     "peak_memory",
     "read_settings_file",
+    "reopened",
     "sample_of",
     "units_of",
     "warn_of_another_environment",

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,13 +27,23 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
     where = _where(plan)
     if resume and (path / _SETTINGS).exists():
         check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
-        folder = RunFolder.reopen(path)
-        records.load(folder)
+        folder = reopened(path, records.load)
         warn_of_another_environment(path, where)
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
     records.folder = folder
+    return folder
+
+
+def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
+    """A folder to go on with, once `load` has read it."""
+    folder = RunFolder.reopen(path)
+    try:
+        load(folder)
+    except BaseException:
+        folder.close()
+        raise
     return folder
 
 

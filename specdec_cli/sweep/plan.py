@@ -206,7 +206,6 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
         + f", the longest of {longest} tokens",
         f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
         f"tokens to write: at most {most * len(s.blocks) * len(s.measured_ks) * run.repeats:,}",
-        *(f"warning: {w}" for w in warnings),
     ]
     return {
         "schema": "specdec.sweep-k.plan/1",

@@ -1,6 +1,7 @@
 """`specdec sweep-k`: the document, the folder, and what interruptions leave."""
 
 import json
+import os
 import signal
 import weakref
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.cli.sweep_helpers import (
     samples,
     specdec,
     stopped_sweep,
+    sweep_process,
     without_times,
 )
 
@@ -402,7 +404,7 @@ def test_what_if(capsys: Capture) -> None:
 
 def test_random_weights_are_warned_about(capsys: Capture) -> None:
     dummy = ["--set", "target.load_format=dummy", "--set", "draft.load_format=dummy"]
-    assert "the weights are random" in specdec(capsys, *SWEEP, *dummy, "--dry-run").out
+    assert "the weights are random" in specdec(capsys, *SWEEP, *dummy, "--dry-run").err
     length = ["--synthetic-acceptance-length", "2"]
     given = specdec(capsys, *SWEEP, *dummy, *length, "--dry-run")
     assert given.code == 0 and "the weights are random" not in given.out
@@ -452,6 +454,22 @@ def test_signals_keep_what_is_finished(
     assert lost_or_torn(folder, told) == (0, 0) and len(samples(folder)) == len(told)
     assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
     assert without_times(samples(folder)) == without_times(samples(whole[0]))
+
+
+def test_two_sweeps_do_not_write_to_one_folder(capsys: Capture, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with sweep_process([*SWEEP, "-q", "-o", folder]) as (child, pipe):
+        assert os.read(pipe, 1)  # it has written
+        os.kill(child, signal.SIGSTOP)
+        before = (folder / "samples.jsonl").read_bytes()
+        for options in (["--resume"], []):
+            result = specdec(capsys, *SWEEP, "-o", folder, *options)
+            refused(result, 2, f"{folder}: another process is writing there")
+        assert (folder / "samples.jsonl").read_bytes() == before
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
+    assert len(samples(folder)) == 12
 
 
 def test_kill_9_loses_nothing(
