@@ -131,11 +131,10 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
-        """A folder that a run left behind. What a crash left of a last line is cut off."""
+        """A folder that a run left behind, mended."""
         folder = cls(path)
         folder._claim()
-        for file in sorted(path.glob("*.jsonl")):
-            _cut_torn_line(file)
+        folder.mend()
         return folder
 
     @classmethod
@@ -156,6 +155,11 @@ class RunFolder:
         folder.write("recipe.yaml", dump_recipe(recipe))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
+
+    def mend(self) -> None:
+        """Cut off what a crash left of a last line."""
+        for file in sorted(self.path.glob("*.jsonl")):
+            _cut_torn_line(file)
 
     def _claim(self) -> None:
         """Keep others that begin or go on with a run out, until this process closes or ends."""

@@ -72,7 +72,7 @@ def run_pairs(
 
 def _take_over(folder: RunFolder, records: Records) -> None:
     """Read what the ranks of a pair have written; killed ones may have left a torn line."""
-    RunFolder.reopen(folder.path)
+    folder.mend()
     records.load(folder)
 
 

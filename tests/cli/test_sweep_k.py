@@ -456,6 +456,35 @@ def test_signals_keep_what_is_finished(
     assert without_times(samples(folder)) == without_times(samples(whole[0]))
 
 
+def test_a_spec_bench_file_end_to_end(capsys: Capture, tmp_path: Path) -> None:
+    """Questions of several turns and categories, from the file to the report."""
+    kinds = ["writing", "coding", "math"]
+    path, folder = tmp_path / "question.jsonl", tmp_path / "run"
+    rows = [
+        {
+            "question_id": 81 + i,
+            "category": kinds[i % 3],
+            "turns": [f"def step_{i}(values):\n    total = 0\n", "Now explain it."],
+            "reference": ["none"],
+        }
+        for i in range(6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asked = ["--dataset", path, "--k", "0,2", *ONCE, "--batch-size", "1,2"]
+    result = specdec(capsys, "sweep-k", "demo", *QUICK, *asked, "-o", folder, "--json")
+    assert result.code == 0, result.err
+    points = result.document["points"]
+    assert {(p["k"], p["batch_size"]) for p in points} == {(0, 1), (2, 1), (0, 2), (2, 2)}
+    for point in points:
+        assert point["status"] == "ok" and sorted(point["per_category"]) == sorted(kinds)
+        each = [c["num_prompts"] for c in point["per_category"].values()]
+        assert each == [2, 2, 2] and point["metrics"]["num_prompts"] == 6
+    assert {s["category"] for s in samples(folder)} == set(kinds)
+    assert specdec(capsys, "report", folder).code == 0
+    page = (folder / "report.html").read_text()
+    assert all(f">{kind}<" in page for kind in kinds)
+
+
 def test_two_sweeps_do_not_write_to_one_folder(capsys: Capture, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with sweep_process([*SWEEP, "-q", "-o", folder]) as (child, pipe):
