@@ -30,9 +30,11 @@ from specdec_cli.models.loader import Description, describe
 
 # What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
+# What a captured round holds beside the tensors of its pool.
+_PER_GRAPH = 16 * 2**20
 # The CUDA context and kernels; with several ranks, NCCL's and symmetric buffers too.
-CONTEXT_BYTES = 640 * 2**20
-COMMUNICATION_BYTES = 1024 * 2**20
+CONTEXT_BYTES = 768 * 2**20
+COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
@@ -45,15 +47,18 @@ class PassBytes(NamedTuple):
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     """What the largest passes that `need` allows will take on this rank."""
     chunk = min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
-    prefill = max(_pass_bytes(m, m.spec.role in plan.compiled, chunk, 0) for m in plan.held)
-    if plan.device.type != "cuda":
+    is_cuda = plan.device.type == "cuda"
+    each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in plan.held]
+    # On CUDA blocks of one model's sizes seldom serve the other.
+    prefill = sum(each) if is_cuda else max(each)
+    if not is_cuda:
         return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)), 0)
     overhead = _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)) + overhead, 0)
-    # A graph has a pool of its own, and the rounds that warm it up leave theirs to their stream.
-    counts = slot_counts(need.batch_size)
-    graphs = sum(2 * (_round_bytes(plan, slots) + _PER_STREAM) for slots in counts)
+    # Captured rounds share a pool, and those that warm them up leave as much to their stream.
+    graphs = 2 * (_round_bytes(plan, need.batch_size) + _PER_STREAM)
+    graphs += len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill + overhead, graphs)
 
 
@@ -184,23 +189,47 @@ def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: 
     # Split over ranks the head's shares are gathered, and put side by side.
     logits = logit_rows * model.vocab_size * itemsize * (1 if ranks == 1 else 3)
     if is_fusable(model.module) and not is_compiled:
-        return max(_fused_layer(model, tokens) * itemsize, logits)
+        layer = _fused_layer(model)
+        numbers = tokens * (layer.common + max(layer.attention, layer.mlp))
+        return max(numbers * itemsize, logits)
     return max(_live_bytes(model, tokens), logits)
 
 
-def _fused_layer(model: Description, tokens: int) -> int:
-    """Numbers alive at once in a fused layer; see `models.fused`."""
+class _LayerNumbers(NamedTuple):
+    """Numbers a token that a fused layer holds at once; see `models.fused`.
+
+    common: throughout. attention: of decoding. gathered: of attention in prefill.
+    """
+
+    common: int
+    attention: int
+    gathered: int
+    mlp: int
+
+
+def _fused_layer(model: Description) -> _LayerNumbers:
     layer = model.module.model.layers[0]
     hidden = int(model.module.config.hidden_size)
     inner = int(layer.mlp.gate_proj.out_features)
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.layers[0]
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    rotary = 2 * shape.key_dim
-    attention = 2 * hidden + qkv + 2 * mixed
-    output = mixed + 4 * hidden
-    gate = 2 * hidden + 3 * inner
-    return tokens * (rotary + max(attention, output, gate))
+    return _LayerNumbers(
+        common=2 * shape.key_dim + hidden,
+        attention=max(hidden + qkv + 2 * mixed, mixed + 3 * hidden),
+        # Rotated; then queries, keys and values for each of their heads, and the result, twice.
+        gathered=hidden + 2 * qkv + 5 * mixed,
+        mlp=hidden + 3 * inner,
+    )
+
+
+def _prefill_bytes(model: Description, is_compiled: bool, tokens: int, is_cuda: bool) -> int:
+    """Bytes that the largest pass without logits needs."""
+    if not is_cuda or is_compiled or not is_fusable(model.module):
+        return _pass_bytes(model, is_compiled, tokens, 0)
+    layer = _fused_layer(model)
+    # Blocks of attention's sizes and of the MLP's are not joined by the allocator: both count.
+    return tokens * (layer.common + layer.gathered + layer.mlp) * model.dtype.itemsize
 
 
 class _Stub:
