@@ -5,10 +5,11 @@ made visible, so nothing a model writes can drive the terminal.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TextIO
 
+from rich.cells import cell_len
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
@@ -19,6 +20,7 @@ from rich.text import Text
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
+_WORD = 20  # columns
 _SYNTHETIC = "synthetic acceptance: the text is not the target's"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -26,6 +28,45 @@ _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold
 def console(stream: TextIO) -> Console:
     """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def table_within(
+    width: int,
+    columns: Mapping[str, Sequence[str]],
+    *,
+    spare: Sequence[str] = (),
+    names: Sequence[str] = (),
+    long: Sequence[str] = (),
+) -> tuple[Table, list[str]]:
+    """A table of columns, by heading, and the headings that were left out to stay within `width`.
+
+    spare: what may be left out, the first first. names: set flush left, and folded rather than cut.
+    long: where a cell may take several lines.
+    """
+    shown = dict(columns)
+    left_out: list[str] = []
+    for heading in spare:
+        if _least_width(shown, {*names, *long}) <= width:
+            break
+        if shown.pop(heading, None) is not None:
+            left_out.append(heading)
+    table = Table(box=None, pad_edge=False)
+    for heading in shown:
+        if heading in names:
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right", no_wrap=heading not in long)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, row))
+    return table, left_out
+
+
+def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int:
+    """Columns of a terminal below which something is cut; wrapped ones need room for a word."""
+    widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+    for name in wrapped & widths.keys():
+        widths[name] = min(widths[name], max(cell_len(name), _WORD))
+    return sum(widths.values()) + 2 * (len(widths) - 1)
 
 
 def has_colour(stream: TextIO) -> bool:

@@ -20,10 +20,33 @@ from specdec_cli.compare.records import Records
 from specdec_cli.compare.settings import Pair
 from specdec_cli.compare.verdict import STAGES, summary_lines, tokens_line
 from specdec_cli.points import Failure, Point, Sample, decode_seconds
-from specdec_cli.render import console
+from specdec_cli.render import console, table_within
 from specdec_cli.text import inert
 
 _WIDE = 200  # columns, for a table that goes into a file
+_HEADINGS = (
+    "target TP",
+    "draft TP",
+    "batch",
+    "tokens/s",
+    "x k = 0",
+    "x equal TP",
+    "tokens a round",
+    *(f"{stage} ms" for stage in STAGES),
+    "round ms",
+    "blocks",
+)
+# What a narrow terminal can do without, the first first.
+_SPARE = (
+    "sample ms",
+    "broadcast ms",
+    "verify ms",
+    "draft ms",
+    "blocks",
+    "tokens a round",
+    "round ms",
+    "x equal TP",
+)
 
 
 def say(line: str) -> None:
@@ -173,10 +196,12 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """The table of points and what they say, on stdout."""
+    if sys.stdout is None:  # started with stdout closed (>&-)
+        return
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
-    out.print(results_table(document["points"]), soft_wrap=False)
+    out.print(results_table(document["points"], out.width), soft_wrap=False)
     out.print()
     for line in summary_lines(dict(document)):
         out.print(Text(inert(line)))
@@ -184,27 +209,17 @@ def print_results(document: Mapping[str, Any]) -> None:
         out.print(Text(about_tokens))
 
 
-def results_table(points: Sequence[Point]) -> Table:
-    """A row a point, k = 0 of each target TP first."""
-    table = Table(box=None, pad_edge=False)
-    for heading in (
-        "target TP",
-        "draft TP",
-        "batch",
-        "tokens/s",
-        "x k = 0",
-        "x equal TP",
-        "tokens a round",
-        *(f"{stage} ms" for stage in STAGES),
-        "round ms",
-        "blocks",
-    ):
-        table.add_column(heading, justify="right", no_wrap=heading != "blocks")
-    for point in points:
-        if point["status"] != "skipped":
-            table.add_row(*map(Text, _cells(point)))
+def results_table(points: Sequence[Point], width: int) -> Table:
+    """A row a point, k = 0 of each target TP first; on a narrow terminal fewer columns."""
+    cells = list(zip(*(_cells(p) for p in points if p["status"] != "skipped"), strict=True))
+    columns = {
+        heading: list(cells[place]) if cells else [] for place, heading in enumerate(_HEADINGS)
+    }
+    table, left_out = table_within(width, columns, spare=_SPARE, long=["blocks"])
     # Reasons have more to say than a column holds.
     reasons = Table(box=None, pad_edge=False, show_header=False)
+    if left_out:
+        reasons.add_row(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
     skipped = dict.fromkeys(
         (_pair_of(p), inert(p["reason"])) for p in points if p["status"] == "skipped"
     )

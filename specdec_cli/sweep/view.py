@@ -15,10 +15,32 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.points import Key, Point, Sample, decode_seconds
-from specdec_cli.render import console
-from specdec_cli.text import inert
+from specdec_cli.render import console, table_within
+from specdec_cli.text import inert, one_line
 
-_WIDE = 200  # columns, for a table that goes into a file
+_WIDE = 1000  # columns, for a table that goes into a file
+_HEADINGS = (
+    "k",
+    "tokens a round",
+    "accepted",
+    "tokens/s",
+    "x k = 0",
+    "predicted",
+    "draft ms",
+    "verify ms",
+    "sample ms",
+    "round ms",
+)
+# What a narrow terminal can do without, the first first.
+_SPARE = (
+    "sample ms",
+    "verify ms",
+    "draft ms",
+    "round ms",
+    "predicted",
+    "accepted",
+    "tokens a round",
+)
 _LINE_EVERY = 0.1  # of the samples, where there is no terminal
 
 
@@ -151,12 +173,16 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """The table of points and the recommendation, on stdout."""
+    if sys.stdout is None:  # started with stdout closed (>&-)
+        return
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
-    points: list[Point] = document["points"]
-    out.print(results_table(points), soft_wrap=False)
-    categories = _category_table(document)
+    table, left_out = results_table(document["points"], out.width)
+    out.print(table, soft_wrap=False)
+    if left_out:
+        out.print(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
+    categories = _category_table(document, out.width)
     if categories is not None:
         out.print()
         out.print(categories, soft_wrap=False)
@@ -166,33 +192,16 @@ def print_results(document: Mapping[str, Any]) -> None:
         out.print(Text(inert(f"{where}{best['reason']}{_tied(best)}")))
 
 
-def results_table(points: Sequence[Point]) -> Table:
-    """A row a point; draft and batch size only where there are several."""
-    drafts = {p["draft"] for p in points}
-    batches = {p["batch_size"] for p in points}
-    table = Table(box=None, pad_edge=False)
-    if len(drafts) > 1:
-        table.add_column("draft")
-    if len(batches) > 1:
-        table.add_column("batch", justify="right")
-    for heading in (
-        "k",
-        "tokens a round",
-        "accepted",
-        "tokens/s",
-        "x k = 0",
-        "predicted",
-        "draft ms",
-        "verify ms",
-        "sample ms",
-        "round ms",
-    ):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for point in points:
-        first = [Text(inert(str(point["draft"])))] if len(drafts) > 1 else []
-        first += [Text(str(point["batch_size"]))] if len(batches) > 1 else []
-        table.add_row(*first, *map(Text, _cells(point)))
-    return table
+def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:
+    """A row a point, draft and batch size only where there are several; and what was left out."""
+    columns: dict[str, list[str]] = {}
+    if len({p["draft"] for p in points}) > 1:
+        columns["draft"] = [one_line(str(p["draft"])) for p in points]
+    if len({p["batch_size"] for p in points}) > 1:
+        columns["batch"] = [str(p["batch_size"]) for p in points]
+    cells = list(zip(*map(_cells, points), strict=True))
+    columns |= {heading: list(cells[place]) for place, heading in enumerate(_HEADINGS)}
+    return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
 def _cells(point: Point) -> list[str]:
@@ -220,7 +229,7 @@ def _cells(point: Point) -> list[str]:
     ]
 
 
-def _category_table(document: Mapping[str, Any]) -> Table | None:
+def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     """Speed-ups by category at the fastest point, where there are categories."""
     fastest = document["best"].get("fastest")
     if fastest is None:
@@ -231,20 +240,21 @@ def _category_table(document: Mapping[str, Any]) -> Table | None:
     rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
     if len(rows) < 2 or point["k"] == 0:
         return None
-    table = Table(box=None, pad_edge=False)
-    table.add_column(f"category, k = {point['k']}")
-    for heading in ("prompts", "tokens a round", "tokens/s", "x k = 0"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for name, row in rows.items():
-        speedup = f"{row['speedup']:.2f}" if row["speedup"] is not None else ""
-        table.add_row(
-            Text(inert(name)),
-            str(row["num_prompts"]),
-            f"{row['mean_acceptance_length']:.2f}",
-            f"{row['decode_tokens_per_second']:.1f}",
-            f"{speedup}{_range(row['speedup_ci'], ' ')}",
-        )
-    return table
+    name = f"category, k = {point['k']}"
+    columns: dict[str, list[str]] = {
+        name: [one_line(category) for category in rows],
+        "prompts": [str(row["num_prompts"]) for row in rows.values()],
+        "tokens a round": [f"{row['mean_acceptance_length']:.2f}" for row in rows.values()],
+        "tokens/s": [f"{row['decode_tokens_per_second']:.1f}" for row in rows.values()],
+        "x k = 0": [
+            f"{row['speedup']:.2f}{_range(row['speedup_ci'], ' ')}"
+            if row["speedup"] is not None
+            else ""
+            for row in rows.values()
+        ],
+    }
+    spare = ["tokens/s", "prompts", "tokens a round"]
+    return table_within(width, columns, spare=spare, names=[name])[0]
 
 
 def _tied(best: Mapping[str, Any]) -> str:

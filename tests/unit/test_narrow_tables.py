@@ -1,0 +1,103 @@
+"""Tables of results on narrow terminals: what a row is about is never what is cut."""
+
+import io
+import sys
+from collections.abc import Sequence
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from specdec_cli.compare import view as compare_view
+from specdec_cli.sweep import view
+from tests.report_helpers import DRAFT, OTHER, Record, comparison_points, sweep_points
+
+
+def lines_of(table: Table, width: int) -> list[str]:
+    out = io.StringIO()
+    Console(file=out, width=width, markup=False, highlight=False).print(table)
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+def words(points: Sequence[Record], *keys: str) -> list[list[str]]:
+    return [[str(p[key]) for key in keys] for p in points]
+
+
+@pytest.mark.parametrize("width", [40, 50, 60, 80, 100, 120, 140])
+def test_sweep(width: int) -> None:
+    drafts = ((DRAFT, 0.78, 0.95),)
+    points = sweep_points(ks=(0, 4, 10), batch_sizes=(1, 32), drafts=drafts)
+    for point in points:
+        point["draft"] = DRAFT
+    table, left_out = view.results_table(points, width)
+    heading, *rows = lines_of(table, width)
+    assert [row.split()[:2] for row in rows] == words(points, "batch_size", "k")
+    assert all(len(row) <= width and "…" not in row for row in (heading, *rows))
+    for row, point in zip(rows, points, strict=True):
+        low, high = point["speedup_ci"]
+        assert low == high or f"({low:.2f}–{high:.2f})" in row
+    assert bool(left_out) == (width < 120) and not [h for h in left_out if h in heading]
+
+
+def test_drafts_are_told_apart() -> None:
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,))
+    points[0]["draft"] = DRAFT
+    for width in (40, 60, 80):
+        text = "".join(
+            line[:14].strip() for line in lines_of(view.results_table(points, width)[0], width)
+        )
+        assert "…" not in text and DRAFT[:4] in text
+    rows = lines_of(view.results_table(points, 80)[0], 80)
+    assert [row.split()[0] for row in rows[1:]] == [DRAFT, DRAFT, OTHER]
+
+
+def test_a_long_reason_takes_lines() -> None:
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    failed = {"status": "oom", "reason": "out of memory " * 4, "metrics": None, "prediction": None}
+    points[1] |= failed | {"predicted_speedup": None}
+    shown = lines_of(view.results_table(points, 60)[0], 60)
+    assert "oom: out of memory" in " ".join(" ".join(shown).split())
+    assert max(map(len, shown)) <= 60
+
+
+def test_hostile_categories_keep_to_their_row() -> None:
+    (plain, point) = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    figures = {"decode_tokens_per_second": 1.0, "speedup": 2.0, "speedup_ci": None}
+    names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
+    point["per_category"] = {
+        name: {"num_prompts": 1, "mean_acceptance_length": 2.0, **figures} for name in names
+    }
+    fastest = {"k": 4, "draft": DRAFT}
+    document = {"points": [plain, point], "best": {"fastest": fastest}}
+    for width in (40, 200):
+        table = view._category_table(document, width)
+        assert table is not None
+        shown = lines_of(table, width)
+        assert [row.endswith("2.00") for row in shown].count(True) == len(names)
+        assert all("2.00" in row for row in shown if "fastest" in row and width == 200)
+        assert max(map(len, shown)) <= width and "\x1b" not in "".join(shown)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_comparison(width: int) -> None:
+    points = comparison_points()
+    for point in points:
+        point |= {"k": 5 if point["draft_tp"] else 0, "speedup_ci": [1.0, 2.0]}
+        point["metrics"] |= {"broadcast_ms": 0.1}
+    heading, *rows = lines_of(compare_view.results_table(points, width), width)
+    rows = rows[: len(points)]
+    expected = [
+        [a, "none" if b == "None" else b, c]
+        for a, b, c in words(points, "target_tp", "draft_tp", "batch_size")
+    ]
+    assert [row.split()[:3] for row in rows] == expected
+    assert all(
+        f"{p['speedup']:.2f} (1.00–2.00)" in row for p, row in zip(points, rows, strict=True)
+    )
+    assert heading.startswith("target TP  draft TP  batch")
+
+
+def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    view.print_results({"points": sweep_points(), "best_by_batch_size": {}})
+    compare_view.print_results({"points": comparison_points()})
