@@ -62,7 +62,7 @@ def content_of(run: Run) -> Content:
 def _point_for_categories(run: Run, bests: list[Best]) -> Point | None:
     """The best point; where that is no speculation, the fastest with proposals."""
     for best in bests:
-        if best.point is not None and not best.point.is_baseline:
+        if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
     speeds = [
         (s, i)

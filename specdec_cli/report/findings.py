@@ -11,6 +11,8 @@ from typing import Any
 from specdec_cli.report.folder import Point, Run, finite
 
 _LABEL_LENGTH = 32
+# Warnings that runs record and that a report has its own words for.
+_SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,7 @@ def best_by_batch_size(run: Run) -> list[Best]:
 
 def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
     keys = [key for key in ("k", "draft", "target_tp", "draft_tp") if key in entry]
-    points = [p for p in run.points if p.is_ok and p.batch_size == size]
+    points = [p for p in run.points if (p.is_ok or p.is_predicted) and p.batch_size == size]
 
     def matches(point: Point) -> bool:
         if entry.get("k") == 0:
@@ -184,10 +186,14 @@ def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
     measured = speedup(run, point)
     if point.is_baseline:
         which = f", on target TP {point.target_tp}" if run.kind == "compare-tp" else ""
-        plain = f"No speculation {at}: plain decoding is fastest{which}."
-        return f"{plain} {_runner_up(run, best, labels)}"
+        why = f"plain decoding is fastest{which}"
+        if _is_within_chance(run, best):
+            why = "nothing is faster than plain decoding beyond chance"
+        return f"No speculation {at}: {why}. {_runner_up(run, best, labels)}"
     what = setting_in_words(run, point, labels)
     fast = ""
+    if point.is_predicted and (predicted := point.number("predicted_speedup")) is not None:
+        fast = f", predicted to be {times(predicted)} the speed of plain decoding"
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.interval("speedup_ci"))
@@ -198,15 +204,26 @@ def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
     return f"Best {at}: {what}{fast}.{tied}{least}"
 
 
-def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
-    """How near speculation came where plain decoding won."""
-    rest = [
+def _with_proposals(run: Run, best: Best) -> list[tuple[float, Point]]:
+    """What was measured with proposals at a batch size, with its speed-up."""
+    return [
         (s, p)
         for p in run.points
         if p.batch_size == best.batch_size
         and not p.is_baseline
         and (s := speedup(run, p)) is not None
     ]
+
+
+def _is_within_chance(run: Run, best: Best) -> bool:
+    """Whether plain decoding was chosen though something else was faster, by what may be chance."""
+    faster = [s for s, _ in _with_proposals(run, best) if s > 1]
+    return bool(faster) and best.is_recorded and run.kind == "sweep-k"
+
+
+def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+    """How near speculation came where plain decoding won."""
+    rest = _with_proposals(run, best)
     if not rest:
         return "No point with proposals was measured."
     fastest, point = max(rest, key=lambda item: item[0])
@@ -223,6 +240,8 @@ def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> s
     if len(found) == 1:
         return answer(run, found[0], labels)
     if all(b.point is not None and b.point.is_baseline for b in found):
+        if any(_is_within_chance(run, best) for best in found):
+            return "No speculation: nothing is faster than plain decoding beyond chance."
         return "No speculation: plain decoding is fastest at every batch size."
     settings = {setting_in_words(run, b.point, labels) for b in found if b.point is not None}
     if len(settings) == 1:
@@ -246,10 +265,15 @@ def warnings(run: Run) -> list[str]:
             "This run did not come to its end: there is no summary. What is shown was computed "
             "from the points that were finished."
         )
+        if run.kind == "sweep-k" and run.samples:
+            found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
     if run.setting("speculation", "acceptance") == "synthetic":
         found.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         found.append(
             "Random weights of a model's shape were run: times are real, acceptance is no pair's."
         )
+    recorded = (run.summary or {}).get("warnings")
+    if isinstance(recorded, list):
+        found += [str(one) for one in recorded if not str(one).startswith(_SAID_ABOVE)]
     return [*found, *run.notes]

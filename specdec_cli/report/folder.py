@@ -55,6 +55,11 @@ class Point:
         return self.status == "ok"
 
     @property
+    def is_predicted(self) -> bool:
+        """Whether this was predicted and not measured, on purpose."""
+        return self.status == "skipped" and self.number("predicted_speedup") is not None
+
+    @property
     def is_baseline(self) -> bool:
         """Whether this is plain decoding."""
         return self.k == 0
@@ -155,6 +160,7 @@ def read_folder(path: Path) -> Run:
         )
     has_points = (path / "points.jsonl").exists()
     if summary is None and not has_points:
+        _refuse_unfinished(path)
         raise UsageError(
             f"{path}: neither points.jsonl nor summary.json in it",
             "name a run folder of sweep-k or compare-tp",
@@ -180,6 +186,20 @@ def read_folder(path: Path) -> Run:
         samples=_count(path / "samples.jsonl", notes),
         notes=tuple(notes),
     )
+
+
+def _refuse_unfinished(path: Path) -> None:
+    """Raise `UsageError` where a run was begun and no point of it was finished."""
+    begun = _document(path / "settings.json", [])
+    if begun is None:
+        return
+    settings = begun.get("settings")
+    is_sweep = isinstance(settings, Mapping) and "ks" in settings
+    has_samples = next(_lines(path / "samples.jsonl", []), None) is not None
+    hint = "go on with the command that began it, and --resume"
+    if is_sweep and has_samples:
+        hint = f"`specdec merge {path} -o NEW` makes points of the samples there are; or {hint}"
+    raise UsageError(f"{path}: no point of this run is finished yet", hint)
 
 
 def _latest(records: list[dict[str, Any]]) -> tuple[Point, ...]:

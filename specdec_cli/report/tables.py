@@ -178,12 +178,24 @@ def predictions(run: Run) -> Table | None:
                 None if miss is None else 100 * miss,
             )
         )
-    method = "by replaying rounds over the recorded matches"
-    if (finite(run.setting("sampling", "temperature")) or 0) > 0:
-        method = "from marginal acceptance rates, which is approximate when sampling"
-    note = f"Predicted from the run at the largest k, {method}; the residual is predicted over "
-    return Table(
-        "predictions", "Predicted and measured", columns, tuple(rows), f"{note}measured, less one."
+    note = (
+        f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
+        "measured, less one."
+    )
+    return Table("predictions", "Predicted and measured", columns, tuple(rows), note)
+
+
+def _method(points: Sequence[Point]) -> str:
+    """How acceptance was predicted, as far as the points say it."""
+    found = [p.record.get("prediction") for p in points]
+    are_exact = [one.get("is_exact") for one in found if isinstance(one, Mapping)]
+    if not are_exact:
+        return ""
+    if all(one is True for one in are_exact):
+        return " by replaying rounds over the recorded matches, which is exact"
+    return (
+        " by replaying rounds over the chance of each proposal to stand, given the text: in other "
+        "texts it may differ"
     )
 
 
@@ -278,12 +290,17 @@ def raw_points(run: Run) -> Table:
             speedup(run, point),
             *(point.interval("speedup_ci") or (None, None)),
             *(point.interval("mean_acceptance_length_ci") or (None, None)),
-            *(point.number(name) for name in names),
+            *(_as_recorded(name, point.number(name)) for name in names),
             *(point.number(name, p) for name, p in spreads),
         )
         for point in run.points
     ]
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
+
+
+def _as_recorded(name: str, value: float | None) -> Value:
+    """A count is a whole number, and is written as one."""
+    return int(value) if value is not None and name.startswith("num_") else value
 
 
 def raw_acceptance(run: Run) -> Table:
@@ -318,5 +335,6 @@ def raw_categories(run: Run) -> Table:
             inner = row.get("metrics")
             figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
             setting = (point.draft, point.target_tp, point.draft_tp, point.k, point.batch_size)
-            rows.append((*setting, category, *(finite(figures.get(name)) for name in names)))
+            values = (_as_recorded(name, finite(figures.get(name))) for name in names)
+            rows.append((*setting, category, *values))
     return Table("categories", "", tuple(map(Column, titles)), tuple(rows))

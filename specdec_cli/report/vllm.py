@@ -41,7 +41,10 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
     speculating = [b.point for b in found if b.point is not None and not b.point.is_baseline]
     target = str(run.setting("target", "model") or "TARGET")
     if not speculating:
-        note = "Plain decoding was fastest: start vLLM without a speculative config."
+        note = (
+            "Nothing was faster than plain decoding beyond chance: start vLLM without a "
+            "speculative config."
+        )
         return Deployment(None, None, _command(run, target, None, None), (note,))
     # One draft serves every batch size: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
@@ -57,6 +60,10 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
             "measured, each up to the next one; raise the last bound to --max-num-seqs. It needs a "
             "vLLM with dynamic speculation."
         )
+    if largest.is_predicted:
+        notes.append("This k was predicted and not measured: sweep it before relying on it.")
+    if not all(best.is_recorded for best in found):
+        notes.append("The run did not come to its end: this is the fastest of what was measured.")
     if len({p.draft for p in speculating}) > 1:
         notes.append(
             "Another draft is best at other batch sizes; vLLM runs one. This is the draft of the "
@@ -136,7 +143,20 @@ def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """The config with acceptance given; vLLM wants k marginal rates that do not rise."""
+    """The config with acceptance given; vLLM wants k marginal rates that do not rise.
+
+    A point that was predicted has no rates, and vLLM takes its mean length.
+    """
+    if point.is_predicted:
+        prediction = point.record.get("prediction")
+        length = prediction.get("mean_acceptance_length") if isinstance(prediction, dict) else None
+        if (length := finite(length)) is None:
+            return None
+        return {
+            **config,
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_length": round(length, 6),
+        }
     rates = point.numbers("acceptance_rate_per_pos")
     known = [rate for rate in rates if rate is not None]
     if not rates or len(known) != len(rates) or len(known) != point.k:

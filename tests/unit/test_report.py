@@ -561,3 +561,82 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
     assert found is not None and found.config is not None
     assert found.config["draft_sample_method"] == "probabilistic"
     assert found.config["revision"] == "main"
+
+
+def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
+    """The run's own recommendation, though its point was not measured."""
+    points = sweep_points(ks=(0, 1, 2, 4), batch_sizes=(1,), drafts=ONE_DRAFT)
+    (point,) = [p for p in points if p["k"] == 2]
+    point |= {"status": "skipped", "reason": "predicted, not measured", "metrics": None}
+    point |= {"speedup": None, "speedup_ci": None, "predicted_speedup": 2.345}
+    point["prediction"] = {"mean_acceptance_length": 2.5, "is_exact": True}
+    write_folder(tmp_path, points)
+    best = {"k": 2, "draft": DRAFT, "tied": [2], "reason": "predicted: k = 2 is the fastest"}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary |= {"best": best, "best_by_batch_size": {"1": best}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    content = read(tmp_path)
+    assert content.headline == (
+        "Best at batch size 1: k = 2 with draft-1b, predicted to be 2.35× the speed of plain "
+        "decoding."
+    )
+    found = content.deployment
+    assert found is not None and found.config is not None and found.rehearsal is not None
+    assert found.config["num_speculative_tokens"] == 2
+    assert found.rehearsal["synthetic_acceptance_length"] == 2.5
+    assert any("predicted and not measured" in note for note in found.notes)
+    assert content.category_point.startswith("k = ")  # of one that was measured
+    assert "recorded matches, which is exact" in html(content)
+    point["prediction"]["is_exact"] = False
+    assert "given the text" in html(read(write_folder(tmp_path / "sampled", points)))
+
+
+def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:
+    for sizes in [(1,), (1, 8)]:
+        folder = tmp_path / str(len(sizes))
+        write_folder(folder, sweep_points(ks=(0, 1), batch_sizes=sizes, drafts=ONE_DRAFT))
+        summary = json.loads((folder / "summary.json").read_text())
+        best = {"k": 0, "draft": None, "tied": [0, 1], "reason": "not faster beyond chance"}
+        summary |= {"best": best, "best_by_batch_size": {str(size): best for size in sizes}}
+        (folder / "summary.json").write_text(json.dumps(summary))
+        content = read(folder)
+        assert "nothing is faster than plain decoding beyond chance" in content.headline
+        assert "plain decoding is fastest" not in html(content)
+        assert content.deployment is not None and content.deployment.config is None
+        assert "beyond chance" in content.deployment.notes[0]
+
+
+def test_the_runs_own_warnings_are_told(tmp_path: Path) -> None:
+    write_folder(tmp_path, sweep_points(ks=(0, 1), batch_sizes=(1,), drafts=ONE_DRAFT))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary["warnings"] = ["3 points lack prompts", "acceptance is synthetic: times are measured"]
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert read(tmp_path).warnings == ("3 points lack prompts",)
+
+
+def test_counts_are_whole_numbers(sweep: Content) -> None:
+    for name in ("points.csv", "categories.csv"):
+        for row in csv_rows(sweep, name):
+            assert all(v.isdigit() for key, v in row.items() if key.startswith("num_")), row
+
+
+def test_an_unfinished_run_says_what_to_do(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "samples.jsonl").write_text('{"k": 0}\n{"k": 1')
+    for settings, words in [({"ks": [0, 1]}, f"specdec merge {folder} -o NEW"), ({}, "--resume")]:
+        (folder / "settings.json").write_text(json.dumps({"settings": settings}))
+        with pytest.raises(UsageError, match="no point of this run is finished") as caught:
+            read_folder(folder)
+        assert words in (caught.value.hint or "")
+    assert "merge" not in (caught.value.hint or "")
+    partial = write_folder(
+        tmp_path / "partial",
+        sweep_points(ks=(0, 1), batch_sizes=(1, 8), drafts=ONE_DRAFT)[:2],
+        finished=False,
+        samples=[{"draft": DRAFT, "k": 1, "batch_size": 8, "index": 0, "accepted_per_round": [1]}],
+    )
+    content = read(partial)
+    assert "specdec merge" in content.warnings[0]
+    assert content.deployment is not None
+    assert any("did not come to its end" in note for note in content.deployment.notes)
