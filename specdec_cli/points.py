@@ -255,7 +255,9 @@ def _best(
 def _reason(
     chosen: Point, fastest: Point, least_tied: int, measure: str, num_prompts: int | None
 ) -> str:
-    over = "" if num_prompts is None else f" over {num_prompts} prompts"
+    over = ""
+    if num_prompts is not None:
+        over = f" over {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
     gain = f"{fastest[measure]:.2f}x the speed of k = 0{over}"
     if fastest["k"] == 0:
         return f"no speculation: no k is faster than k = 0{over}"
@@ -267,6 +269,10 @@ def _reason(
     if chosen is fastest:
         if least_tied < chosen["k"]:
             return f"k = {chosen['k']} is the fastest, {gain}; smaller tied k may not pay at all"
+        if num_prompts == 1:
+            return (
+                f"k = {chosen['k']} is the fastest, {gain}, which says little: no k has an interval"
+            )
         return f"k = {chosen['k']} is the fastest, {gain}, and no smaller k is tied with it"
     return (
         f"k = {chosen['k']} at {chosen[measure]:.2f}x cannot be told from the fastest, "

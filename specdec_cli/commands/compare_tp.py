@@ -12,8 +12,9 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import inputs, options
+from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -175,7 +176,7 @@ def compare_tp(
         document = document_of(plan, records, warnings)
         if output is not None:
             write_summary(folder, document)
-            _write_pictures(output, quiet=quiet)
+            write_pictures(output, quiet=quiet)
     for warning in document["warnings"][len(warnings) :]:
         typer.echo(f"warning: {warning}", err=True)
     if as_json:
@@ -232,16 +233,3 @@ def ranks_program(place: Place, quiet: bool, verbose: bool) -> list[str]:
     start = place.program[: place.program.index("compare-tp")]
     flags = ["-q"] * quiet + ["-v"] * verbose
     return [*start, RANKS_COMMAND, *flags]
-
-
-def _write_pictures(folder: Path, *, quiet: bool) -> None:
-    """The report's page and plots, where matplotlib is there to draw them."""
-    from specdec_cli.report.content import content_of
-    from specdec_cli.report.folder import read_folder
-    from specdec_cli.report.write import write_report
-
-    try:
-        write_report(content_of(read_folder(folder)), folder, ("html", "png"))
-    except SetupError as problem:
-        if not quiet:
-            typer.echo(f"warning: no plots: {problem.message}", err=True)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
+from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
 
@@ -41,4 +42,5 @@ def merge(
         typer.echo(to_json(document))
     else:
         print_results(document)
+    write_pictures(output, quiet=quiet)
     raise typer.Exit(exit_code(document, records))

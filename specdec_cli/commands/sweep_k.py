@@ -14,6 +14,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import inputs, options
+from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.world import Place, World, join
@@ -208,7 +209,7 @@ def _sweep(
         from specdec_cli.engine.plan import Permissions
         from specdec_cli.results import to_json
         from specdec_cli.sweep.document import exit_code
-        from specdec_cli.sweep.folder import finish, open_folder
+        from specdec_cli.sweep.folder import finish, open_folder, read_warnings
         from specdec_cli.sweep.measure import Sweep
         from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
         from specdec_cli.sweep.records import Records
@@ -229,6 +230,7 @@ def _sweep(
         elif output is not None:
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
+                warnings += [one for one in read_warnings(output) if one not in warnings]
             # What the folder lacks is left to do, on every rank alike.
             found = world.once(records.without_folder)
             records = records if world.is_first else found
@@ -256,6 +258,8 @@ def _sweep(
                 typer.echo(to_json(document))
             else:
                 print_results(document)
+            if folder is not None:
+                write_pictures(folder.path, quiet=quiet)
         return exit_code(document, records)
 
     return world.once(end)
@@ -313,7 +317,8 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
     first, step = (environ.get(f"SLURM_ARRAY_TASK_{name}", "") for name in ("MIN", "STEP"))
     if not (task.isdigit() and count.isdigit()) or int(count) < 2:
         return None
-    place = (int(task) - int(first if first.isdigit() else 0)) // int(step if step.isdigit() else 1)
+    apart = max(1, int(step)) if step.isdigit() else 1
+    place = (int(task) - int(first if first.isdigit() else 0)) // apart
     if not 0 <= place < int(count):
         raise UsageError(
             f"SLURM_ARRAY_TASK_ID is {task} of an array of {count}: which shard is that?",

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import Job
 from specdec_cli.points import Point
+from specdec_cli.recipe import dump_recipe
 from specdec_cli.results import RunFolder, environment, to_json
 from specdec_cli.sweep.document import sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
@@ -22,13 +23,19 @@ _SETTINGS = "settings.json"
 def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) -> RunFolder:
     """The sweep's run folder, new or gone on with; `records` takes over what it holds.
 
-    Raises `UsageError` when it holds a {what} with other settings, or none at all.
+    Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
     where = _where(plan)
     if resume and (path / _SETTINGS).exists():
         check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
-        folder = reopened(path, records.load)
-        warn_of_another_environment(path, where)
+        folder = reopened(path, lambda kept: records.load(kept.path, plan.settings))
+        if not (path / "recipe.yaml").exists():
+            folder.write("recipe.yaml", dump_recipe(plan.recipe))
+        is_open = sum(map(len, records.samples.values())) < plan.num_samples
+        found = another_environment(path, where)
+        if is_open and found is not None and found not in (said := read_warnings(path)):
+            # Kept there, so that whoever goes on with it or merges it says so too.
+            write_settings(folder, plan.settings, [*said, found])
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
@@ -63,27 +70,38 @@ def write_settings(folder: RunFolder, settings: Settings, warnings: Sequence[str
 
 
 def read_warnings(path: Path) -> list[str]:
-    """The warnings that a sweep's folder was begun with."""
-    return list(read_settings_file(path)["warnings"])
+    """The warnings that a sweep's folder was begun and gone on with."""
+    found = read_settings_file(path).get("warnings")
+    return [str(one) for one in found] if isinstance(found, list) else []
 
 
 def read_settings(path: Path) -> SweepSettings:
-    """The settings of a sweep's folder. Raises `UsageError` when it is none."""
+    """The settings of a sweep's folder. Raises `UsageError` when it is none, and `SetupError` when
+    they are damaged."""
+    found = read_settings_file(path).get("settings")
+    if isinstance(found, dict) and "ks" not in found:
+        raise UsageError(f"{path} is no folder of a sweep: its {_SETTINGS} is another command's")
     try:
-        return SweepSettings.of_dict(read_settings_file(path)["settings"])
-    except (KeyError, TypeError, ValueError) as problem:
-        raise SetupError(f"{path / _SETTINGS}: no settings of a sweep: {problem!r}") from None
+        settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
+        settings.check()
+    except (KeyError, TypeError, ValueError):
+        raise SetupError(
+            f"{path / _SETTINGS}: no settings of a sweep", "the file was damaged or edited"
+        ) from None
+    return settings
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """settings.json of a folder. Raises `UsageError` where there is none."""
     try:
-        found: dict[str, Any] = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
-        return found
-    except FileNotFoundError:
+        found = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} is no folder of a sweep: it has no {_SETTINGS}") from None
     except (OSError, ValueError) as problem:
         raise SetupError(f"cannot read {path / _SETTINGS}: {problem}") from None
+    if not isinstance(found, dict):
+        raise SetupError(f"{path / _SETTINGS}: no settings", "the file was damaged or edited")
+    return found
 
 
 def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
@@ -109,15 +127,25 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
         )
 
 
-def warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
-    """Samples measured with other versions are kept; their times may differ for that reason."""
+def another_environment(path: Path, where: dict[str, Any]) -> str | None:
+    """A warning for a folder that was begun elsewhere, such as with other versions.
+
+    Its samples are kept; their times may differ for that reason.
+    """
     try:
         earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return
-    if (found := first_difference(earlier, json.loads(to_json(where)))) is not None:
-        key, there, now = found
-        _log.warning("%s was begun elsewhere: %s was %r and is %r", path, key, there, now)
+        return None
+    if (found := first_difference(earlier, json.loads(to_json(where)))) is None:
+        return None
+    key, there, now = found
+    return f"samples are of two environments: {key} was {to_json(there)} and is {to_json(now)}"
+
+
+def warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
+    """Say so in the log."""
+    if (found := another_environment(path, where)) is not None:
+        _log.warning("%s: %s", path, found)
 
 
 def finish(

@@ -9,7 +9,7 @@ from typing import Any
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.points import Failure, Key
 from specdec_cli.recipe import load_recipe
-from specdec_cli.results import RunFolder, read_records, to_json
+from specdec_cli.results import RunFolder, to_json
 from specdec_cli.sweep.document import points_of_block, sorted_samples, sweep_document
 from specdec_cli.sweep.folder import (
     first_difference,
@@ -18,6 +18,7 @@ from specdec_cli.sweep.folder import (
     write_settings,
 )
 from specdec_cli.sweep.plan import few_prompts
+from specdec_cli.sweep.reading import read_kept
 from specdec_cli.sweep.records import Records
 from specdec_cli.sweep.settings import SweepSettings
 
@@ -41,8 +42,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     records = Records()
     failures: dict[Key, Failure] = {}
     for number, path in enumerate(paths):
-        _add(records, path, number)
-        failures |= _failures(path)
+        _add(records, path, number, shards[number])
+        failures |= _failures(path, shards[number])
     count = whole.prompts["count"]
     failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
     recipe = load_recipe(str(paths[0] / "recipe.yaml"))
@@ -72,8 +73,8 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     return document, records
 
 
-def _add(records: Records, path: Path, number: int) -> None:
-    for sample in read_records(path / "samples.jsonl"):
+def _add(records: Records, path: Path, number: int, settings: SweepSettings) -> None:
+    for sample in read_kept(path, "samples.jsonl", settings):
         mine = records.samples[Key.of(sample)]
         if sample["index"] in mine:
             raise UsageError(
@@ -82,19 +83,19 @@ def _add(records: Records, path: Path, number: int) -> None:
                 "merge each shard once",
             )
         mine[sample["index"]] = sample
-    for text in read_records(path / "replay.jsonl"):
+    for text in read_kept(path, "replay.jsonl", settings):
         records.texts[text["draft"]].setdefault(text["index"], text)
-    for cost in read_records(path / "curve.jsonl"):
+    for cost in read_kept(path, "curve.jsonl", settings):
         parts = records.costs[Key.of(cost)]
         part = len(parts)
         parts[part] = cost | {"part": part, "shard": number}
 
 
-def _failures(path: Path) -> dict[Key, Failure]:
+def _failures(path: Path, settings: SweepSettings) -> dict[Key, Failure]:
     """Points that failed in a shard: what the others have of them is not the whole."""
-    last = {Key.of(point): point for point in read_records(path / "points.jsonl")}
+    last = {Key.of(point): point for point in read_kept(path, "points.jsonl", settings)}
     return {
-        key: Failure(point["status"], f"{path.name}: {point['reason']}")
+        key: Failure(point["status"], f"{path.resolve().name}: {point['reason']}")
         for key, point in last.items()
         if point["status"] in ("failed", "oom")
     }
@@ -118,9 +119,15 @@ def _environments(paths: Sequence[Path]) -> dict[str, Any]:
     """The first shard's environment; where the others' differ, it says so."""
     found: list[dict[str, Any]] = []
     for path in paths:
+        file = path / "environment.json"
         try:
-            found.append(json.loads((path / "environment.json").read_text(encoding="utf-8")))
-        except (OSError, ValueError) as problem:
-            raise SetupError(f"cannot read {path / 'environment.json'}: {problem}") from None
+            where = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise SetupError(f"cannot read {file}: {problem.strerror}") from None
+        except ValueError:
+            where = None
+        if not isinstance(where, dict):
+            raise SetupError(f"{file}: no environment of a run", "the file was damaged or edited")
+        found.append(where)
     others = [where for where in found[1:] if where != found[0]]
     return found[0] | ({"other_shards": others} if others else {})

@@ -113,18 +113,25 @@ def settings_of(
         job.plan.recipe.draft.model_dump(mode="json") if job.plan.recipe.draft else None
         for job in jobs
     ]
-    digest = hashlib.sha256(json.dumps(jobs[0].token_ids).encode()).hexdigest()[:16]
     return SweepSettings(
         recipe=values,
         drafts=tuple(job.plan.proposer for job in jobs),
         ks=tuple(ks),
         batch_sizes=tuple(batch_sizes),
         predict_only=predict_only,
-        prompts={"count": len(jobs[0].prompts), "sha256": digest},
+        prompts={
+            "count": len(jobs[0].prompts),
+            "sha256": _digest(jobs[0].token_ids),
+            "categories": _digest([prompt.category for prompt in jobs[0].prompts]),
+        },
         shard=shard,
         device=device_name,
         dtype=str(jobs[0].plan.target.dtype).removeprefix("torch."),
     )
+
+
+def _digest(values: Any) -> str:
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def only(job: Job, keep: Callable[[int], bool]) -> Job:
@@ -183,7 +190,8 @@ def few_prompts(count: int) -> list[str]:
     """A warning where there are too few prompts for narrow intervals."""
     if count >= _FEW_PROMPTS:
         return []
-    return [f"{count} prompts are few: intervals are wide (--limit, --dataset)"]
+    few = "1 prompt is" if count == 1 else f"{count} prompts are"
+    return [f"{few} few: intervals are wide (--limit, --dataset)"]
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:

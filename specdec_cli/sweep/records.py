@@ -5,6 +5,7 @@ import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from specdec_cli.engine.types import Sequence as Seq
 from specdec_cli.points import Key, Point, Sample
 from specdec_cli.results import RunFolder
+from specdec_cli.sweep.reading import read_kept
+from specdec_cli.sweep.settings import SweepSettings
 
 _log = logging.getLogger("specdec")
 
@@ -35,15 +38,15 @@ class Records:
         """The same findings, for a rank that writes nothing."""
         return replace(self, folder=None)
 
-    def load(self, folder: RunFolder) -> None:
+    def load(self, folder: Path, settings: SweepSettings) -> None:
         """Take over what lies in a folder; the first record of a sample counts."""
-        for sample in folder.read("samples.jsonl"):
+        for sample in read_kept(folder, "samples.jsonl", settings):
             self.samples[Key.of(sample)].setdefault(sample["index"], sample)
-        for text in folder.read("replay.jsonl"):
+        for text in read_kept(folder, "replay.jsonl", settings):
             self.texts[text["draft"]].setdefault(text["index"], text)
-        for cost in folder.read("curve.jsonl"):
+        for cost in read_kept(folder, "curve.jsonl", settings):
             self.costs[Key.of(cost)].setdefault(cost["part"], cost)
-        for point in folder.read("points.jsonl"):
+        for point in read_kept(folder, "points.jsonl", settings):
             self.points[Key.of(point)] = point
 
     def add_samples(self, samples: Sequence[Sample]) -> None:

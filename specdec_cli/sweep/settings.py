@@ -12,8 +12,8 @@ from typing import Any
 class SweepSettings:
     """What a sweep's samples depend on; two folders with equal settings may be joined.
 
-    recipe: as resolved, without what the other fields say. prompts: how many, and a digest of their
-    tokens. shard: place and number of shards, or None.
+    recipe: as resolved, without what the other fields say. prompts: how many, and digests of their
+    tokens and of their categories. shard: place and number of shards, or None.
     """
 
     recipe: dict[str, Any]
@@ -51,6 +51,22 @@ class SweepSettings:
     @property
     def seed(self) -> int:
         return int(self.recipe["run"]["seed"])
+
+    def check(self) -> None:
+        """Raises `KeyError`, `TypeError` or `ValueError` for what a sweep cannot have."""
+        recipe = self.recipe
+        numbers = (*self.ks, *self.batch_sizes, self.prompts["count"], recipe["run"]["seed"])
+        is_sound = (
+            all(type(number) is int and number >= 0 for number in numbers)
+            and 0 in self.ks
+            and 0 not in self.batch_sizes
+            and bool(self.blocks)
+            and all(draft is None or isinstance(draft, str) for draft in self.drafts)
+            and type(recipe["sampling"]["temperature"]) in (int, float)
+            and isinstance(recipe["speculation"]["acceptance"], str)
+        )
+        if not is_sound:
+            raise ValueError("no settings of a sweep")
 
     def as_dict(self) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))

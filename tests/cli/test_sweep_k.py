@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import weakref
 from pathlib import Path
@@ -53,6 +54,14 @@ SAMPLE = [
 SAMPLED = ["--temperature", "0.8"]
 
 Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take longer to draw than these sweeps to run."""
+    for command in ("sweep_k", "merge"):
+        name = f"specdec_cli.commands.{command}.write_pictures"
+        monkeypatch.setattr(name, lambda folder, quiet: None)
 
 
 @pytest.fixture(scope="module")
@@ -242,6 +251,8 @@ def test_a_slurm_task_takes_its_share(
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     result = specdec(capsys, *SWEEP, "--dry-run", "--json")
     assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
+    monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "0")
+    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 5 of an array of 3: which shard is that?")
 
 
 def test_dry_run_loads_no_weights(
@@ -516,3 +527,140 @@ def test_kill_9_loses_nothing(
     assert len({json.dumps(key) for key in told}) == len(told)  # none was done twice
     assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
     assert without_times(samples(folder)) == without_times(samples(whole[0]))
+
+
+def test_pictures_are_part_of_the_folder(
+    whole: tuple[Path, dict[str, Any]],
+    capsys: Capture,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.undo()
+    assert specdec(capsys, "merge", whole[0], "-o", tmp_path / "new", "-q").code == 0
+    for folder in (whole[0], tmp_path / "new"):  # the first was drawn before the patch
+        assert "k = 2" in (folder / "report.html").read_text()
+        assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
+
+
+SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
+
+
+@pytest.mark.parametrize(
+    "name, line, problem",
+    [
+        ("samples.jsonl", "{}", "it has no draft"),
+        ("samples.jsonl", SAMPLE_LINE, "it has no category"),
+        ("curve.jsonl", '{"draft": "demo:draft", "k": 1, "batch_size": "1"}', "batch_size is dam"),
+        ("replay.jsonl", '{"draft": 5}', "draft is damaged"),
+        ("points.jsonl", '{"draft": "x", "k": 0, "batch_size": 1, "status": "ok"}', "draft is x"),
+        ("points.jsonl", "null", ""),
+    ],
+)
+def test_a_damaged_record_is_refused_by_its_line(
+    capsys: Capture,
+    whole: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    name: str,
+    line: str,
+    problem: str,
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    lines = (folder / name).read_text().splitlines()
+    (folder / name).write_text("\n".join([*lines, line, ""]))
+    for command in ([*SWEEP, "--resume"], ["merge", folder]):
+        end = ["-o", folder if "--resume" in command else tmp_path / "new"]
+        result = specdec(capsys, *command, *end)
+        refused(result, 5, f"{folder / name}:{len(lines) + 1}: not a record")
+        assert problem in result.err and "damaged or edited" in result.err
+
+
+def test_an_edited_sample_is_refused(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    first, *rest = samples(folder)
+    for change, problem in [
+        ({"k": 7}, "its k is 7"),
+        ({"batch_size": 3}, "its batch_size is 3"),
+        ({"accepted_per_round": [1]}, "differ in length"),
+        ({"accepted_per_round": [1], "proposed_per_round": [0]}, "more was accepted"),
+        ({"stage_ms": {"draft": 1.0}}, "stage_ms is damaged"),
+        ({"seconds": "1"}, "seconds is damaged"),
+        ({"token_ids": [1, None]}, "token_ids is damaged"),
+    ]:
+        text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
+        (folder / "samples.jsonl").write_text(text)
+        refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), 5, problem)
+
+
+@pytest.mark.parametrize(
+    "text, code, message",
+    [
+        ("", 5, "cannot read"),
+        ("[]", 5, "no settings"),
+        ('{"settings": {"ks": 1}}', 5, "no settings of a sweep"),
+        ('{"settings": {"target_tps": [1]}}', 2, "is another command's"),
+    ],
+)
+def test_damaged_settings(
+    capsys: Capture,
+    whole: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    text: str,
+    code: int,
+    message: str,
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    (folder / "settings.json").write_text(text)
+    refused(specdec(capsys, *SWEEP, "--resume", "-o", folder), code, message)
+    refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), code, message)
+    settings = json.loads((whole[0] / "settings.json").read_text())
+    for key, value in [("ks", ["a"]), ("batch_sizes", []), ("prompts", {}), ("recipe", {})]:
+        changed = settings | {"settings": settings["settings"] | {key: value}}
+        (folder / "settings.json").write_text(json.dumps(changed))
+        refused(
+            specdec(capsys, "merge", folder, "-o", tmp_path / "new"), 5, "no settings of a sweep"
+        )
+
+
+def test_merge_takes_folders_of_sweeps(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    file = whole[0] / "points.jsonl"
+    refused(specdec(capsys, "merge", file, "-o", tmp_path / "new"), 2, "is no folder of a sweep")
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    (folder / "environment.json").write_text("[1]")
+    refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), 5, "no environment of a run")
+
+
+def test_another_environment_is_told_wherever_its_samples_go(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    where = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps(where | {"cpu_count": 99}))
+    resume = [*SWEEP, "-q", "--resume", "-o", folder]
+    assert "environments" not in specdec(capsys, *resume).err  # nothing was left to measure
+    lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
+    (folder / "samples.jsonl").write_text("".join(lines[:-1]))
+    (folder / "recipe.yaml").unlink()
+    said = f"samples are of two environments: cpu_count was 99 and is {where['cpu_count']}"
+    assert f"warning: {said}\n" in specdec(capsys, *resume).err
+    merged = specdec(capsys, "merge", folder, "-o", tmp_path / "new", "--json")
+    for document in ((folder / "summary.json").read_text(), merged.out):
+        assert said in json.loads(document)["warnings"]
+    assert (folder / "recipe.yaml").read_text() == (whole[0] / "recipe.yaml").read_text()
+
+
+def test_other_categories_are_another_dataset(capsys: Capture, tmp_path: Path) -> None:
+    """Of the same name and prompts; and what one prompt can say."""
+    path, folder = tmp_path / "prompts.jsonl", tmp_path / "run"
+    options = ["--dataset", path, "--limit", "1", "--max-new-tokens", "2", *ONCE, "-o", folder]
+    path.write_text('{"prompt": "def f(x):", "category": "old"}\n')
+    result = specdec(capsys, *SWEEP, *options, "-q", "--json")
+    assert result.code == 0 and "1 prompt is few" in result.err
+    reason = result.document["best"]["reason"]
+    assert "over 1 prompt" in reason and "1 prompts" not in reason and "tied" not in reason
+    path.write_text('{"prompt": "def f(x):", "category": "new"}\n')
+    refused(specdec(capsys, *SWEEP, *options, "--resume"), 2, "prompts.categories is")

@@ -1,0 +1,20 @@
+"""The report's page and plots, which runs leave in their folders."""
+
+from pathlib import Path
+
+import typer
+
+from specdec_cli.errors import SetupError
+
+
+def write_pictures(folder: Path, *, quiet: bool) -> None:
+    """`report.html` and `plots/`, where matplotlib is there to draw them."""
+    from specdec_cli.report.content import content_of
+    from specdec_cli.report.folder import read_folder
+    from specdec_cli.report.write import write_report
+
+    try:
+        write_report(content_of(read_folder(folder)), folder, ("html", "png"))
+    except SetupError as problem:
+        if not quiet:
+            typer.echo(f"warning: no plots: {problem.message}", err=True)
