@@ -280,11 +280,15 @@ def _discard_stdout() -> None:
 def _streams() -> Iterator[None]:
     """Let no character stop the output, and undo what a command or typer did to the streams."""
     stdout, stderr = sys.stdout, sys.stderr
+    if stderr is None:  # started with stderr closed (2>&-)
+        sys.stderr = open(os.devnull, "w")
     if isinstance(stdout, io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
+        if stderr is None:
+            sys.stderr.close()
         sys.stdout, sys.stderr = stdout, stderr
 
 

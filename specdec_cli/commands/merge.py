@@ -38,9 +38,9 @@ def merge(
         document, records = merge_folders(folders, output)
     for warning in document["warnings"]:
         typer.echo(f"warning: {warning}", err=True)
+    write_pictures(output, quiet=quiet)
     if as_json:
         typer.echo(to_json(document))
     else:
         print_results(document)
-    write_pictures(output, quiet=quiet)
     raise typer.Exit(exit_code(document, records))

@@ -254,12 +254,12 @@ def _sweep(
     def end() -> ExitCode:
         document = finish(plan, records, measured, warnings, sweep.clock, folder)
         with world.outside():
+            if folder is not None:
+                write_pictures(folder.path, quiet=quiet)
             if as_json:
                 typer.echo(to_json(document))
             else:
                 print_results(document)
-            if folder is not None:
-                write_pictures(folder.path, quiet=quiet)
         return exit_code(document, records)
 
     return world.once(end)
@@ -275,6 +275,8 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit, RunError) as end:
         if isinstance(end, RunError) and end.code == ExitCode.USAGE:
             raise
+        if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
+            raise  # the reader of the results has gone, and there is nothing left to measure
         path = output / "samples.jsonl" if output is not None else None
         if path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import weakref
 from pathlib import Path
 from typing import Any
@@ -664,3 +665,26 @@ def test_other_categories_are_another_dataset(capsys: Capture, tmp_path: Path) -
     assert "over 1 prompt" in reason and "1 prompts" not in reason and "tied" not in reason
     path.write_text('{"prompt": "def f(x):", "category": "new"}\n')
     refused(specdec(capsys, *SWEEP, *options, "--resume"), 2, "prompts.categories is")
+
+
+def test_a_closed_stderr_is_no_failure(
+    whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from specdec_cli.app import main
+
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    (folder / "curve.jsonl").unlink()  # something is left to do, and to say
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main([*SWEEP, "--resume", "-o", str(folder)]) == 0
+    assert sys.stderr is None
+
+
+def test_a_reader_that_has_gone_is_not_told_to_resume(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: Any) -> None:
+        raise SystemExit(1)  # what rich does
+
+    monkeypatch.setattr("specdec_cli.sweep.view.print_results", broken)
+    result = specdec(capsys, *SWEEP, "-q", "--resume", "-o", whole[0])
+    assert result.code == 1 and "resume" not in result.err
