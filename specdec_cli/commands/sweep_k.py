@@ -254,6 +254,8 @@ def _sweep(
     def end() -> ExitCode:
         document = finish(plan, records, measured, warnings, sweep.clock, folder)
         with world.outside():
+            for warning in document["warnings"][len(warnings) :]:
+                typer.echo(f"warning: {warning}", err=True)
             if folder is not None:
                 write_pictures(folder.path, quiet=quiet)
             if as_json:

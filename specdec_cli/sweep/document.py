@@ -143,6 +143,22 @@ def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
+def prompts_that_failed(records: Records) -> list[str]:
+    """A warning where prompts could not run: they count for nothing."""
+    failed = {
+        index: str(sample.get("error", "no reason is known"))
+        for found in records.samples.values()
+        for index, sample in found.items()
+        if sample["finish_reason"] == "error"
+    }
+    if not failed:
+        return []
+    first = min(failed)
+    which = f"prompt {first}: {failed[first]}"
+    more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
+    return [f"not every prompt could run, and those count for nothing: {which}{more}"]
+
+
 def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
     """Partial where a point or a prompt failed; where no point is left, what stopped them all."""
     statuses = [p["status"] for p in document["points"] if p["status"] != "skipped"]

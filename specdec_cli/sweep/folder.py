@@ -11,7 +11,7 @@ from specdec_cli.generation import Job
 from specdec_cli.points import Point
 from specdec_cli.recipe import dump_recipe
 from specdec_cli.results import RunFolder, environment, to_json
-from specdec_cli.sweep.document import sweep_document
+from specdec_cli.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records
 from specdec_cli.sweep.settings import SweepSettings
@@ -156,7 +156,11 @@ def finish(
     clock: Clock,
     folder: RunFolder | None,
 ) -> dict[str, Any]:
-    """The sweep's document, also written as the folder's summary."""
+    """The sweep's document, also written as the folder's summary.
+
+    Its warnings are `warnings` and what has shown itself since.
+    """
+    warnings = [*warnings, *prompts_that_failed(records)]
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
     if folder is not None:

@@ -10,7 +10,12 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.points import Failure, Key
 from specdec_cli.recipe import load_recipe
 from specdec_cli.results import RunFolder, to_json
-from specdec_cli.sweep.document import points_of_block, sorted_samples, sweep_document
+from specdec_cli.sweep.document import (
+    points_of_block,
+    prompts_that_failed,
+    sorted_samples,
+    sweep_document,
+)
 from specdec_cli.sweep.folder import (
     first_difference,
     read_settings,
@@ -64,7 +69,12 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         points += points_of_block(whole, records, block, failures)
     for point in points:
         folder.append("points.jsonl", point)
-    warnings = [*said, *_missing(whole, records), *few_prompts(count)]
+    warnings = [
+        *said,
+        *_missing(whole, records),
+        *few_prompts(count),
+        *prompts_that_failed(records),
+    ]
     document = sweep_document(
         whole, recipe.model_dump(mode="json"), where, records, points, warnings
     )

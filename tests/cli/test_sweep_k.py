@@ -360,6 +360,11 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     errors = [s for s in samples(tmp_path / "run") if s["finish_reason"] == "error"]
     assert [s["index"] for s in errors] == [1, 1] and "exceeds" in errors[0]["error"]
     assert all(p["status"] == "ok" for p in json.loads(result.out)["points"])
+    said = "not every prompt could run, and those count for nothing: prompt 1: the prompt has 301"
+    assert f"warning: {said}" in result.err
+    merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
+    assert merged.code == 3 and f"warning: {said}" in merged.err
+    assert any(said in one for one in result.document["warnings"])
 
 
 def test_several_drafts_load_the_target_once(
