@@ -10,7 +10,7 @@ from typing import Any
 from specdec_cli import stats
 from specdec_cli.compare.records import Records, Samples
 from specdec_cli.compare.settings import Pair, Settings
-from specdec_cli.points import Point, decode_seconds
+from specdec_cli.points import Point, decode_seconds, without_errors
 from specdec_cli.stats import SumRatio
 
 Verdict = dict[str, Any]
@@ -81,8 +81,7 @@ def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
     """Decoding speeds over the prompts that all points have; None without any."""
     settings = records.settings
     own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
-    usable = [{i for i, s in samples.items() if s["finish_reason"] != "error"} for samples in own]
-    common = sorted(set.intersection(*usable))
+    common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     return [_speed(samples, common) for samples in own] if common else None
 
 

@@ -78,12 +78,14 @@ def read_settings(path: Path) -> SweepSettings:
 def read_settings_file(path: Path) -> dict[str, Any]:
     """settings.json of a folder. Raises `UsageError` where there is none."""
     try:
-        found: dict[str, Any] = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
-        return found
+        found = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UsageError(f"{path} is no folder of a sweep: it has no {_SETTINGS}") from None
     except (OSError, ValueError) as problem:
         raise SetupError(f"cannot read {path / _SETTINGS}: {problem}") from None
+    if not isinstance(found, dict):
+        raise SetupError(f"{path / _SETTINGS}: no settings", "the file was damaged or edited")
+    return found
 
 
 def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:

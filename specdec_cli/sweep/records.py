@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.types import Sequence as Seq
-from specdec_cli.points import Key, Point, Sample
+from specdec_cli.points import SAMPLE_KEYS, Key, Point, Sample
 from specdec_cli.results import RunFolder
 
 _log = logging.getLogger("specdec")
+_KEY = {"draft", "batch_size", "k"}
 
 
 @dataclass(slots=True)
@@ -37,13 +38,13 @@ class Records:
 
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; the first record of a sample counts."""
-        for sample in folder.read("samples.jsonl"):
+        for sample in folder.read("samples.jsonl", SAMPLE_KEYS):
             self.samples[Key.of(sample)].setdefault(sample["index"], sample)
-        for text in folder.read("replay.jsonl"):
+        for text in folder.read("replay.jsonl", {"draft", "index"}):
             self.texts[text["draft"]].setdefault(text["index"], text)
-        for cost in folder.read("curve.jsonl"):
+        for cost in folder.read("curve.jsonl", {*_KEY, "part"}):
             self.costs[Key.of(cost)].setdefault(cost["part"], cost)
-        for point in folder.read("points.jsonl"):
+        for point in folder.read("points.jsonl", _KEY):
             self.points[Key.of(point)] = point
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
