@@ -159,14 +159,20 @@ def point_of(
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """Samples of the same point from several worlds, as if they were repeats in one."""
+    """Samples of the same point from several worlds, as if they were repeats in one.
+
+    A prompt that could run in some of them, such as those with room for it, could run.
+    """
     merged: dict[int, Sample] = {}
     for samples in worlds:
+        could_run = points.without_errors(samples)
         for index, sample in samples.items():
-            if index not in merged:
+            known = merged.get(index)
+            if known is None or (known["finish_reason"] == "error" and index in could_run):
                 merged[index] = dict(sample)
                 continue
-            known = merged[index]
+            if index not in could_run:
+                continue
             for name in _OF_REPEATS:
                 known[name] = known[name] + sample[name]
             known["stage_ms"] = {

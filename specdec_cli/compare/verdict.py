@@ -215,7 +215,8 @@ def tokens_of(records: Records) -> dict[str, Any]:
         return found
     reference: dict[int, list[int]] = {}
     diverging = []
-    for pair, batch_size, k, samples in _complete(records, settings):
+    for pair, batch_size, k, whole in _complete(records, settings):
+        samples = without_errors(whole)
         for index, sample in samples.items():
             reference.setdefault(index, sample["token_ids"])
         differing = [i for i, s in sorted(samples.items()) if s["token_ids"] != reference[i]]
@@ -231,6 +232,8 @@ def tokens_of(records: Records) -> dict[str, Any]:
                     "first": differing[0],
                 }
             )
+    if not reference:
+        return found
     return found | {"identical": not diverging, "diverging": diverging}
 
 
@@ -245,7 +248,7 @@ def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int,
 
 def tokens_line(tokens: Mapping[str, Any]) -> str | None:
     """What is to be said of tokens, or None where there is nothing to compare."""
-    if not tokens["compared"]:
+    if tokens["identical"] is None:
         return None
     if tokens["identical"]:
         return "tokens are the same at every point"

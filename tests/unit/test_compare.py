@@ -174,11 +174,18 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
     assert points[2, 8]["status"] == "failed" and points[1, 8]["status"] == "ok"
     assert points[1, 8]["speedup_vs_equal_tp"] is points[2, 8]["speedup_vs_equal_tp"] is None
     assert exit_code(planned({}), records, []) == 3
+    for batch_size in (1, 8):  # k = 0 is that of the pair whose prompts could run
+        plain = points[None, batch_size]["metrics"]
+        assert plain["num_output_tokens"] == 300
+        speed = before[None, batch_size]["metrics"]["decode_tokens_per_second"]
+        assert plain["decode_tokens_per_second"] == pytest.approx(speed, rel=0.01)
+    assert tokens_of(records)["identical"], "of prompts that could run"
     spoil(records, Pair(2, 1), 1, range(10))
     spoil(records, Pair(2, 1), 8, range(10))
     spoil(records, Pair(2, 2), 1, range(10))
     records.update_points(RunFolder(tmp_path))
     assert {p["status"] for p in records.points} == {"failed"}
+    assert tokens_of(records)["identical"] is None and tokens_line(tokens_of(records)) is None
     assert exit_code(planned({}), records, []) == 3, "as where some prompts could run"
 
 
