@@ -10,6 +10,7 @@ from itertools import groupby
 from typing import TextIO
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -19,6 +20,7 @@ from rich.text import Text
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
+_NO_LIMIT = 100_000  # columns
 _SYNTHETIC = "synthetic acceptance: the text is not the target's"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -26,6 +28,12 @@ _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold
 def console(stream: TextIO) -> Console:
     """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def table_width(table: Table) -> Measurement:
+    """Columns that a table takes: least, with every cell folded between words; most, with none."""
+    out = console(sys.stdout)
+    return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
 
 
 def has_colour(stream: TextIO) -> bool:

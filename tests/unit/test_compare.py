@@ -1,5 +1,6 @@
 """What follows from the records of a comparison: points, the best pair, flips, tokens."""
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,33 @@ def test_settings_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(SetupError, match=r"settings\.json: no settings"):
         read_settings_file(tmp_path)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_figure_is_cut_on_a_terminal(
+    columns: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    records.facts = {
+        Pair(2, d): {"target_tp": 2, "draft_tp": d, "num_blocks": 100, "blocks_per_rank": counts}
+        for d, counts in ((1, [57422, 86121]), (2, [70947, 70947]))
+    }
+    found = verdict(records, tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_results({"points": records.points, **found})
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    for point in records.points:
+        metrics = point["metrics"]
+        assert f" {metrics['decode_tokens_per_second']:.1f} " in shown
+        for stage in ("draft", "verify", "round"):
+            assert re.search(rf"(?<!\S){metrics[f'{stage}_ms']:.2f}(?!\S)", shown)
+    assert "57,422" in shown and "2 x 70,947" in shown and "…" not in shown
+    table = shown.partition("\n\nbatch size 1:")[0]
+    assert max(map(len, table.splitlines())) <= max(80, columns)
 
 
 def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
