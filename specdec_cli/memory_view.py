@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.render import console, has_colour
+from specdec_cli.render import console, has_colour, table_width
 from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
@@ -62,7 +62,10 @@ def print_profile(document: Document) -> None:
     """The result on stdout."""
     out = console(sys.stdout)
     num_blocks = document["num_blocks"]
-    out.print(_table(document))
+    table = _table(document)
+    width = table_width(table)
+    out.width = max(out.width, width.minimum if sys.stdout.isatty() else width.maximum)
+    out.print(table)
     out.print()
     tinted = has_colour(sys.stdout)
     shown: set[str] = set()
@@ -81,7 +84,9 @@ def print_profile(document: Document) -> None:
         out.print(Text(inert(line)))
     if document.get("points"):
         out.print()
-        out.print(_points(document["points"]))
+        points = _points(document["points"])
+        out.width = max(out.width, table_width(points).maximum)
+        out.print(points)
         skipped = [p["reason"] for p in document["points"] if p["status"] == "skipped"]
         for reason in dict.fromkeys(skipped):
             out.print(Text(inert(f"skipped: {reason}")))
@@ -132,24 +137,31 @@ def size(count: int) -> str:
 def _table(document: Document) -> Table:
     """A column for each rank."""
     table = Table(box=None, pad_edge=False)
-    table.add_column("", style="bold")
     ranks = document["ranks"]
-    for rank in ranks:
-        table.add_column(f"rank {rank['rank']} {inert(rank['device'])}", justify="right")
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
-    for name, _, _ in PARTS:
-        if name not in ("target KV", "draft KV", "stranded", "free"):
-            table.add_row(name, *(size(h[name]) for h in held))
+    rows = {
+        name: [size(h[name]) for h in held]
+        for name, _, _ in PARTS
+        if name not in ("target KV", "draft KV", "stranded", "free")
+    }
     for label, key in (
         ("left for KV", "kv_budget_bytes"),
         ("target block", "target_block_bytes"),
         ("draft block", "draft_block_bytes"),
     ):
-        table.add_row(label, *(size(rank[key]) for rank in ranks))
-    table.add_row("blocks that fit", *(f"{rank['num_blocks']:,}" for rank in ranks))
-    table.add_row("stranded", *(size(rank["stranded_bytes"]) for rank in ranks))
-    table.add_row("not to be used", *(size(rank["free_bytes"]) for rank in ranks))
-    table.add_row("total", *(size(rank["total_bytes"]) for rank in ranks))
+        rows[label] = [size(rank[key]) for rank in ranks]
+    rows["blocks that fit"] = [f"{rank['num_blocks']:,}" for rank in ranks]
+    rows["stranded"] = [size(rank["stranded_bytes"]) for rank in ranks]
+    rows["not to be used"] = [size(rank["free_bytes"]) for rank in ranks]
+    rows["total"] = [size(rank["total_bytes"]) for rank in ranks]
+    table.add_column("", style="bold", no_wrap=True, min_width=max(map(len, rows)))
+    for place, rank in enumerate(ranks):
+        # Many ranks are folded, never cut.
+        least = max(len(word) for row in rows.values() for word in row[place].split())
+        name = f"rank {rank['rank']} {inert(rank['device'])}"
+        table.add_column(name, justify="right", min_width=least)
+    for label, row in rows.items():
+        table.add_row(label, *row)
     return table
 
 

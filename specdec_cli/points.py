@@ -16,6 +16,14 @@ from specdec_cli.stats import SumRatio
 
 Sample = dict[str, Any]
 Point = dict[str, Any]
+# What a line of samples.jsonl has to have for a point to be computed from it.
+SAMPLE_KEYS = frozenset(
+    """
+    draft k batch_size index category prompt_token_ids token_ids finish_reason accepted_per_round
+    seconds proposed_per_round rounds_without_proposal num_preemptions max_output_tokens
+    decode_seconds round_share stage_ms ttft_ms tpot_ms peak_memory_bytes
+    """.split()
+)
 _TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
 
 
@@ -67,9 +75,11 @@ def block_points(
     samples: by point and prompt index. failures: points that were not measured, and why.
     """
     plain = next((k for k in keys if k.k == 0 and k not in failures), None)
-    baseline = _usable(samples.get(plain, {})) if plain is not None else {}
+    baseline = without_errors(samples.get(plain, {})) if plain is not None else {}
     largest = next((k for k in keys if k.k == forecasts.largest_k and k not in failures), None)
-    at_largest = list(_usable(samples.get(largest, {})).values()) if largest is not None else []
+    at_largest = (
+        list(without_errors(samples.get(largest, {})).values()) if largest is not None else []
+    )
     rounds_of, alpha = _rounds_of(forecasts), _iid_alpha(at_largest)
     points = []
     for key in keys:
@@ -93,7 +103,7 @@ def measured_point(
 
     Both by prompt index. failure: why there is nothing.
     """
-    usable = _usable(samples)
+    usable = without_errors(samples)
     point: Point = {
         "k": key.k,
         "batch_size": key.batch_size,
@@ -196,7 +206,7 @@ def recommend(
     candidates = [p for p in measured if p["speedup"] is not None]
     if not candidates:
         return _nothing("no point could be compared with k = 0")
-    common = set.intersection(*(set(_usable(samples[Key.of(p)])) for p in candidates))
+    common = set.intersection(*(set(without_errors(samples[Key.of(p)])) for p in candidates))
     if not common:
         return _nothing("the points have no prompt in common")
     measures = [_against_plain(p, samples, common) for p in candidates]
@@ -382,7 +392,8 @@ def _acceptance(samples: Iterable[Sample], k: int) -> Acceptance:
     )
 
 
-def _usable(samples: Mapping[int, Sample]) -> dict[int, Sample]:
+def without_errors(samples: Mapping[int, Sample]) -> dict[int, Sample]:
+    """Of samples by prompt, those of prompts that could run."""
     return {i: s for i, s in samples.items() if s["finish_reason"] != "error"}
 
 

@@ -11,6 +11,7 @@ from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.segment import Segment, Segments
 from rich.style import Style
@@ -21,6 +22,7 @@ from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
+_NO_LIMIT = 100_000  # columns
 _SYNTHETIC = "synthetic acceptance: the text is not the target's"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -67,6 +69,12 @@ def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int
     for name in wrapped & widths.keys():
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
     return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+def table_width(table: Table) -> Measurement:
+    """Columns that a table takes: least, with every cell folded between words; most, with none."""
+    out = console(sys.stdout)
+    return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
 
 
 def has_colour(stream: TextIO) -> bool:

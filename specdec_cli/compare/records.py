@@ -17,6 +17,7 @@ from specdec_cli.results import RunFolder
 
 Samples = Mapping[int, Sample]
 
+_PAIR = frozenset({"target_tp", "draft_tp"})
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 
@@ -38,10 +39,12 @@ class Records:
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; of two records of one prompt the last counts."""
         self.samples.clear()
-        for sample in folder.read("samples.jsonl"):
+        for sample in folder.read("samples.jsonl", points.SAMPLE_KEYS | _PAIR):
             self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
-        self.facts = {Pair.of(fact): fact for fact in folder.read("pairs.jsonl")}
-        self.points = list({_place(p): p for p in folder.read("points.jsonl")}.values())
+        facts = folder.read("pairs.jsonl", _PAIR | {"num_blocks", "blocks_per_rank"})
+        self.facts = {Pair.of(fact): fact for fact in facts}
+        written = folder.read("points.jsonl", _PAIR | {"batch_size", "k"})
+        self.points = list({_place(p): p for p in written}.values())
 
     def open_sizes(self, pair: Pair) -> list[int]:
         """Batch sizes at which a pair is not measured in full."""
@@ -84,9 +87,11 @@ class Records:
         point = point_of(
             self.settings, pair, batch_size, own, self.of(pair, batch_size, 0), failure
         )
+        own = points.without_errors(own)
         equal = Pair(pair.target_tp, pair.target_tp)
-        if failure is None and self.is_complete(equal, batch_size):
-            faster = points.speedup(own, self.of(equal, batch_size, self.settings.k))
+        if point["metrics"] is not None and self.is_complete(equal, batch_size):
+            others = points.without_errors(self.of(equal, batch_size, self.settings.k))
+            faster = points.speedup(own, others)
             if faster is not None:
                 is_equal = pair == equal
                 point["speedup_vs_equal_tp"] = 1.0 if is_equal else faster.value
@@ -137,7 +142,7 @@ def point_of(
     """
     k = settings.k if k is None else k
     key = Key(settings.draft, batch_size, k)
-    found = points.measured_point(key, own, plain, failure, settings.seed)
+    found = points.measured_point(key, own, points.without_errors(plain), failure, settings.seed)
     del found["draft"], found["predicted_speedup"]
     metrics = found["metrics"]
     return {
@@ -154,14 +159,20 @@ def point_of(
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """Samples of the same point from several worlds, as if they were repeats in one."""
+    """Samples of the same point from several worlds, as if they were repeats in one.
+
+    A prompt that could run in some of them, such as those with room for it, could run.
+    """
     merged: dict[int, Sample] = {}
     for samples in worlds:
+        could_run = points.without_errors(samples)
         for index, sample in samples.items():
-            if index not in merged:
+            known = merged.get(index)
+            if known is None or (known["finish_reason"] == "error" and index in could_run):
                 merged[index] = dict(sample)
                 continue
-            known = merged[index]
+            if index not in could_run:
+                continue
             for name in _OF_REPEATS:
                 known[name] = known[name] + sample[name]
             known["stage_ms"] = {

@@ -110,6 +110,8 @@ def exit_code(plan: Plan, records: Records, codes: Sequence[int]) -> ExitCode:
     result at all, what stopped the pairs."""
     statuses = _statuses(records.points)
     samples = [s for found in records.samples.values() for s in found.values()]
+    if "ok" not in statuses and not records.failures:
+        return ExitCode.PARTIAL  # every pair ran, and no prompt could
     if "ok" not in statuses:
         alike = set(codes)
         return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED

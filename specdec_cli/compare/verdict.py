@@ -10,7 +10,7 @@ from typing import Any
 from specdec_cli import stats
 from specdec_cli.compare.records import Records, Samples
 from specdec_cli.compare.settings import Pair, Settings
-from specdec_cli.points import Point, decode_seconds
+from specdec_cli.points import Point, decode_seconds, without_errors
 from specdec_cli.stats import SumRatio
 
 Verdict = dict[str, Any]
@@ -81,8 +81,7 @@ def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
     """Decoding speeds over the prompts that all points have; None without any."""
     settings = records.settings
     own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
-    usable = [{i for i, s in samples.items() if s["finish_reason"] != "error"} for samples in own]
-    common = sorted(set.intersection(*usable))
+    common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     return [_speed(samples, common) for samples in own] if common else None
 
 
@@ -216,7 +215,8 @@ def tokens_of(records: Records) -> dict[str, Any]:
         return found
     reference: dict[int, list[int]] = {}
     diverging = []
-    for pair, batch_size, k, samples in _complete(records, settings):
+    for pair, batch_size, k, whole in _complete(records, settings):
+        samples = without_errors(whole)
         for index, sample in samples.items():
             reference.setdefault(index, sample["token_ids"])
         differing = [i for i, s in sorted(samples.items()) if s["token_ids"] != reference[i]]
@@ -232,6 +232,8 @@ def tokens_of(records: Records) -> dict[str, Any]:
                     "first": differing[0],
                 }
             )
+    if not reference:
+        return found
     return found | {"identical": not diverging, "diverging": diverging}
 
 
@@ -246,7 +248,7 @@ def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int,
 
 def tokens_line(tokens: Mapping[str, Any]) -> str | None:
     """What is to be said of tokens, or None where there is nothing to compare."""
-    if not tokens["compared"]:
+    if tokens["identical"] is None:
         return None
     if tokens["identical"]:
         return "tokens are the same at every point"

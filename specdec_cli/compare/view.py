@@ -20,33 +20,13 @@ from specdec_cli.compare.records import Records
 from specdec_cli.compare.settings import Pair
 from specdec_cli.compare.verdict import STAGES, summary_lines, tokens_line
 from specdec_cli.points import Failure, Point, Sample, decode_seconds
-from specdec_cli.render import console, table_within
+from specdec_cli.render import console, table_width
 from specdec_cli.text import inert
 
-_WIDE = 200  # columns, for a table that goes into a file
-_HEADINGS = (
-    "target TP",
-    "draft TP",
-    "batch",
-    "tokens/s",
-    "x k = 0",
-    "x equal TP",
-    "tokens a round",
-    *(f"{stage} ms" for stage in STAGES),
-    "round ms",
-    "blocks",
-)
-# What a narrow terminal can do without, the first first.
-_SPARE = (
-    "sample ms",
-    "broadcast ms",
-    "verify ms",
-    "draft ms",
-    "blocks",
-    "tokens a round",
-    "round ms",
-    "x equal TP",
-)
+_WIDE = 1000  # columns, for a table that goes into a file: no row is folded
+_SETTING = ("target TP", "draft TP", "batch")
+_SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
+_TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
 
 
 def say(line: str) -> None:
@@ -195,46 +175,57 @@ def point_line(point: Point) -> str:
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """The table of points and what they say, on stdout."""
+    """The tables of points and what they say, on stdout."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
-    out.print(results_table(document["points"], out.width), soft_wrap=False)
-    out.print()
+    points: list[Point] = document["points"]
+    for table in results_tables(points, out.width):
+        out.width = max(out.width, table_width(table).maximum)
+        out.print(table, soft_wrap=False)
+        out.print()
+    if lines := _without_results(points):
+        for line in lines:
+            out.print(Text(inert(line)))
+        out.print()
     for line in summary_lines(dict(document)):
         out.print(Text(inert(line)))
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         out.print(Text(about_tokens))
 
 
-def results_table(points: Sequence[Point], width: int) -> Table:
-    """A row a point, k = 0 of each target TP first; on a narrow terminal fewer columns."""
-    cells = list(zip(*(_cells(p) for p in points if p["status"] != "skipped"), strict=True))
-    columns = {
-        heading: list(cells[place]) if cells else [] for place, heading in enumerate(_HEADINGS)
-    }
-    table, left_out = table_within(width, columns, spare=_SPARE, long=["blocks"])
-    # Reasons have more to say than a column holds.
-    reasons = Table(box=None, pad_edge=False, show_header=False)
-    if left_out:
-        reasons.add_row(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
-    skipped = dict.fromkeys(
-        (_pair_of(p), inert(p["reason"])) for p in points if p["status"] == "skipped"
-    )
-    for name, reason in skipped:
-        reasons.add_row(Text(f"{name}: skipped: {reason}"))
+def results_tables(points: Sequence[Point], width: int) -> list[Table]:
+    """A row a point, k = 0 of each target TP first; the times of rounds in a table of their own
+    where one table would not fit into so many columns."""
+    shown = [point for point in points if point["status"] != "skipped"]
+    whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
+    if table_width(whole).maximum <= width:
+        return [whole]
+    timed = [point for point in shown if point["metrics"] is not None]
+    speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
+    return [speeds, *([_table(timed, (*_SETTING, *_TIMES), is_narrow=True)] if timed else [])]
+
+
+def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        said = "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
+        table.add_column(said, justify="right", no_wrap=True)
     for point in points:
-        if point["status"] in ("failed", "oom"):
-            reasons.add_row(Text(inert(point_line(point))))
-    if not reasons.row_count:
-        return table
-    both = Table.grid()
-    both.add_row(table)
-    both.add_row("")
-    both.add_row(reasons)
-    return both
+        cells = _cells(point)
+        if is_narrow and len(set(point["blocks_per_rank"] or ())) > 1:
+            cells["blocks"] = cells["blocks"].replace(" ", "\n")
+        table.add_row(*(Text(cells.get(heading, "")) for heading in headings))
+    return table
+
+
+def _without_results(points: Sequence[Point]) -> list[str]:
+    """Why points have no results: that is more than a column holds."""
+    skipped = (f"{_pair_of(p)}: skipped: {p['reason']}" for p in points if p["status"] == "skipped")
+    failed = (point_line(p) for p in points if p["status"] in ("failed", "oom"))
+    return [*dict.fromkeys(skipped), *failed]
 
 
 def _pair_of(point: Point) -> str:
@@ -242,26 +233,25 @@ def _pair_of(point: Point) -> str:
     return f"target TP {point['target_tp']}{of}"
 
 
-def _cells(point: Point) -> list[str]:
-    first = [
-        str(point["target_tp"]),
-        str(point["draft_tp"]) if point["k"] else "none",
-        str(point["batch_size"]),
-    ]
+def _cells(point: Point) -> dict[str, str]:
+    """By heading."""
+    found = {
+        "target TP": str(point["target_tp"]),
+        "draft TP": str(point["draft_tp"]) if point["k"] else "none",
+        "batch": str(point["batch_size"]),
+    }
     m = point["metrics"]
     if m is None:
-        return [*first, str(point["status"]), *[""] * (len(STAGES) + 5)]
+        return found | {"tokens/s": str(point["status"])}
     equal = point["speedup_vs_equal_tp"]
-    return [
-        *first,
-        f"{m['decode_tokens_per_second']:.1f}",
-        _with_interval(point["speedup"], point["speedup_ci"]),
-        f"{equal:.2f}" if equal is not None else "",
-        f"{m['mean_acceptance_length']:.2f}",
-        *(f"{m[f'{stage}_ms']:.2f}" for stage in STAGES),
-        f"{m['round_ms']:.2f}",
-        _counts(point["blocks_per_rank"]),
-    ]
+    return found | {
+        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
+        "x k = 0": _with_interval(point["speedup"], point["speedup_ci"]),
+        "x equal TP": f"{equal:.2f}" if equal is not None else "",
+        "tokens a round": f"{m['mean_acceptance_length']:.2f}",
+        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in (*STAGES, "round")},
+        "blocks": _counts(point["blocks_per_rank"]),
+    }
 
 
 def _counts(blocks: Sequence[int] | None) -> str:

@@ -16,7 +16,7 @@ from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.loop import slot_counts
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of, check_shared
 from specdec_cli.engine.profile import (
     CacheNeed,
     Overhead,
@@ -149,8 +149,7 @@ def draft_shares(plan: Plan, degree: int, describe: Describe = describe) -> list
         )
         weights = _weight_bytes(part, "draft" in plan.compiled, plan.max_model_len)
         block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
-        # Embeddings are whole on every rank; a head is borrowed only where it is not split.
-        found[rank] = DraftShare(weights - plan.shared_bytes, block)
+        found[rank] = DraftShare(weights - check_shared(plan.target, part, plan.shared), block)
     return found
 
 

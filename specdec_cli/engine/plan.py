@@ -235,7 +235,7 @@ def _plan_on(
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
         draft = describe(_spec("draft", recipe.draft, permissions), device, part)
         check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
-        shared_bytes = _check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
+        shared_bytes = check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
     found = Plan(
         recipe=recipe,
         device=device,
@@ -359,7 +359,7 @@ def _tokenizer(model: Description) -> Tokenizer:
     )
 
 
-def _check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
+def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
     """Bytes of the draft's weights that need not be loaded when it borrows the target's.
 
     Both are on meta. Raises `SetupError` where shapes or dtypes differ.
@@ -380,8 +380,12 @@ def _check_shared(target: Description, draft: Description, share: tuple[str, ...
                 f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
                 f"shapes and dtypes must agree; take {what} out of draft.share",
             )
-    # A tied weight is still loaded when only one of its two uses is borrowed.
-    loaded: dict[int, int] = {id(p): p.numel() * p.element_size() for p in own.values()}
+    # A tied weight is still loaded when only one of its two uses is borrowed. Split, a head is a
+    # view of the embedding that is loaded, and a weight of its own beside one that is borrowed.
+    tied = draft.shards.tied
+    loaded: dict[int, int] = {
+        id(p): p.numel() * p.element_size() for n, p in own.items() if tied.get(n) not in own
+    }
     return draft.weight_bytes - sum(loaded.values())
 
 

@@ -112,6 +112,30 @@ def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["draft_block_bytes"] for r in rows[1, 5, 16]["ranks"]] == [2**19, 0]
 
 
+@pytest.mark.parametrize("share", ["[]", "[embeddings]"])
+def test_a_draft_with_a_tied_head_over_ranks(
+    share: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Split, its head is a view of the embedding, unless that is borrowed."""
+    options = ("--target-tp", "2", "--estimate", "--device-memory", "24GiB", "--json")
+    options += ("--set", "target.model=shapes/llama-1b", "--set", f"draft.share={share}")
+    # 16 layers of 4096 query and output, 1024 key and value and 24576 further columns.
+    embedding, layers = 128256 * 2048, 16 * (4096 + 1024 + 24576) * 2048
+    rest = 33 * 2048 + 2 * 8192 * 64  # norms, and the table of rotary embeddings
+    by_hand = {1: 2 * (embedding + layers + rest), 2: 2 * (embedding + layers // 2 + rest)}
+    if share != "[]":
+        by_hand[2] -= embedding  # its half of the head is then its own
+    found = {}
+    for degree in (1, 2):
+        result = profile(capsys, "bench-8b-1b-dummy", *options, "--draft-tp", str(degree))
+        found[degree] = result.document
+        assert found[degree]["ranks"][0]["draft_weight_bytes"] == by_hand[degree]
+    for document in found.values():
+        for row in document["draft_cost"]["by_draft_tp"]:
+            announced = found[row["draft_tp"]]["num_blocks"]
+            assert row["num_blocks"] == pytest.approx(announced, rel=5e-3), "but for activations"
+
+
 @pytest.mark.parametrize("mode", [(), ("--estimate",)], ids=["measured", "estimated"])
 def test_nothing_fits(mode: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     tight = ("demo", *mode, *SHORT, "--set", "cache.cpu_bytes=100000")

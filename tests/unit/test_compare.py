@@ -1,5 +1,7 @@
 """What follows from the records of a comparison: points, the best pair, flips, tokens."""
 
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from specdec_cli.points import Failure, Key
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.results import RunFolder
+from specdec_cli.sweep import read_settings_file
 
 SETTINGS = Settings(
     recipe={
@@ -147,6 +150,86 @@ def test_what_failed_is_a_row_and_no_baseline(
     assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
 
 
+def spoil(records: Records, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
+    """Prompts that could not run at a pair, at k = 0 as little as at k."""
+    for k in (0, 2):
+        found = records.samples[pair, Key("a-draft", batch_size, k)]
+        for index in indices:
+            nothing: dict[str, Any] = {"token_ids": [], "accepted_per_round": [], "error": "large"}
+            nothing |= {"decode_seconds": [0.0], "seconds": [0.0], "finish_reason": "error"}
+            found[index] = found[index] | nothing | {"proposed_per_round": []}
+
+
+def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> None:
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    before = {
+        (p["draft_tp"], p["batch_size"]): p for p in records.update_points(RunFolder(tmp_path))
+    }
+    spoil(records, Pair(2, 2), 1, range(5))
+    spoil(records, Pair(2, 2), 8, range(10))
+    records.update_points(RunFolder(tmp_path))
+    points = {(p["draft_tp"], p["batch_size"]): p for p in records.points}
+    for place in ((1, 1), (2, 1)):
+        same = before[place]["speedup_vs_equal_tp"]
+        assert points[place]["speedup_vs_equal_tp"] == pytest.approx(same, rel=0.01)
+    assert points[2, 8]["status"] == "failed" and points[1, 8]["status"] == "ok"
+    assert points[1, 8]["speedup_vs_equal_tp"] is points[2, 8]["speedup_vs_equal_tp"] is None
+    assert exit_code(planned({}), records, []) == 3
+    for batch_size in (1, 8):  # k = 0 is that of the pair whose prompts could run
+        plain = points[None, batch_size]["metrics"]
+        assert plain["num_output_tokens"] == 300
+        speed = before[None, batch_size]["metrics"]["decode_tokens_per_second"]
+        assert plain["decode_tokens_per_second"] == pytest.approx(speed, rel=0.01)
+    assert tokens_of(records)["identical"], "of prompts that could run"
+    spoil(records, Pair(2, 1), 1, range(10))
+    spoil(records, Pair(2, 1), 8, range(10))
+    spoil(records, Pair(2, 2), 1, range(10))
+    records.update_points(RunFolder(tmp_path))
+    assert {p["status"] for p in records.points} == {"failed"}
+    assert tokens_of(records)["identical"] is None and tokens_line(tokens_of(records)) is None
+    assert exit_code(planned({}), records, []) == 3, "as where some prompts could run"
+
+
+@pytest.mark.parametrize("name", ["samples.jsonl", "points.jsonl", "pairs.jsonl"])
+def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"target_tp": 1, "draft_tp": 1}\n')
+    with pytest.raises(SetupError, match=rf"{name}:1: not a record"):
+        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+
+
+def test_settings_that_are_none_are_named(tmp_path: Path) -> None:
+    (tmp_path / "settings.json").write_text("[1]")
+    with pytest.raises(SetupError, match=r"settings\.json: no settings"):
+        read_settings_file(tmp_path)
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_no_figure_is_cut_on_a_terminal(
+    columns: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    records.facts = {
+        Pair(2, d): {"target_tp": 2, "draft_tp": d, "num_blocks": 100, "blocks_per_rank": counts}
+        for d, counts in ((1, [57422, 86121]), (2, [70947, 70947]))
+    }
+    found = verdict(records, tmp_path)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    print_results({"points": records.points, **found})
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    for point in records.points:
+        metrics = point["metrics"]
+        assert f" {metrics['decode_tokens_per_second']:.1f} " in shown
+        for stage in ("draft", "verify", "round"):
+            assert re.search(rf"(?<!\S){metrics[f'{stage}_ms']:.2f}(?!\S)", shown)
+    assert "57,422" in shown and "2 x 70,947" in shown and "…" not in shown
+    table = shown.partition("\n\nbatch size 1:")[0]
+    assert max(map(len, table.splitlines())) <= max(80, columns)
+
+
 def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0))
     del records.samples[Pair(2, 1), Key("a-draft", 8, 0)][9]
@@ -218,9 +301,14 @@ def test_exit_codes(
         for batch_size in (1, 8):
             records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was")
     records.update_points(RunFolder(tmp_path))
-    plan: Any = Plan.__new__(Plan)
+    assert exit_code(planned(skips), records, codes) == expected
+
+
+def planned(skips: dict[Pair, Skip]) -> Plan:
+    """A plan of which nothing else is known."""
+    plan = Plan.__new__(Plan)
     object.__setattr__(plan, "skips", skips)
-    assert exit_code(plan, records, codes) == expected
+    return plan
 
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:

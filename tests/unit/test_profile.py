@@ -1,6 +1,6 @@
 """Budgets, the split over ranks, and what is read of a host; hand-computed."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +9,7 @@ import torch
 from specdec_cli.engine import profile
 from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import SetupError
-from specdec_cli.memory_view import PARTS, cells
+from specdec_cli.memory_view import PARTS, cells, print_profile
 
 GIB = 2**30
 RANK = RankMemory(
@@ -94,6 +94,36 @@ def test_a_cpu_budget_is_of_what_is_available(monkeypatch: pytest.MonkeyPatch) -
     cpu = torch.device("cpu")
     assert Allowance(0.9, None).kv_budget(cpu, overhead, 7) == 150
     assert Allowance(0.1, 500).kv_budget(cpu, overhead, 7) == 250
+
+
+@pytest.mark.parametrize("is_terminal", [True, False], ids=["terminal", "file"])
+@pytest.mark.parametrize("columns", [40, 80])
+def test_figures_of_many_ranks_are_not_cut(
+    columns: int,
+    is_terminal: bool,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    idle = replace(IDLE, kv_budget_bytes=34 * GIB + 123456, activation_bytes=571 * 2**20)
+    split = Split((RANK, *(replace(idle, rank=rank) for rank in range(1, 8))))
+    ranks = [
+        asdict(r)
+        | {"num_blocks": 100 * r.fits, "free_bytes": 0, "stranded_bytes": split.stranded_bytes(r)}
+        for r in split.ranks
+    ]
+    point = {"draft_tp": 1, "k": 5, "block_size": 16, "gpu_memory_utilization": 0.9}
+    point |= {"status": "ok", "num_blocks": 460800, "max_tokens": 7372784, "max_sequences": 1755}
+    point |= {"limiting_rank": 0}
+    document = {"ranks": ranks, "num_blocks": 4608, "block_size": 16, "method": "estimated"}
+    document |= {"max_tokens": 73712, "max_sequences": 17, "limiting_rank": 0, "context": 4096}
+    document |= {"fit": {"batch_size": 1, "fits": True, "needed_blocks": 258}, "draft_cost": None}
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    print_profile(document | {"points": [point]})
+    shown = capsys.readouterr().out
+    assert "…" not in shown and "activations " in shown
+    assert shown.count("1,160,500") == 7 and "7,372,784" in shown
+    assert is_terminal or shown.count("571.00 MiB") == 7
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_bundled_recipes_are_valid() -> None:
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))
         assert (recipe.draft is None) == (recipe.speculation.method == "ngram")
-        assert len(bundled.description) > 20
+        assert len(bundled.description) > 20 and bundled.description.endswith("."), "a sentence"
 
 
 def test_bench_recipe_finds_its_shapes_beside_itself() -> None:
