@@ -106,6 +106,9 @@ def answers(document: Document) -> list[str]:
         found.append(
             f"Rank {limiting} has the least room; {size(stranded)} are stranded on the others."
         )
+    if (asked := fit["recipe_blocks"]) is not None:
+        excess = ", more than fit" if asked > document["num_blocks"] else ""
+        found.append(f"The recipe asks for {asked:,} blocks (cache.num_blocks){excess}.")
     batch = f"The recipe's batch of {fit['batch_size']} at {context:,} tokens"
     if fit["fits"]:
         found.append(f"{batch} fits: it needs {fit['needed_blocks']:,} blocks.")

@@ -6,6 +6,7 @@ Knows the contract's JSON names; knows nothing of terminals.
 
 import functools
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -214,20 +215,39 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
 def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
     """Whether the recipe's batch fits at the context, and what would make it."""
     need, split = profile.need, profile.split
-    usable = max(0, split.num_blocks - 1)
+    asked = profile.plan.recipe.cache.num_blocks
+    held = split.num_blocks if asked is None else min(asked, split.num_blocks)
+    usable = max(0, held - 1)
     ahead = 2 * (need.k + 1)
     longest = max(0, usable // need.batch_size * profile.block_size - ahead)
-    fits = need.num_blocks <= split.num_blocks
+    fits = need.num_blocks <= held and (asked is None or asked <= split.num_blocks)
     return {
         "batch_size": need.batch_size,
+        "recipe_blocks": asked,
         "needed_blocks": need.num_blocks,
         "fits": fits,
         "longest_context": min(longest, profile.plan.max_model_len),
-        "advice": [] if fits else _advice(profile, longest, cost),
+        "advice": [] if fits else _advice(profile, cost),
     }
 
 
-def _advice(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
+def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
+    """Changes of which each makes the batch fit."""
+    need, split = profile.need, profile.split
+    asked = profile.plan.recipe.cache.num_blocks
+    if need.num_blocks <= split.num_blocks:
+        return [f"--num-blocks {need.num_blocks}: so many fit, and the batch fits into them"]
+    ahead = 2 * (need.k + 1)
+    longest = max(0, split.num_blocks - 1) // need.batch_size * profile.block_size - ahead
+    found = _more_room(profile, longest, cost)
+    if asked is None:
+        return found
+    lifted = " --set cache.num_blocks=null"
+    return [re.sub(r"^(-\S+ [^\s:,]+)", rf"\1{lifted}", line) for line in found]
+
+
+def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
+    """The same where memory is what lacks. longest: tokens at which the batch fits."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:

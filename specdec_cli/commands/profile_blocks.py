@@ -85,6 +85,7 @@ def profile_blocks(
     ignore_eos: options.IgnoreEos = None,
     batch_size: options.BatchSize = None,
     seed: options.Seed = None,
+    num_blocks: options.NumBlocks = None,
     block_size: BlockSizes = None,
     gpu_memory_utilization: Utilizations = None,
     sets: options.Set = None,
@@ -127,6 +128,7 @@ def profile_blocks(
         "ignore_eos": ignore_eos,
         "batch_size": batch_size,
         "seed": seed,
+        "num_blocks": num_blocks,
     }
 
     def resolve(point: dict[str, object]) -> "specdec_cli.recipe.Recipe":

@@ -169,6 +169,26 @@ def test_what_would_make_a_batch_fit(capsys: pytest.CaptureFixture[str]) -> None
     assert profile(capsys, *asked, *more).document["fit"]["fits"]
 
 
+@pytest.mark.parametrize("blocks", ["10", "1000000"])
+def test_a_recipe_with_another_number_of_blocks_than_fits(
+    blocks: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = ("demo", *SMALL, "--context", "200", "--estimate", "--json", "--num-blocks", blocks)
+    document = profile(capsys, *asked).document
+    fit = document["fit"]
+    assert document["num_blocks"] == 24 and fit["recipe_blocks"] == int(blocks)
+    # 200 tokens and two rounds of 5.
+    assert not fit["fits"] and fit["needed_blocks"] == 15
+    (advised,) = fit["advice"]
+    count = advised.partition(":")[0].split()
+    assert profile(capsys, *asked, *count).document["fit"]["fits"]
+    more = profile(capsys, *asked, "--batch-size", "3").document["fit"]
+    advised = next(line for line in more["advice"] if line.startswith("--set cache.max_model_len"))
+    options = ("--batch-size", "3", *advised.partition(":")[0].split())
+    shorter = [a for a in asked if a not in ("--context", "200", "--num-blocks", blocks)]
+    assert profile(capsys, *shorter, *options).document["fit"]["fits"]
+
+
 def test_a_terminal_gets_a_table_bars_and_answers(tmp_path: Path) -> None:
     result = on_terminal("profile-blocks", "demo", "--set", "cache.cpu_bytes=4000000", "--estimate")
     assert result.code == 0
