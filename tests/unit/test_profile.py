@@ -116,7 +116,10 @@ def test_figures_of_many_ranks_are_not_cut(
     point |= {"limiting_rank": 0}
     document = {"ranks": ranks, "num_blocks": 4608, "block_size": 16, "method": "estimated"}
     document |= {"max_tokens": 73712, "max_sequences": 17, "limiting_rank": 0, "context": 4096}
-    document |= {"fit": {"batch_size": 1, "fits": True, "needed_blocks": 258}, "draft_cost": None}
+    document |= {
+        "fit": {"batch_size": 1, "fits": True, "needed_blocks": 258, "recipe_blocks": None},
+        "draft_cost": None,
+    }
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
     print_profile(document | {"points": [point]})
