@@ -17,8 +17,7 @@ from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import specdec
 from tests.launch.helpers import ROOT, living, marked, start, wait_until_gone
 
-# One group, so that the comparisons that many tests look at run once.
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("compare")]
+pytestmark = pytest.mark.dist
 
 QUICK = ["--device", "cpu", "--max-new-tokens", "8", "--set", "run.warmup=0"]
 COMPARE = ["compare-tp", "demo", *QUICK, "--set", "run.repeats=1", "--limit", "2"]

@@ -23,7 +23,7 @@ from tests.support import (
     tiny_config,
 )
 
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("world")]
+pytestmark = pytest.mark.dist
 
 PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]

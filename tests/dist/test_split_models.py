@@ -16,7 +16,7 @@ from tests.dist.world import World
 from tests.engine.test_families import TOLERANCE
 from tests.support import CPU, description, save_tiny, tiny_config
 
-pytestmark = [pytest.mark.dist, pytest.mark.xdist_group("world")]
+pytestmark = pytest.mark.dist
 
 # Key and value heads fewer than 4 ranks, and as many; names of families are those of FAMILIES.
 SPLIT: dict[str, dict[str, Any]] = {

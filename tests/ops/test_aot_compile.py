@@ -9,8 +9,6 @@ import pytest
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-pytestmark = pytest.mark.xdist_group("aot")  # compile once, not in every process
-
 SHARED_MEMORY = 227 * 1024  # what one block may use on sm_90
 
 
