@@ -16,14 +16,6 @@ from specdec_cli.stats import SumRatio
 
 Sample = dict[str, Any]
 Point = dict[str, Any]
-# What a line of samples.jsonl has to have for a point to be computed from it.
-SAMPLE_KEYS = frozenset(
-    """
-    draft k batch_size index category prompt_token_ids token_ids finish_reason accepted_per_round
-    seconds proposed_per_round rounds_without_proposal num_preemptions max_output_tokens
-    decode_seconds round_share stage_ms ttft_ms tpot_ms peak_memory_bytes
-    """.split()
-)
 _TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
 
 

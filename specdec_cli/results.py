@@ -10,7 +10,6 @@ import math
 import os
 import platform
 from collections.abc import Sequence as Values
-from collections.abc import Set
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -191,10 +190,6 @@ class RunFolder:
             why = problem.strerror or problem
             raise SetupError(f"cannot write {self.path / name}: {why}") from None
 
-    def read(self, name: str, keys: Set[str] = frozenset()) -> list[dict[str, Any]]:
-        """The records of a .jsonl file, none where there is no such file; see `read_records`."""
-        return read_records(self.path / name, keys)
-
     def write(self, name: str, text: str) -> None:
         """Replace a file as a whole, or leave the old one."""
         temporary = self.path / f".{name}.tmp"
@@ -215,11 +210,10 @@ class RunFolder:
         self._files.clear()
 
 
-def read_records(path: Path, keys: Set[str] = frozenset()) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[dict[str, Any]]:
     """The records of a .jsonl file; a last line without its end is left out.
 
-    keys: what each record has to have. Raises `SetupError` for a file that cannot be read, or holds
-    a line that is no such record.
+    Raises `SetupError` for a file that cannot be read, or holds a line that is no record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -233,7 +227,7 @@ def read_records(path: Path, keys: Set[str] = frozenset()) -> list[dict[str, Any
             record = json.loads(line)
         except ValueError:
             record = None
-        if not isinstance(record, dict) or not keys <= record.keys():
+        if not isinstance(record, dict):
             raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
         records.append(record)
     return records

@@ -12,7 +12,7 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in DESIGN.md, and say why.
 ROWS = {
     6: "app __main__ commands",
-    5: "compare launch render report results generation reporting points sweep profiling "
+    5: "compare launch render report results generation reporting points reading sweep profiling "
     "memory_view",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
     "engine.teacher engine.measure engine.estimate",

@@ -13,11 +13,28 @@ from typing import Any
 from specdec_cli import points, stats
 from specdec_cli.compare.settings import Pair, Settings, Skip
 from specdec_cli.points import Failure, Key, Point, Sample
+from specdec_cli.reading import (
+    SAMPLE,
+    Fields,
+    is_count,
+    list_of,
+    or_none,
+    problem_of_rounds,
+    read_checked,
+)
 from specdec_cli.results import RunFolder
 
 Samples = Mapping[int, Sample]
 
-_PAIR = frozenset({"target_tp", "draft_tp"})
+_PAIR: Fields = {"target_tp": is_count, "draft_tp": is_count}
+_SAMPLE: Fields = {**SAMPLE, **_PAIR}
+_FACT: Fields = {**_PAIR, "num_blocks": is_count, "blocks_per_rank": list_of(is_count)}
+_POINT: Fields = {
+    "target_tp": is_count,
+    "draft_tp": or_none(is_count),  # none without speculation
+    "batch_size": is_count,
+    "k": is_count,
+}
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 
@@ -39,11 +56,11 @@ class Records:
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; of two records of one prompt the last counts."""
         self.samples.clear()
-        for sample in folder.read("samples.jsonl", points.SAMPLE_KEYS | _PAIR):
+        for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, problem_of_rounds):
             self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
-        facts = folder.read("pairs.jsonl", _PAIR | {"num_blocks", "blocks_per_rank"})
+        facts = read_checked(folder.path / "pairs.jsonl", _FACT)
         self.facts = {Pair.of(fact): fact for fact in facts}
-        written = folder.read("points.jsonl", _PAIR | {"batch_size", "k"})
+        written = read_checked(folder.path / "points.jsonl", _POINT)
         self.points = list({_place(p): p for p in written}.values())
 
     def open_sizes(self, pair: Pair) -> list[int]:

@@ -1,5 +1,6 @@
 """What follows from the records of a comparison: points, the best pair, flips, tokens."""
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -194,6 +195,13 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
 def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"target_tp": 1, "draft_tp": 1}\n')
     with pytest.raises(SetupError, match=rf"{name}:1: not a record"):
+        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+
+
+def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
+    fact = {"target_tp": 1, "draft_tp": 1, "num_blocks": "9", "blocks_per_rank": [9]}
+    (tmp_path / "pairs.jsonl").write_text(json.dumps(fact) + "\n")
+    with pytest.raises(SetupError, match=r"pairs\.jsonl:1: .*num_blocks is damaged"):
         Records(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
