@@ -15,8 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention import FEW_QUERIES
-
-LOG2E = tl.constexpr(1.4426950408889634)
+from specdec_kernels.softmax_triton import LOG2E
 
 # Two programs for each of the 132 multiprocessors of an H100 or H200.
 TARGET_PROGRAMS = 264

@@ -18,7 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 COUNTERS = 1 << 16
-_counters: dict[torch.device, Tensor] = {}
+EPOCHS = 1 << 14  # a size of its own tells its zeros from the counters
+_counters: dict[tuple[torch.device, int], Tensor] = {}
 
 
 def dependent_launch(tensor: Tensor) -> bool:
@@ -31,13 +32,22 @@ def counters(device: torch.device) -> Tensor:
 
     Every kernel leaves them at zero. Kernels of one device share them, so they run on one stream.
     """
-    if device not in _counters:
+    return _kept_zeros(device, COUNTERS)
+
+
+def epochs(device: torch.device) -> Tensor:
+    """[EPOCHS, 2] int32 for `arrive`, shared by kernels of one device, which run on one stream."""
+    return _kept_zeros(device, 2 * EPOCHS).view(EPOCHS, 2)
+
+
+def _kept_zeros(device: torch.device, size: int) -> Tensor:
+    if (device, size) not in _counters:
         # In a graph's capture this would become a memset of each replay, in the graph's own pool.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
-        _counters[device] = torch.zeros(COUNTERS, dtype=torch.int32, device=device)
-    return _counters[device]
+        _counters[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _counters[device, size]
 
 
 @triton.jit
@@ -72,3 +82,43 @@ def is_last(counter_ptr, expected):
     if last:
         tl.store(counter_ptr, 0)
     return last
+
+
+@triton.jit
+def arrive(epochs_ptr, expected):
+    """Count this program, one of a group of `expected`; what it stored before goes before that.
+
+    Returns the count at which all have arrived, and whether this program was the last. A group's
+    counters, [2], go on from call to call: who arrived, and who had arrived before this call.
+    """
+    epoch = tl.load(epochs_ptr + 1) + expected
+    tl.debug_barrier()  # the stores of all threads come before the count
+    last = tl.atomic_add(epochs_ptr, 1, sem="acq_rel", scope="gpu") + 1 == epoch
+    return epoch, last
+
+
+@triton.jit
+def wait_for(epochs_ptr, epoch):
+    """Wait until a group's count has come to `epoch`, which `arrive` returned.
+
+    Programs start in the order of their ids. A group's must be neighbours and few, so that all run
+    at once. What the others stored must be loaded past L1 (".cg").
+    """
+    behind = tl.full([], -1, tl.int32)  # a difference, since counters wrap around
+    while behind < 0:
+        count = tl.inline_asm_elementwise(
+            "ld.acquire.gpu.global.s32 $0, [$1];",
+            "=r,l",
+            [epochs_ptr.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+        behind = count - epoch
+    tl.debug_barrier()
+
+
+@triton.jit
+def finish(epochs_ptr, epoch):
+    """Called by one program of a group, after all have arrived."""
+    tl.store(epochs_ptr + 1, epoch)

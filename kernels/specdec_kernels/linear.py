@@ -51,7 +51,7 @@ class Normed(NamedTuple):
 
 
 def norm_reference(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """See `ops.norm`."""
+    """x [T, K] and its norm, as a product takes them."""
     return Normed(x, rms_norm_reference(x, norm_weight, eps), None, eps)
 
 

@@ -126,11 +126,6 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-def norm_triton(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """See `ops.norm`."""
-    return Normed(x, add_norm(x, None, norm_weight, eps)[1], None, eps)
-
-
 def add_norm_triton(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
     """See `ops.add_norm`."""
     hidden, scaled = add_norm(x, residual, norm_weight, eps)

@@ -14,6 +14,7 @@ from specdec_kernels.advance import accept_reference, advance_reference
 from specdec_kernels.argmax import greedy_argmax_reference
 from specdec_kernels.attention import GatherPlan, gather_attention, gather_plan
 from specdec_kernels.clock import stamp_reference
+from specdec_kernels.embed import embed_reference
 from specdec_kernels.kv import write_kv_reference
 from specdec_kernels.linear import (
     Normed,
@@ -23,7 +24,6 @@ from specdec_kernels.linear import (
     linear_reference,
     norm_gate_up_reference,
     norm_linear_reference,
-    norm_reference,
     rms_norm_reference,
 )
 from specdec_kernels.logits import (
@@ -47,6 +47,7 @@ __all__ = [
     "accept",
     "add_norm",
     "advance",
+    "embed",
     "gate",
     "gather_attention",
     "gather_columns",
@@ -56,7 +57,6 @@ __all__ = [
     "linear_add_norm",
     "logit_rows",
     "merge_tokens",
-    "norm",
     "norm_gate_up",
     "norm_linear",
     "padded_pass",
@@ -306,13 +306,32 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return gate_reference(gate_up, activation)
 
 
-def norm(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """The start of a pass, and the head: x [T, K] and its `rms_norm`, ready for a product."""
-    if x.is_cuda:
-        from specdec_kernels.norm_triton import norm_triton
+def embed(
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Normed, Tensor, Tensor]:
+    """What a pass begins with.
 
-        return norm_triton(x, norm_weight, eps)
-    return norm_reference(x, norm_weight, eps)
+    Args:
+        token_ids, positions: [T] int64, less than V and L; not checked on CUDA.
+        embedding: [V, K].
+        cos_table, sin_table: [L, D].
+        norm_weight: [K], and `eps`: of the first layer's norm.
+
+    Returns:
+        The embeddings and their norm, [T, K], and the tables' rows, [T, D] each.
+    """
+    args = (token_ids, positions, embedding, cos_table, sin_table, norm_weight, eps)
+    if embedding.is_cuda:
+        from specdec_kernels.embed_triton import embed_triton
+
+        return embed_triton(*args)
+    return embed_reference(*args)
 
 
 def norm_linear(

@@ -3,9 +3,10 @@
 A program holds all rows (query token x query head of one key head) of a sequence and one part of
 its context (Flash-Decoding). The sequence's new keys and values come from the projection itself
 and are stored on the way; the older ones come from the cache and never depend on the kernel before,
-so the first of them are loaded while that one still runs. The last program of a key head to finish
-combines the parts. How many parts there can be is decided from shapes, how many there are from the
-lengths on the device: a short context takes few, whatever the width of the block table.
+so the first of them are loaded while that one still runs. When all programs of a key head are done,
+each combines the parts of some rows. How many parts there can be is decided from shapes, how many
+there are from the lengths on the device: a short context takes few, whatever the block table's
+width, since with few parts combining them takes less time.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -17,106 +18,57 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention_triton import LOG2E, paged_attention_triton
+from specdec_kernels.attention_triton import paged_attention_triton
 from specdec_kernels.launch_triton import (
-    COUNTERS,
+    EPOCHS,
     after_predecessor,
-    counters,
+    arrive,
     dependent_launch,
-    is_last,
+    epochs,
+    finish,
+    wait_for,
 )
 from specdec_kernels.rope_kv_triton import normed, rope_kv
+from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sink
 
-# Programs wanted on the 132 multiprocessors of an H100 or H200, and the shortest part.
-TARGET_PROGRAMS = 264
-MAX_SPLITS = 16
-MIN_KEYS = 128
+MULTIPROCESSORS = 132  # of an H100 or H200
+MAX_SPLITS = 32
+FEW_SPLITS = 8
+MIN_KEYS = 128  # the shortest part, where they are few
 MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
 
 
 @triton.jit
-def attend(
-    row_max,  # [M], in units of log2
-    row_sum,  # [M]
-    acc,  # [M, D]
-    query_first,
-    query_second,
-    key_first,
-    key_second,
-    value,
-    visible,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """One tile of keys, as halves [N, D / 2], joins the softmax."""
-    if UPCAST:
-        query_first = query_first.to(tl.float32)
-        query_second = query_second.to(tl.float32)
-        key_first = key_first.to(tl.float32)
-        key_second = key_second.to(tl.float32)
-        value = value.to(tl.float32)
-    scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
-    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION) * scale
-    if HAS_SOFTCAP:
-        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-    scores = tl.where(visible, scores * LOG2E, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-    # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
-    keep = tl.exp2(row_max - base)
-    acc = acc * keep[:, None]
-    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    return new_max, row_sum * keep + tl.sum(weights, axis=1), acc
-
-
-@triton.jit
-def combined(
-    partial_ptr,  # [PARTS, M, D] fp32
-    stats_ptr,  # [PARTS, 2, M] fp32
-    parts,
-    inside,  # [M, BLOCK_D], place in one part
-    mask,  # [M, BLOCK_D]
-    row,  # [M]
+def cached_tile(
+    key_ptr,  # of one key head
+    value_ptr,
+    table,
+    start,
+    high,
+    key_stride_b,
+    key_stride_s,
+    value_stride_b,
+    value_stride_s,
     D: tl.constexpr,
-    BATCH: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """Maximum, sum and weighted values of all parts of a softmax, the loads of BATCH at a time."""
-    BLOCK_M: tl.constexpr = row.shape[0]
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros(inside.shape, tl.float32)
-    for start in range(0, parts, BATCH):
-        new_max = row_max
-        for place in tl.static_range(BATCH):
-            at = stats_ptr + (start + place) * (2 * BLOCK_M) + row
-            live = row < tl.where(start + place < parts, BLOCK_M, 0)
-            maximum = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-            new_max = tl.maximum(new_max, maximum)
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
-        keep = tl.exp2(row_max - base)
-        row_sum *= keep
-        acc *= keep[:, None]
-        for place in tl.static_range(BATCH):
-            at = stats_ptr + (start + place) * (2 * BLOCK_M) + row
-            live = row < tl.where(start + place < parts, BLOCK_M, 0)
-            maximum = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-            weight = tl.exp2(maximum - base)
-            total = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
-            values = tl.load(
-                partial_ptr + (start + place) * (BLOCK_M * D) + inside,
-                mask=mask & live[:, None],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            row_sum += total * weight
-            acc += values * weight[:, None]
-        row_max = new_max
-    return row_max, row_sum, acc
+    """Positions [N] from `start`, which of them are below `high`, and their keys and values."""
+    half = tl.arange(0, BLOCK_D // 2)
+    dim = tl.arange(0, BLOCK_D)
+    position = start + tl.arange(0, BLOCK_N)
+    stored = position < high
+    block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+    key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
+    key_at = key_ptr + key_at[:, None] + half[None, :]
+    key_mask = stored[:, None] & (half < D // 2)[None, :]
+    key_first = tl.load(key_at, mask=key_mask, other=0.0)
+    key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
+    value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
+    value_at = value_ptr + value_at[:, None] + dim[None, :]
+    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    return position, stored, key_first, key_second, value
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "min_keys", "table_stride"])
@@ -136,7 +88,7 @@ def rope_attention_kernel(
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS + 1, BLOCK_M, D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS + 1, 2, BLOCK_M] fp32, maxima, sums, out; only with SPLITS > 1
-    counters_ptr,  # [>= B Hkv] int32, zeros; only with SPLITS > 1
+    epochs_ptr,  # [>= B Hkv, 2] int32, in and out: `arrive` and `wait_for`; only with SPLITS > 1
     scale,
     softcap,
     eps,
@@ -164,7 +116,8 @@ def rope_attention_kernel(
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
-    BATCH: tl.constexpr,  # parts combined at a time
+    FEW_PARTS: tl.constexpr,  # at most SPLITS + 1
+    WAITS: tl.constexpr,  # or the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -174,6 +127,9 @@ def rope_attention_kernel(
 ):
     HALF: tl.constexpr = D // 2
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    # Rows combined at a time, of at most FEW_PARTS parts and of more.
+    FEW_ROWS: tl.constexpr = BLOCK_M // 4
+    MANY_ROWS: tl.constexpr = BLOCK_M // 8
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -194,10 +150,13 @@ def rope_attention_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(old - WINDOW + 1, 0)
-    share = tl.cdiv(tl.cdiv(old - low, SPLITS), 16) * 16
-    share = tl.maximum(share, min_keys)
+    keys = old - low
+    share = tl.cdiv(keys, SPLITS)
+    if keys <= (FEW_PARTS - 1) * min_keys:
+        share = min_keys
+    share = tl.cdiv(share, 16) * 16
     if SPLITS > 1:
-        parts = tl.cdiv(old - low, share) + 1
+        parts = tl.cdiv(keys, share) + 1
         first = low + (split - 1) * share
         high = tl.where(split > 0, tl.minimum(old, first + share), first)
         newest = split == 0
@@ -213,17 +172,21 @@ def rope_attention_kernel(
     key_cache_head = key_cache_ptr + kv_head * key_stride_h
     value_cache_head = value_cache_ptr + kv_head * value_stride_h
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    position = first + tl.arange(0, BLOCK_N)
-    stored = position < high
-    block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-    key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
-    key_at = key_cache_head + key_at[:, None] + half[None, :]
-    key_mask = stored[:, None] & half_live[None, :]
-    key_first = tl.load(key_at, mask=key_mask, other=0.0)
-    key_second = tl.load(key_at + HALF, mask=key_mask, other=0.0)
-    value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
-    value_at = value_cache_head + value_at[:, None] + dim[None, :]
-    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    position, stored, key_first, key_second, value = cached_tile(
+        key_cache_head,
+        value_cache_head,
+        table,
+        first,
+        high,
+        key_stride_b,
+        key_stride_s,
+        value_stride_b,
+        value_stride_s,
+        D,
+        BLOCK_D,
+        BLOCK_SIZE,
+        BLOCK_N,
+    )
 
     row = tl.arange(0, BLOCK_M)
     token = row // GROUP
@@ -293,17 +256,21 @@ def rope_attention_kernel(
             UPCAST,
         )
     for start in range(first + BLOCK_N, high, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        stored = position < high
-        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-        key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
-        key_at = key_cache_head + key_at[:, None] + half[None, :]
-        key_mask = stored[:, None] & half_live[None, :]
-        key_first = tl.load(key_at, mask=key_mask, other=0.0)
-        key_second = tl.load(key_at + HALF, mask=key_mask, other=0.0)
-        value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
-        value_at = value_cache_head + value_at[:, None] + dim[None, :]
-        value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+        position, stored, key_first, key_second, value = cached_tile(
+            key_cache_head,
+            value_cache_head,
+            table,
+            start,
+            high,
+            key_stride_b,
+            key_stride_s,
+            value_stride_b,
+            value_stride_s,
+            D,
+            BLOCK_D,
+            BLOCK_SIZE,
+            BLOCK_N,
+        )
         visible = stored[None, :] & row_live[:, None]
         if WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
@@ -394,17 +361,65 @@ def rope_attention_kernel(
             tl.store(stat_at + BLOCK_M, row_sum)
             inside = row[:, None] * D + dim[None, :]
             tl.store(partial_ptr + split * (BLOCK_M * D) + inside, acc, mask=out_mask)
-            if not is_last(counters_ptr + own, parts):
+            rows = query_len * GROUP
+            epoch, last = arrive(epochs_ptr + 2 * own, parts)
+            out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
+            few = parts <= FEW_PARTS
+            at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
+            mine = 0
+            step = at_a_time
+            if WAITS:
+                mine = split * at_a_time
+                step = parts * at_a_time
+                if mine >= rows:
+                    return
+                wait_for(epochs_ptr + 2 * own, epoch)
+            elif not last:
                 return
-            row_max, row_sum, acc = combined(
-                partial_ptr, stats_ptr, parts, inside, out_mask, row, D, BATCH
-            )
+            for start in range(mine, rows, step):
+                if few:
+                    combine_rows(
+                        partial_ptr,
+                        stats_ptr,
+                        sinks_ptr + kv_head * GROUP,
+                        out_ptr,
+                        parts,
+                        start,
+                        rows,
+                        HEADS * D,
+                        GROUP,
+                        D,
+                        BLOCK_D,
+                        BLOCK_M,
+                        HAS_SINKS,
+                        FEW_PARTS,
+                        FEW_ROWS,
+                    )
+                else:
+                    combine_rows(
+                        partial_ptr,
+                        stats_ptr,
+                        sinks_ptr + kv_head * GROUP,
+                        out_ptr,
+                        parts,
+                        start,
+                        rows,
+                        HEADS * D,
+                        GROUP,
+                        D,
+                        BLOCK_D,
+                        BLOCK_M,
+                        HAS_SINKS,
+                        SPLITS + 1,
+                        MANY_ROWS,
+                    )
+            if mine == 0:
+                finish(epochs_ptr + 2 * own, epoch)
+            return
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-        top = tl.maximum(row_max, sink)
-        keep = tl.exp2(row_max - top)
-        row_sum = row_sum * keep + tl.exp2(sink - top)
-        acc = acc * keep[:, None]
+        row_sum, keep = with_sink(row_max, row_sum, sink)
+        acc *= keep[:, None]
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
@@ -414,7 +429,7 @@ class Cut(NamedTuple):
     """How one attention is cut; see `rope_attention_kernel`."""
 
     splits: int
-    batch: int
+    few_parts: int
     block_m: int
     block_new: int
     block_n: int
@@ -424,14 +439,13 @@ class Cut(NamedTuple):
     maxnreg: int | None
 
 
-def num_splits(programs: int, max_context: int, block_m: int) -> int:
-    """Parts to cut a context into at most: a power of two, so that few variants are compiled.
+def num_splits(programs: int, max_context: int, at_once: int) -> int:
+    """Parts to cut a context into at most, of which one program of `at_once` takes each.
 
-    With more rows, combining the parts costs more.
+    One more takes the new keys. All are to run at once, since they wait for each other.
     """
-    most = MAX_SPLITS if block_m <= 16 else MAX_SPLITS // 2
-    wanted = min(TARGET_PROGRAMS // programs, triton.cdiv(max_context, MIN_KEYS), most)
-    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
+    fitting = at_once // programs - 1
+    return max(1, min(fitting, -(-max_context // MIN_KEYS), MAX_SPLITS))
 
 
 def choose_cut(
@@ -449,19 +463,27 @@ def choose_cut(
     block_m = max(16, triton.next_power_of_2(max_query_len * group))
     block_d = max(32, triton.next_power_of_2(head_dim))
     programs = num_sequences * kv_heads
-    splits = splits or num_splits(programs, max_context, block_m)
     num_warps = 8 if block_m * block_d > 64 * 128 else 4
+    # Programs that run on a multiprocessor at once, by their registers.
+    each = 2 if num_warps == 4 else 1
+    crowded = block_m * block_d <= 16 * 128 and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
+    if crowded:
+        each = 3
+    splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
+    num_stages = 3
+    if splits == 1:
+        deep = block_d * itemsize <= 128 or programs <= MULTIPROCESSORS
+        num_stages = 5 if deep else 2 if block_m == 16 else 3
     return Cut(
         splits=splits,
-        batch=max(2, min(8, 2**12 * num_warps // (block_m * block_d))),
+        few_parts=min(splits, FEW_SPLITS) + 1,
         block_m=block_m,
         block_new=max(16, triton.next_power_of_2(max_query_len)),
         block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
         block_d=block_d,
         num_warps=num_warps,
-        num_stages=5 if splits == 1 and block_m == 16 and block_d * itemsize <= 256 else 3,
-        # Three programs on a multiprocessor, where there are so many.
-        maxnreg=168 if programs * (splits + 1) > 256 and block_m == 16 and block_d <= 128 else None,
+        num_stages=num_stages,
+        maxnreg=168 if crowded and splits > 1 else None,
     )
 
 
@@ -488,7 +510,7 @@ def rope_attention_triton(
     min_keys: int = MIN_KEYS,
     block_n: int | None = None,
 ) -> Tensor:
-    """See `ops.rope_attention`; what follows `eps` overrides choices, `splits` a power of two."""
+    """See `ops.rope_attention`; what follows `eps` overrides choices."""
     num_tokens, width = qkv.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     num_sequences, num_columns = block_tables.shape
@@ -538,12 +560,12 @@ def rope_attention_triton(
     partial = stats = counts = out
     parts = 1
     if cut.splits > 1:
-        assert programs <= COUNTERS
+        assert programs <= EPOCHS
         parts = cut.splits + 1
         size = (num_sequences, kv_heads, parts)
         partial = torch.empty((*size, cut.block_m, head_dim), dtype=torch.float32, device=device)
         stats = torch.empty((*size, 2, cut.block_m), dtype=torch.float32, device=device)
-        counts = counters(device)
+        counts = epochs(device)
     dependent = dependent_launch(qkv)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
         qkv,
@@ -585,7 +607,8 @@ def rope_attention_triton(
         HAS_QUERY_NORM=query_norm is not None,
         HAS_KEY_NORM=key_norm is not None,
         SPLITS=cut.splits,
-        BATCH=cut.batch,
+        FEW_PARTS=cut.few_parts,
+        WAITS=qkv.is_cuda,
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,
         BLOCK_N=cut.block_n,

@@ -314,7 +314,7 @@ def fused_pass(
     batch: Batch,
     rotation: tuple[Tensor, Tensor],
 ) -> Tensor:
-    x = ops.norm(hidden, norm, EPS)
+    x = ops.Normed(hidden, ops.rms_norm(hidden, norm, EPS), None, EPS)
     for (qkv, out, gate_up, down), cache in layers:
         attended = batch.attend(ops.norm_linear(x, qkv), *rotation, cache)
         x = ops.linear_add_norm(attended, out, x.hidden, norm, EPS)

@@ -129,10 +129,11 @@ class FusedForward:
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
-        hidden = torch.nn.functional.embedding(token_ids, self.embedding)
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]
         first = self.layers[0]
-        x = ops.norm(hidden, first.attention_norm, first.eps)
+        tables = (self.embedding, self.cos, self.sin)
+        x, cos, sin = ops.embed(
+            token_ids, batch.positions, *tables, first.attention_norm, first.eps
+        )
         for layer in self.layers:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = _attend(layer, qkv, cos, sin, cache, batch)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 INT64 = {"tokens", "next_tokens", "merged", "positions", "slots", "draft_tokens"}
 INT32 = {
     *("start", "end", "next_lens", "out_start", "block_tables", "query_start", "context_lens"),
-    *("lens", "accepted", "counters"),
+    *("lens", "accepted", "counters", "epochs"),
 }
 FP32 = {"row_max", "row_sum", "partial"}
 
@@ -81,6 +81,7 @@ def rope_attention(
     constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
     constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
     constants |= {"HAS_QUERY_NORM": False, "HAS_KEY_NORM": False}
+    constants |= {"WAITS": True}
     return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False, **extra}
 
 
@@ -256,6 +257,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "rms_norm_kernel",
         "*bf16",
         {"K": 4096, "HAS_RESIDUAL": True, "BLOCK": 4096, "DEPENDENT": True},
+        {},
+    ),
+    "embed": (
+        "embed_triton",
+        "embed_kernel",
+        "*bf16",
+        {"K": 4096, "D": 128, "BLOCK": 4096, "BLOCK_D": 128, "DEPENDENT": True},
         {},
     ),
     "gate": (

@@ -125,7 +125,9 @@ def test_norm_then_product(device):
     kind = {"dtype": torch.float32, "device": device}
     x, norm = normal(5, 48, **kind), normal(48, **kind)
     weight = normal(70, 48, scale=48**-0.5, **kind)
-    out = linear_triton.norm_linear_triton(norm_triton.norm_triton(x, norm, EPS), weight)
+    out = linear_triton.norm_linear_triton(
+        Normed(x, norm_triton.rms_norm_triton(x, norm, EPS), None, EPS), weight
+    )
     assert_close("out", F.linear(norm_of(x, norm), weight.double()), out, 1e-5)
 
 
@@ -145,7 +147,7 @@ def test_references_agree_with_torch():
     assert_close("scaled", normed, stream.scaled, 1e-12)
     gate, up = (normed @ gate_up.T).chunk(2, 1)
     assert_close("gate", F.silu(gate) * up, ops.norm_gate_up(stream, gate_up), 1e-12)
-    start = ops.norm(hidden, norm, EPS)
+    start = Normed(hidden, ops.rms_norm(hidden, norm, EPS), None, EPS)
     assert_close("norm_linear", normed @ gate_up.T, ops.norm_linear(start, gate_up), 1e-12)
     assert_close("rms_norm", normed, ops.rms_norm(hidden, norm, EPS), 1e-12)
 

@@ -1,0 +1,20 @@
+"""How a pass begins: rows of the embedding and of the rotary tables: torch reference."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.linear import Normed, norm_reference
+
+
+def embed_reference(
+    token_ids: Tensor,
+    positions: Tensor,
+    embedding: Tensor,
+    cos_table: Tensor,
+    sin_table: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Normed, Tensor, Tensor]:
+    """See `ops.embed`."""
+    hidden = F.embedding(token_ids, embedding)
+    return norm_reference(hidden, norm_weight, eps), cos_table[positions], sin_table[positions]

@@ -1,0 +1,114 @@
+"""A softmax over keys that come tile by tile, and in parts that other programs take.
+
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867; parts of a context: Flash-Decoding.
+Maxima are in units of log2.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend(
+    row_max,  # [M], in units of log2
+    row_sum,  # [M]
+    acc,  # [M, D]
+    query_first,
+    query_second,
+    key_first,
+    key_second,
+    value,
+    visible,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of keys, as halves [N, D / 2], joins the softmax."""
+    if UPCAST:
+        query_first = query_first.to(tl.float32)
+        query_second = query_second.to(tl.float32)
+        key_first = key_first.to(tl.float32)
+        key_second = key_second.to(tl.float32)
+        value = value.to(tl.float32)
+    scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
+    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION) * scale
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+    # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
+    base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    weights = tl.exp2(scores - base[:, None])
+    keep = tl.exp2(row_max - base)
+    acc = acc * keep[:, None]
+    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return new_max, row_sum * keep + tl.sum(weights, axis=1), acc
+
+
+@triton.jit
+def with_sink(row_max, row_sum, sink):
+    """Sum of a softmax that a sink takes part in, and the factor of what was summed before."""
+    top = tl.maximum(row_max, sink)
+    keep = tl.exp2(row_max - top)
+    return row_sum * keep + tl.exp2(sink - top), keep
+
+
+@triton.jit
+def combine_rows(
+    partial_ptr,  # [parts, M, D] fp32
+    stats_ptr,  # [parts, 2, M] fp32, maxima and sums
+    sinks_ptr,  # [GROUP] of this key head; only with HAS_SINKS
+    out_ptr,  # of the sequence's first token and the key head's first query head, out
+    parts,
+    start,
+    rows,
+    token_stride,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    PARTS: tl.constexpr,  # at least `parts`, all of which are loaded at once
+    ROWS: tl.constexpr,
+):
+    """ROWS rows from `start`, of `rows`, of a softmax that was taken in parts."""
+    row = start + tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK_D)
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        live = row < tl.where(part < parts, rows, 0)
+        at = stats_ptr + part * (2 * BLOCK_M) + row
+        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        row_max = tl.maximum(row_max, part_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        live = row < tl.where(part < parts, rows, 0)
+        at = stats_ptr + part * (2 * BLOCK_M) + row
+        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + (part * BLOCK_M + row)[:, None] * D + dim[None, :],
+            mask=live[:, None] & (dim < D)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(part_max - base)
+        row_sum += part_sum * weight
+        acc += values * weight[:, None]
+    live = row < rows
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
+        row_sum, keep = with_sink(row_max, row_sum, sink)
+        acc *= keep[:, None]
+    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    out_at = out_ptr + (row // GROUP * token_stride + row % GROUP * D)[:, None] + dim[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
