@@ -1,11 +1,16 @@
 """Settings and fixtures of every test."""
 
 import os
+import signal
 
 # Tiny models gain nothing from threads, and two pools of spinning threads on two cores lose much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A shell's background job ignores SIGINT, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

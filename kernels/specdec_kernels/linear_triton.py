@@ -265,6 +265,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
             tiles = Tiles(16, 32, 128, 1, 1, 256, 4, 5)
         else:
             tiles = Tiles(16, 32, 256, 1, 1, 256, 4, 3 if kind == "gate" else 4)
+        if kind == "norm" and not many and width >= 1024:
+            tiles = tiles._replace(prefetch=1024)
         if kind != "gate" and not narrow and not many:
             tiles = tiles._replace(early=512)
     elif kind == "add":
