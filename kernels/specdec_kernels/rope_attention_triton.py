@@ -151,10 +151,7 @@ def rope_attention_kernel(
     if WINDOW > 0:
         low = tl.maximum(old - WINDOW + 1, 0)
     keys = old - low
-    share = tl.cdiv(keys, SPLITS)
-    if keys <= (FEW_PARTS - 1) * min_keys:
-        share = min_keys
-    share = tl.cdiv(share, 16) * 16
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), min_keys), 16) * 16
     if SPLITS > 1:
         parts = tl.cdiv(keys, share) + 1
         first = low + (split - 1) * share
@@ -376,43 +373,44 @@ def rope_attention_kernel(
                 wait_for(epochs_ptr + 2 * own, epoch)
             elif not last:
                 return
-            for start in range(mine, rows, step):
-                if few:
-                    combine_rows(
-                        partial_ptr,
-                        stats_ptr,
-                        sinks_ptr + kv_head * GROUP,
-                        out_ptr,
-                        parts,
-                        start,
-                        rows,
-                        HEADS * D,
-                        GROUP,
-                        D,
-                        BLOCK_D,
-                        BLOCK_M,
-                        HAS_SINKS,
-                        FEW_PARTS,
-                        FEW_ROWS,
-                    )
-                else:
-                    combine_rows(
-                        partial_ptr,
-                        stats_ptr,
-                        sinks_ptr + kv_head * GROUP,
-                        out_ptr,
-                        parts,
-                        start,
-                        rows,
-                        HEADS * D,
-                        GROUP,
-                        D,
-                        BLOCK_D,
-                        BLOCK_M,
-                        HAS_SINKS,
-                        SPLITS + 1,
-                        MANY_ROWS,
-                    )
+            if few:
+                combine_rows(
+                    partial_ptr,
+                    stats_ptr,
+                    sinks_ptr + kv_head * GROUP,
+                    out_ptr,
+                    parts,
+                    mine,
+                    rows,
+                    step,
+                    HEADS * D,
+                    GROUP,
+                    D,
+                    BLOCK_D,
+                    BLOCK_M,
+                    HAS_SINKS,
+                    FEW_PARTS,
+                    FEW_ROWS,
+                )
+            elif SPLITS >= FEW_PARTS:
+                combine_rows(
+                    partial_ptr,
+                    stats_ptr,
+                    sinks_ptr + kv_head * GROUP,
+                    out_ptr,
+                    parts,
+                    mine,
+                    rows,
+                    step,
+                    HEADS * D,
+                    GROUP,
+                    D,
+                    BLOCK_D,
+                    BLOCK_M,
+                    HAS_SINKS,
+                    SPLITS + 1,
+                    MANY_ROWS,
+                )
             if mine == 0:
                 finish(epochs_ptr + 2 * own, epoch)
             return

@@ -67,8 +67,9 @@ def combine_rows(
     sinks_ptr,  # [GROUP] of this key head; only with HAS_SINKS
     out_ptr,  # of the sequence's first token and the key head's first query head, out
     parts,
-    start,
+    first,
     rows,
+    step,
     token_stride,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -78,37 +79,38 @@ def combine_rows(
     PARTS: tl.constexpr,  # at least `parts`, all of which are loaded at once
     ROWS: tl.constexpr,
 ):
-    """ROWS rows from `start`, of `rows`, of a softmax that was taken in parts."""
-    row = start + tl.arange(0, ROWS)
-    dim = tl.arange(0, BLOCK_D)
-    row_max = tl.full([ROWS], float("-inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        live = row < tl.where(part < parts, rows, 0)
-        at = stats_ptr + part * (2 * BLOCK_M) + row
-        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-        row_max = tl.maximum(row_max, part_max)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
-    row_sum = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-    for part in tl.static_range(PARTS):
-        live = row < tl.where(part < parts, rows, 0)
-        at = stats_ptr + part * (2 * BLOCK_M) + row
-        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-        part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
-        values = tl.load(
-            partial_ptr + (part * BLOCK_M + row)[:, None] * D + dim[None, :],
-            mask=live[:, None] & (dim < D)[None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        weight = tl.exp2(part_max - base)
-        row_sum += part_sum * weight
-        acc += values * weight[:, None]
-    live = row < rows
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
-        row_sum, keep = with_sink(row_max, row_sum, sink)
-        acc *= keep[:, None]
-    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    out_at = out_ptr + (row // GROUP * token_stride + row % GROUP * D)[:, None] + dim[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
+    """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on."""
+    for start in range(first, rows, step):
+        row = start + tl.arange(0, ROWS)
+        dim = tl.arange(0, BLOCK_D)
+        row_max = tl.full([ROWS], float("-inf"), tl.float32)
+        for part in tl.static_range(PARTS):
+            live = row < tl.where(part < parts, rows, 0)
+            at = stats_ptr + part * (2 * BLOCK_M) + row
+            part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+            row_max = tl.maximum(row_max, part_max)
+        base = tl.where(row_max == float("-inf"), 0.0, row_max)
+        row_sum = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+        for part in tl.static_range(PARTS):
+            live = row < tl.where(part < parts, rows, 0)
+            at = stats_ptr + part * (2 * BLOCK_M) + row
+            part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
+            values = tl.load(
+                partial_ptr + (part * BLOCK_M + row)[:, None] * D + dim[None, :],
+                mask=live[:, None] & (dim < D)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            weight = tl.exp2(part_max - base)
+            row_sum += part_sum * weight
+            acc += values * weight[:, None]
+        live = row < rows
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
+            row_sum, keep = with_sink(row_max, row_sum, sink)
+            acc *= keep[:, None]
+        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        out_at = out_ptr + (row // GROUP * token_stride + row % GROUP * D)[:, None] + dim[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])

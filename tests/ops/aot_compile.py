@@ -281,13 +281,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for name, pointer, constants, types in [
             ("decode", "*bf16", rope_attention(1), {}),
             ("verify", "*bf16", rope_attention(6), {}),
-            ("verify-D64", "*bf16", rope_attention(6, dim=64), {}),
-            ("verify-long", "*bf16", rope_attention(32), {}),
-            ("batch-32", "*bf16", rope_attention(1, sequences=32), {}),
-            ("D256", "*bf16", rope_attention(6, dim=256), {}),
-            ("fp32-D256", "*fp32", rope_attention(6, dim=256, itemsize=4), {}),
+            ("verify-D64", "*bf16", rope_attention(6, 8, dim=64), {}),
+            ("verify-long", "*bf16", rope_attention(32, 4), {}),
+            ("batch-32", "*bf16", rope_attention(1, 32), {}),
+            ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
+            ("fp32-D256", "*fp32", rope_attention(6, 8, dim=256, itemsize=4), {}),
             (
-                *("everything-fp64-scalars", "*bf16", rope_attention(6, **EVERYTHING)),
+                *("everything-fp64-scalars", "*bf16", rope_attention(6, 8, **EVERYTHING)),
                 {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
             ),
         ]
