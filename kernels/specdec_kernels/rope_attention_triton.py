@@ -34,7 +34,8 @@ from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sin
 MULTIPROCESSORS = 132  # of an H100 or H200
 MAX_SPLITS = 32
 FEW_SPLITS = 8
-MIN_KEYS = 128  # the shortest part, where they are few
+MIN_KEYS = 128  # the shortest part
+COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
 MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
 
 
@@ -117,6 +118,7 @@ def rope_attention_kernel(
     HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS + 1
+    MANY_PARTS: tl.constexpr,  # at least SPLITS + 1, a power of two
     WAITS: tl.constexpr,  # or the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
@@ -129,7 +131,7 @@ def rope_attention_kernel(
     HEADS: tl.constexpr = KV_HEADS * GROUP
     # Rows combined at a time, of at most FEW_PARTS parts and of more.
     FEW_ROWS: tl.constexpr = BLOCK_M // 4
-    MANY_ROWS: tl.constexpr = BLOCK_M // 8
+    MANY_ROWS: tl.constexpr = max(1, COMBINED // (MANY_PARTS * BLOCK_D))
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -389,6 +391,7 @@ def rope_attention_kernel(
                     BLOCK_D,
                     BLOCK_M,
                     HAS_SINKS,
+                    True,
                     FEW_PARTS,
                     FEW_ROWS,
                 )
@@ -408,7 +411,8 @@ def rope_attention_kernel(
                     BLOCK_D,
                     BLOCK_M,
                     HAS_SINKS,
-                    SPLITS + 1,
+                    False,
+                    MANY_PARTS,
                     MANY_ROWS,
                 )
             if mine == 0:
@@ -428,6 +432,7 @@ class Cut(NamedTuple):
 
     splits: int
     few_parts: int
+    many_parts: int
     block_m: int
     block_new: int
     block_n: int
@@ -475,6 +480,7 @@ def choose_cut(
     return Cut(
         splits=splits,
         few_parts=min(splits, FEW_SPLITS) + 1,
+        many_parts=triton.next_power_of_2(splits + 1),
         block_m=block_m,
         block_new=max(16, triton.next_power_of_2(max_query_len)),
         block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
@@ -606,6 +612,7 @@ def rope_attention_triton(
         HAS_KEY_NORM=key_norm is not None,
         SPLITS=cut.splits,
         FEW_PARTS=cut.few_parts,
+        MANY_PARTS=cut.many_parts,
         WAITS=qkv.is_cuda,
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,

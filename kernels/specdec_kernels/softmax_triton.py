@@ -61,9 +61,82 @@ def with_sink(row_max, row_sum, sink):
 
 
 @triton.jit
-def combine_rows(
+def few_parts(
     partial_ptr,  # [parts, M, D] fp32
     stats_ptr,  # [parts, 2, M] fp32, maxima and sums
+    parts,
+    row,  # [R]
+    rows,  # those before this one are there
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # at least `parts`
+):
+    """Maxima and sums [R] and weighted values [R, D] of a softmax; part by part in every thread."""
+    dim = tl.arange(0, BLOCK_D)
+    row_max = tl.full(row.shape, float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        live = row < tl.where(part < parts, rows, 0)
+        at = stats_ptr + part * (2 * BLOCK_M) + row
+        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        row_max = tl.maximum(row_max, part_max)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.zeros(row.shape, tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        live = row < tl.where(part < parts, rows, 0)
+        at = stats_ptr + part * (2 * BLOCK_M) + row
+        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
+        values = tl.load(
+            partial_ptr + (part * BLOCK_M + row)[:, None] * D + dim[None, :],
+            mask=live[:, None] & (dim < D)[None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        weight = tl.exp2(part_max - base)
+        row_sum += part_sum * weight
+        acc += values * weight[:, None]
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def many_parts(
+    partial_ptr,
+    stats_ptr,
+    parts,
+    row,
+    rows,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # a power of two
+):
+    """As `few_parts`, with the parts over threads: unrolled, many would take long to compile."""
+    part = tl.arange(0, PARTS)
+    dim = tl.arange(0, BLOCK_D)
+    live = (part < parts)[:, None] & (row < rows)[None, :]
+    at = stats_ptr + part[:, None] * (2 * BLOCK_M) + row[None, :]
+    part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+    part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
+    at = partial_ptr + (part[:, None] * BLOCK_M + row[None, :])[:, :, None] * D
+    values = tl.load(
+        at + dim[None, None, :],
+        mask=live[:, :, None] & (dim < D)[None, None, :],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    row_max = tl.max(part_max, axis=0)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    weight = tl.exp2(part_max - base[None, :])
+    row_sum = tl.sum(part_sum * weight, axis=0)
+    return row_max, row_sum, tl.sum(values * weight[:, :, None], axis=0)
+
+
+@triton.jit
+def combine_rows(
+    partial_ptr,
+    stats_ptr,
     sinks_ptr,  # [GROUP] of this key head; only with HAS_SINKS
     out_ptr,  # of the sequence's first token and the key head's first query head, out
     parts,
@@ -76,36 +149,25 @@ def combine_rows(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    PARTS: tl.constexpr,  # at least `parts`, all of which are loaded at once
+    FEW: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on."""
+    """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on.
+
+    See `few_parts` and `many_parts`, by FEW.
+    """
     for start in range(first, rows, step):
         row = start + tl.arange(0, ROWS)
         dim = tl.arange(0, BLOCK_D)
-        row_max = tl.full([ROWS], float("-inf"), tl.float32)
-        for part in tl.static_range(PARTS):
-            live = row < tl.where(part < parts, rows, 0)
-            at = stats_ptr + part * (2 * BLOCK_M) + row
-            part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-            row_max = tl.maximum(row_max, part_max)
-        base = tl.where(row_max == float("-inf"), 0.0, row_max)
-        row_sum = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
-        for part in tl.static_range(PARTS):
-            live = row < tl.where(part < parts, rows, 0)
-            at = stats_ptr + part * (2 * BLOCK_M) + row
-            part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part_sum = tl.load(at + BLOCK_M, mask=live, other=0.0, cache_modifier=".cg")
-            values = tl.load(
-                partial_ptr + (part * BLOCK_M + row)[:, None] * D + dim[None, :],
-                mask=live[:, None] & (dim < D)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
+        if FEW:
+            row_max, row_sum, acc = few_parts(
+                partial_ptr, stats_ptr, parts, row, rows, D, BLOCK_D, BLOCK_M, PARTS
             )
-            weight = tl.exp2(part_max - base)
-            row_sum += part_sum * weight
-            acc += values * weight[:, None]
+        else:
+            row_max, row_sum, acc = many_parts(
+                partial_ptr, stats_ptr, parts, row, rows, D, BLOCK_D, BLOCK_M, PARTS
+            )
         live = row < rows
         if HAS_SINKS:
             sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
