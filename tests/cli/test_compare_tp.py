@@ -219,7 +219,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     sizes = ["--target-tp", "1", "--draft-tp", "1", "--batch-size", "1,2"]
     # Batch size 2 takes seconds, and none of its samples is there before the last repeat.
-    asked = [*COMPARE, *sizes, "-o", folder, "--set", "run.repeats=20"]
+    asked = [*COMPARE, *sizes, "-o", folder, "--set", "run.repeats=6"]
     environ = marked()
     parent = start(["-m", "specdec_cli", *map(str, asked)], environ)
     deadline = time.monotonic() + 120
