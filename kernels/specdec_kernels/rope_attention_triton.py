@@ -467,14 +467,15 @@ def choose_cut(
     block_d = max(32, triton.next_power_of_2(head_dim))
     programs = num_sequences * kv_heads
     num_warps = 8 if block_m * block_d > 64 * 128 else 4
-    # Programs that run on a multiprocessor at once, by their registers.
-    each = 2 if num_warps == 4 else 1
+    # Programs that run on a multiprocessor at once, by their registers and shared memory.
+    each = 2 if block_m <= 32 else 1
     crowded = block_m * block_d <= 16 * 128 and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
     if crowded:
         each = 3
     splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
     num_stages = 3
-    if splits == 1:
+    if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
+        # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
         deep = block_d * itemsize <= 128 or programs <= MULTIPROCESSORS
         num_stages = 5 if deep else 2 if block_m == 16 else 3
     return Cut(

@@ -283,6 +283,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("verify", "*bf16", rope_attention(6), {}),
             ("verify-D64", "*bf16", rope_attention(6, 8, dim=64), {}),
             ("verify-long", "*bf16", rope_attention(32, 4), {}),
+            ("batch-16", "*bf16", rope_attention(6, 16), {}),
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
             ("fp32-D256", "*fp32", rope_attention(6, 8, dim=256, itemsize=4), {}),
