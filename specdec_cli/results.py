@@ -248,6 +248,24 @@ def _cut_torn_line(path: Path) -> None:
         raise SetupError(f"cannot repair {path}: {problem.strerror}") from None
 
 
+def point_record(
+    outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
+) -> dict[str, Any]:
+    """The line of points.jsonl of a single run, which compares with nothing."""
+    return {
+        "k": k,
+        "batch_size": batch_size,
+        "draft": draft,
+        "status": "failed" if all(o.error is not None for o in outputs) else "ok",
+        "metrics": metrics.as_dict(),
+        "speedup": None,
+        "speedup_ci": None,
+        "predicted_speedup": None,
+        "mean_acceptance_length_ci": None,
+        "per_category": {},
+    }
+
+
 def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:
     """A line of samples.jsonl."""
     return {

@@ -142,7 +142,13 @@ def _write(
         from specdec_cli.generation import baseline, prepare, requests
         from specdec_cli.render import has_colour, print_failures, print_summary
         from specdec_cli.reporting import collector, shows_live_text, sinks_for
-        from specdec_cli.results import RunFolder, environment, generate_document, to_json
+        from specdec_cli.results import (
+            RunFolder,
+            environment,
+            generate_document,
+            point_record,
+            to_json,
+        )
 
         job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
@@ -174,7 +180,10 @@ def _write(
     with world.outside():
         document = generate_document(resolved, where, outputs, result.metrics)
         if folder is not None:
+            setting = (job.plan.proposer, job.plan.k, resolved.run.batch_size)
+            folder.append("points.jsonl", point_record(outputs, result.metrics, *setting))
             folder.write("summary.json", to_json(document) + "\n")
+            folder.close()
         if as_json:
             typer.echo(to_json(document))
         print_failures(failures)

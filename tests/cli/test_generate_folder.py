@@ -61,12 +61,16 @@ def test_folder(run: Run, tmp_path: Path) -> None:
     options = ("--temperature", "0.7", "--seed", "5", "--batch-size", "2", *SHORT)
     result = run("--prompt-file", prompts, *options, "--json", "-o", folder)
     assert result.code == 0
-    written = {"recipe.yaml", "environment.json", "samples.jsonl", "summary.json"}
+    written = {"recipe.yaml", "environment.json", "samples.jsonl", "points.jsonl", "summary.json"}
     assert {path.name for path in folder.iterdir()} == written
 
     document = result.document
     assert json.loads((folder / "summary.json").read_text()) == document
     assert json.loads((folder / "environment.json").read_text()) == document["environment"]
+    point = json.loads((folder / "points.jsonl").read_text())
+    assert (point["draft"], point["k"], point["batch_size"]) == ("demo:draft", 2, 2)
+    assert point["status"] == "ok" and point["metrics"] == document["metrics"]
+    assert point["speedup"] is None
     found = sorted(samples(folder), key=lambda sample: str(sample["index"]))
     for sample, output in zip(found, result.outputs, strict=True):
         assert list(sample) == SAMPLE_KEYS
