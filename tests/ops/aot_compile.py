@@ -286,7 +286,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("batch-16", "*bf16", rope_attention(6, 16), {}),
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
-            ("fp32-D256", "*fp32", rope_attention(6, 8, dim=256, itemsize=4), {}),
+            ("fp32-D256", "*fp32", rope_attention(1, 8, dim=256, itemsize=4), {}),
             (
                 *("everything-fp64-scalars", "*bf16", rope_attention(6, 8, **EVERYTHING)),
                 {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
