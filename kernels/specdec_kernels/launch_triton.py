@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 COUNTERS = 1 << 16
-EPOCHS = 1 << 14  # a size of its own tells its zeros from the counters
-_counters: dict[tuple[torch.device, int], Tensor] = {}
+EPOCHS = 1 << 14
+_kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependent_launch(tensor: Tensor) -> bool:
@@ -32,22 +32,22 @@ def counters(device: torch.device) -> Tensor:
 
     Every kernel leaves them at zero. Kernels of one device share them, so they run on one stream.
     """
-    return _kept_zeros(device, COUNTERS)
+    return _kept_zeros("counters", COUNTERS, device)
 
 
 def epochs(device: torch.device) -> Tensor:
     """[EPOCHS, 2] int32 for `arrive`, shared by kernels of one device, which run on one stream."""
-    return _kept_zeros(device, 2 * EPOCHS).view(EPOCHS, 2)
+    return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)
 
 
-def _kept_zeros(device: torch.device, size: int) -> Tensor:
-    if (device, size) not in _counters:
+def _kept_zeros(name: str, size: int, device: torch.device) -> Tensor:
+    if (name, device) not in _kept:
         # In a graph's capture this would become a memset of each replay, in the graph's own pool.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
-        _counters[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
-    return _counters[device, size]
+        _kept[name, device] = torch.zeros(size, dtype=torch.int32, device=device)
+    return _kept[name, device]
 
 
 @triton.jit
