@@ -42,15 +42,32 @@ SHARED_MEMORY = 227 * 1024
 
 
 @triton.jit
-def product(x, weight, acc, SLICES: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def product(
+    x,  # [M, K] or [SLICES, M, K]
+    weight,  # [N, K] or [SLICES, N, K]
+    acc,  # [M, N] or [SLICES, M, N]; with SWAP [N, M] or [SLICES, N, M]
+    SLICES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     if UPCAST:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
-    if SLICES == 1:
-        acc = tl.dot(x, tl.trans(weight), acc, input_precision=PRECISION)
+    if SWAP:
+        acc = tl.dot(weight, transposed(x, SLICES), acc, input_precision=PRECISION)
     else:
-        acc = tl.dot(x, tl.permute(weight, (0, 2, 1)), acc, input_precision=PRECISION)
+        acc = tl.dot(x, transposed(weight, SLICES), acc, input_precision=PRECISION)
     return acc
+
+
+@triton.jit
+def transposed(tile, SLICES: tl.constexpr):
+    """A matrix, or SLICES of them, transposed."""
+    if SLICES == 1:
+        return tl.trans(tile)
+    else:
+        return tl.permute(tile, (0, 2, 1))
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -90,6 +107,7 @@ def few_rows_linear_kernel(
     UPCAST: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
+    SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
     WIDTH: tl.constexpr = BLOCK_K // SLICES
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
@@ -142,10 +160,14 @@ def few_rows_linear_kernel(
     x_ptr += row.to(tl.int64) * x_stride
     if SLICES == 1:
         inside = tl.arange(0, BLOCK_K)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     else:
         inside = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    if SWAP:
+        acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    else:
         acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
+    if SLICES == 1:
+        acc = tl.reshape(acc, acc.shape[1:])
     acc_up = acc
     if EARLY > 0:
         if SLICES == 1:
@@ -174,19 +196,22 @@ def few_rows_linear_kernel(
             weight = tl.load(weight_at)
         else:
             weight = tl.load(weight_at, mask=weight_mask, other=0.0)
-        acc = product(x, weight, acc, SLICES, PRECISION, UPCAST)
+        acc = product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
         if GATED:
             if EVEN:
                 up = tl.load(up_at)
             else:
                 up = tl.load(up_at, mask=weight_mask, other=0.0)
-            acc_up = product(x, up, acc_up, SLICES, PRECISION, UPCAST)
+            acc_up = product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
 
     if EARLY > 0:
-        acc = product(early_x, early_weight, acc, SLICES, PRECISION, UPCAST)
+        acc = product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
     if SLICES > 1:
         acc = tl.sum(acc, axis=0)
         acc_up = tl.sum(acc_up, axis=0)
+    if SWAP:
+        acc = tl.trans(acc)
+        acc_up = tl.trans(acc_up)
     if SPLITS > 1:
         size = num_rows.to(tl.int64) * num_features
         tl.store(partial_ptr + split * size + place, acc, mask=mask)
@@ -250,40 +275,84 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add", by measurement; None for cuBLAS.
 
     scripts/bench/kernels.py measures them. Up to FEW_ROWS rows these kernels win, since with cuBLAS
-    the norm, the gate and the sum are further kernels. Up to 16 rows the small M of mma.sync is
-    best; beyond, M of 64, which the compiler gives to wgmma.
+    the norm, the gate and the sum are further kernels. Up to 8 rows are the columns of mma.sync, up
+    to 16 its rows; beyond, M of 64, which the compiler gives to wgmma.
     """
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     if num_rows > FEW_ROWS:
         return None
-    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
-    if num_rows <= 16:
-        if kind == "add":
-            tiles = Tiles(16, 16, 256, 4, 1, 512, 4, 6)
-        elif narrow and many:
-            tiles = Tiles(16, 32, 128, 1, 1, 256, 4, 5)
-        else:
-            tiles = Tiles(16, 32, 256, 1, 1, 256, 4, 3 if kind == "gate" else 4)
-        if kind == "norm" and not many and width >= 1024:
-            tiles = tiles._replace(prefetch=1024)
-        if kind != "gate" and not narrow and not many:
-            tiles = tiles._replace(early=512)
-    elif kind == "add":
-        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
-        tiles = Tiles(64, 32, 128, 1, splits, 512, 4, 8)
-    elif kind == "gate":
-        tiles = Tiles(64, 64, 64, 1, 1, 256, 4, 5)
-    elif not many:
-        tiles = Tiles(64, 32, 128, 1, 1, 256, 4, 5)
+    if num_rows <= 8:
+        tiles = tiles_of_8(kind, width, num_features)
+    elif num_rows <= 16:
+        tiles = tiles_of_16(kind, width, num_features)
     else:
-        tiles = (
-            Tiles(64, 64, 64, 1, 1, 256, 4, 7) if narrow else Tiles(64, 64, 128, 1, 1, 256, 4, 3)
-        )
+        tiles = tiles_of_64(kind, width, num_features)
     if x.dtype == torch.float32:
         tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
+    while tiles.block_k > 256 and width % tiles.block_k:
+        tiles = tiles._replace(block_k=tiles.block_k // 2, num_stages=2 * tiles.num_stages - 1)
+    tiles = tiles._replace(prefetch=min(tiles.prefetch, 2 ** (width.bit_length() - 1)))
     programs = triton.cdiv(num_features, tiles.block_n) * tiles.splits
     return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
+
+
+def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 8 rows: tiles of 16 features, whose four warps each have a quarter of BLOCK_K.
+
+    A warp's products follow each other, so a tile that is one slice takes four times as long from
+    one barrier to the next, longer than its weights are on the way.
+    """
+    programs = -(-num_features // 16)
+    if kind == "gate":
+        if num_features > (32 if width < 4096 else 64) * MULTIPROCESSORS:
+            return tiles_of_16(kind, width, num_features)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
+    if num_features > 128 * MULTIPROCESSORS:
+        return tiles_of_16(kind, width, num_features)
+    early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
+    if kind == "norm":
+        if width < 4096:
+            return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
+    if programs <= MULTIPROCESSORS and width >= 2048:
+        return Tiles(8, 16, 1024, 4, 1, 512, 4, 5)
+    if programs > MULTIPROCESSORS and width <= 2048:
+        return Tiles(8, 16, 512, 4, 1, 512, 4, 5)
+    return Tiles(8, 16, 256, 4, 1, 512, 4, 6, early)
+
+
+def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 16 rows."""
+    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    if kind == "add":
+        if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
+            return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
+        return Tiles(16, 16, 256, 4, 1, 512, 4, 6, 0 if narrow or many else 512)
+    if narrow and many:
+        return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
+    if kind == "gate":
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
+    if many:
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
+    if narrow:
+        return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
+    return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
+
+
+def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to FEW_ROWS rows."""
+    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    if kind == "add":
+        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
+        return Tiles(64, 32, 128, 1, splits, 512, 4, 8)
+    if kind == "gate":
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
+    if not many:
+        return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
+    if narrow:
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
+    return Tiles(64, 64, 128, 1, 1, 256, 4, 3)
 
 
 def few_rows_linear(

@@ -33,6 +33,7 @@ from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sin
 
 MULTIPROCESSORS = 132  # of an H100 or H200
 MAX_SPLITS = 32
+SHORT_CONTEXT = 2048
 FEW_SPLITS = 8
 MIN_KEYS = 128  # the shortest part
 COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
@@ -469,7 +470,11 @@ def choose_cut(
     num_warps = 8 if block_m * block_d > 64 * 128 else 4
     # Programs that run on a multiprocessor at once, by their registers and shared memory.
     each = 2 if block_m <= 32 else 1
-    crowded = block_m * block_d <= 16 * 128 and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
+    crowded = (
+        block_m * block_d <= 16 * 128
+        and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
+        and (max_context > SHORT_CONTEXT or programs * 4 > 2 * MULTIPROCESSORS)
+    )
     if crowded:
         each = 3
     splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)

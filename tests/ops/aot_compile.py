@@ -215,6 +215,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                     "add": (14336, 4096),
                 }.items()
             ),
+            ("gate-of-8", "*bf16", linear("gate", 1, 4096, 7168), SQUARES),
+            ("add-16", "*bf16", linear("add", 16, 14336, 4096), SQUARES),
             ("add-split", "*bf16", linear("add", 48, 2048, 2048), SQUARES),
             ("head", "*bf16", linear("norm", 8, 4096, 128256), SQUARES),
             (

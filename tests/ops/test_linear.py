@@ -72,6 +72,9 @@ TILES = [
     Tiles(32, 16, 64, 1, 2, 0, 4, 3),
     Tiles(16, 16, 32, 1, 1, 0, 4, 3, early=64),
     Tiles(16, 32, 64, 4, 1, 0, 4, 3, early=128),
+    Tiles(8, 16, 64, 4, 1, 0, 4, 3),
+    Tiles(8, 32, 32, 1, 3, 0, 4, 3),
+    Tiles(8, 16, 64, 4, 1, 0, 4, 3, early=64),
 ]
 
 
@@ -80,6 +83,7 @@ TILES = [
 @pytest.mark.parametrize("size", [(1, 192, 32), (7, 200, 50), (16, 72, 33)], ids=str)
 def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
     rows, width, features = size
+    rows = min(rows, tiles.block_m)
     kind = {"dtype": dtype, "device": device}
     # Rows that lie apart, as those of a slice of a wider tensor.
     x = normal(rows, 2 * width, **kind)[:, :width]
@@ -156,6 +160,22 @@ def test_many_rows_go_to_the_library():
     weight = torch.empty(64, 32)
     assert choose_tiles("norm", torch.empty(FEW_ROWS, 32), weight) is not None
     assert choose_tiles("norm", torch.empty(FEW_ROWS + 1, 32), weight) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64])
+def test_buffers_fit_and_loads_stay_inside(rows, dtype):
+    for kind in ("norm", "gate", "add"):
+        for width in (64, 512, 896, 1000, 1024, 2048, 3584, 4096, 7168, 8192, 14336):
+            for features in (48, 768, 2048, 3072, 4096, 7168, 8192, 14336, 128256):
+                weight = torch.empty(features * (1 + (kind == "gate")), width, device="meta")
+                x = torch.empty(rows, width, dtype=dtype, device="meta")
+                tiles = choose_tiles(kind, x, weight)
+                assert rows <= tiles.block_m and tiles.prefetch <= width
+                assert tiles.early % tiles.block_k == 0 and tiles.early <= width
+                stage = (1 + (kind == "gate")) * tiles.block_n + tiles.block_m
+                stage *= tiles.block_k * x.element_size()
+                assert (tiles.num_stages - 1) * stage <= 210 * 1024
 
 
 def test_few_programs_get_a_multiprocessor_each():
