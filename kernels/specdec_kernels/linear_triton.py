@@ -292,7 +292,10 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
         tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
     while tiles.block_k > 256 and width % tiles.block_k:
         tiles = tiles._replace(block_k=tiles.block_k // 2, num_stages=2 * tiles.num_stages - 1)
-    tiles = tiles._replace(prefetch=min(tiles.prefetch, 2 ** (width.bit_length() - 1)))
+    prefetch = min(tiles.prefetch, 2 ** (width.bit_length() - 1))
+    if prefetch * x.element_size() < LINE.value:
+        prefetch = 0
+    tiles = tiles._replace(prefetch=prefetch)
     programs = triton.cdiv(num_features, tiles.block_n) * tiles.splits
     return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
 

@@ -166,12 +166,13 @@ def test_many_rows_go_to_the_library():
 @pytest.mark.parametrize("rows", [1, 8, 9, 16, 17, 64])
 def test_buffers_fit_and_loads_stay_inside(rows, dtype):
     for kind in ("norm", "gate", "add"):
-        for width in (64, 512, 896, 1000, 1024, 2048, 3584, 4096, 7168, 8192, 14336):
+        for width in (20, 64, 512, 896, 1000, 1024, 2048, 3584, 4096, 7168, 8192, 14336):
             for features in (48, 768, 2048, 3072, 4096, 7168, 8192, 14336, 128256):
                 weight = torch.empty(features * (1 + (kind == "gate")), width, device="meta")
                 x = torch.empty(rows, width, dtype=dtype, device="meta")
                 tiles = choose_tiles(kind, x, weight)
                 assert rows <= tiles.block_m and tiles.prefetch <= width
+                assert tiles.prefetch == 0 or tiles.prefetch * x.element_size() >= 128
                 assert tiles.early % tiles.block_k == 0 and tiles.early <= width
                 stage = (1 + (kind == "gate")) * tiles.block_n + tiles.block_m
                 stage *= tiles.block_k * x.element_size()
