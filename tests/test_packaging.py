@@ -40,7 +40,7 @@ def test_the_wheel_lists_two_top_level_names() -> None:
         "specdec_cli/recipes/demo.yaml",
         "specdec_cli/recipes/shapes/llama-8b/config.json",
         "specdec_cli/app.py",
-        "specdec_kernels/ops.py",
+        "specdec_kernels/ops/layers.py",
     ):
         assert needed in files
 
