@@ -10,14 +10,13 @@ next.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.hopper import CACHE_LINE
 from specdec_kernels.launch_triton import (
     COUNTERS,
     after_predecessor,
@@ -32,13 +31,10 @@ from specdec_kernels.linear import (
     linear_reference,
     norm_linear_reference,
 )
+from specdec_kernels.linear_tiles import Tiles, choose_tiles
 from specdec_kernels.norm_triton import activate, add_norm, gate_triton
 
-LINE = tl.constexpr(128)  # bytes of a cache line
-FEW_ROWS = 64
-# Of an H100 or H200.
-MULTIPROCESSORS = 132
-SHARED_MEMORY = 227 * 1024
+LINE = tl.constexpr(CACHE_LINE)
 
 
 @triton.jit
@@ -240,122 +236,6 @@ def few_rows_linear_kernel(
         tl.store(scaled_ptr + place, scaled, mask=mask)
         at = row * tl.num_programs(0) + tl.program_id(0)
         tl.store(out_squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
-
-
-class Tiles(NamedTuple):
-    """How one product is cut; see `few_rows_linear_kernel`."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    slices: int
-    splits: int
-    prefetch: int
-    num_warps: int
-    num_stages: int
-    early: int = 0
-
-
-def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
-    """Where every program can have a multiprocessor of its own, too many stages for two on one.
-
-    A kernel that starts early finds room where its predecessor happens to end first; without this
-    its programs would crowd there and leave other multiprocessors idle.
-    """
-    if programs > MULTIPROCESSORS:
-        return tiles
-    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
-    buffers = SHARED_MEMORY // 2 // stage + 1
-    # Triton makes a buffer less than stages, but for wgmma, which reads one while it is refilled.
-    wgmma = tiles.block_m >= 64 and itemsize == 2
-    return tiles._replace(num_stages=max(tiles.num_stages, buffers if wgmma else buffers + 1))
-
-
-def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
-    """Tiles for a product of `kind` "norm", "gate" or "add", by measurement; None for cuBLAS.
-
-    scripts/bench/kernels.py measures them. Up to FEW_ROWS rows these kernels win, since with cuBLAS
-    the norm, the gate and the sum are further kernels. Up to 8 rows are the columns of mma.sync, up
-    to 16 its rows; beyond, M of 64, which the compiler gives to wgmma.
-    """
-    num_rows, width = x.shape
-    num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    if num_rows > FEW_ROWS:
-        return None
-    if num_rows <= 8:
-        tiles = tiles_of_8(kind, width, num_features)
-    elif num_rows <= 16:
-        tiles = tiles_of_16(kind, width, num_features)
-    else:
-        tiles = tiles_of_64(kind, width, num_features)
-    if x.dtype == torch.float32:
-        tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
-    while tiles.block_k > 256 and width % tiles.block_k:
-        tiles = tiles._replace(block_k=tiles.block_k // 2, num_stages=2 * tiles.num_stages - 1)
-    prefetch = min(tiles.prefetch, 2 ** (width.bit_length() - 1))
-    if prefetch * x.element_size() < LINE.value:
-        prefetch = 0
-    tiles = tiles._replace(prefetch=prefetch)
-    programs = triton.cdiv(num_features, tiles.block_n) * tiles.splits
-    return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
-
-
-def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to 8 rows: tiles of 16 features, whose four warps each have a quarter of BLOCK_K.
-
-    A warp's products follow each other, so a tile that is one slice takes four times as long from
-    one barrier to the next, longer than its weights are on the way.
-    """
-    programs = -(-num_features // 16)
-    if kind == "gate":
-        if num_features > (32 if width < 4096 else 64) * MULTIPROCESSORS:
-            return tiles_of_16(kind, width, num_features)
-        return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
-    if num_features > 128 * MULTIPROCESSORS:
-        return tiles_of_16(kind, width, num_features)
-    early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
-    if kind == "norm":
-        if width < 4096:
-            return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
-        return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
-    if programs <= MULTIPROCESSORS and width >= 2048:
-        return Tiles(8, 16, 1024, 4, 1, 512, 4, 5)
-    if programs > MULTIPROCESSORS and width <= 2048:
-        return Tiles(8, 16, 512, 4, 1, 512, 4, 5)
-    return Tiles(8, 16, 256, 4, 1, 512, 4, 6, early)
-
-
-def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to 16 rows."""
-    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
-    if kind == "add":
-        if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
-            return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
-        return Tiles(16, 16, 256, 4, 1, 512, 4, 6, 0 if narrow or many else 512)
-    if narrow and many:
-        return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
-    if kind == "gate":
-        return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
-    if many:
-        return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
-    if narrow:
-        return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
-    return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
-
-
-def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to FEW_ROWS rows."""
-    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
-    if kind == "add":
-        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
-        return Tiles(64, 32, 128, 1, splits, 512, 4, 8)
-    if kind == "gate":
-        return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
-    if not many:
-        return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
-    if narrow:
-        return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
-    return Tiles(64, 64, 128, 1, 1, 256, 4, 3)
 
 
 def few_rows_linear(

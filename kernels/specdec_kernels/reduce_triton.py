@@ -18,7 +18,7 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependent_launch
 from specdec_kernels.linear import Normed
-from specdec_kernels.linear_triton import FEW_ROWS
+from specdec_kernels.linear_tiles import FEW_ROWS
 from specdec_kernels.norm_triton import rms_norm_triton
 from specdec_kernels.peers import SUM_COLUMNS, SUM_ROWS, Peers
 from specdec_kernels.peers_triton import part_of, read_flags

@@ -11,8 +11,6 @@ width, since with few parts combining them takes less time.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -28,14 +26,10 @@ from specdec_kernels.launch_triton import (
     finish,
     wait_for,
 )
+from specdec_kernels.rope_cut import MIN_KEYS, choose_cut
 from specdec_kernels.rope_kv_triton import normed, rope_kv
 from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sink
 
-MULTIPROCESSORS = 132  # of an H100 or H200
-MAX_SPLITS = 32
-SHORT_CONTEXT = 2048
-FEW_SPLITS = 8
-MIN_KEYS = 128  # the shortest part
 COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
 MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
 
@@ -426,75 +420,6 @@ def rope_attention_kernel(
     acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
-
-
-class Cut(NamedTuple):
-    """How one attention is cut; see `rope_attention_kernel`."""
-
-    splits: int
-    few_parts: int
-    many_parts: int
-    block_m: int
-    block_new: int
-    block_n: int
-    block_d: int
-    num_warps: int
-    num_stages: int
-    maxnreg: int | None
-
-
-def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Parts to cut a context into at most, of which one program of `at_once` takes each.
-
-    One more takes the new keys. All are to run at once, since they wait for each other.
-    """
-    fitting = at_once // programs - 1
-    return max(1, min(fitting, -(-max_context // MIN_KEYS), MAX_SPLITS))
-
-
-def choose_cut(
-    max_query_len: int,
-    group: int,
-    kv_heads: int,
-    head_dim: int,
-    itemsize: int,
-    num_sequences: int,
-    max_context: int,
-    splits: int | None = None,
-    block_n: int | None = None,
-) -> Cut:
-    """By measurement, from shapes alone; scripts/bench/kernels.py shows the outcome."""
-    block_m = max(16, triton.next_power_of_2(max_query_len * group))
-    block_d = max(32, triton.next_power_of_2(head_dim))
-    programs = num_sequences * kv_heads
-    num_warps = 8 if block_m * block_d > 64 * 128 else 4
-    # Programs that run on a multiprocessor at once, by their registers and shared memory.
-    each = 2 if block_m <= 32 else 1
-    crowded = (
-        block_m * block_d <= 16 * 128
-        and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
-        and (max_context > SHORT_CONTEXT or programs * 4 > 2 * MULTIPROCESSORS)
-    )
-    if crowded:
-        each = 3
-    splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
-    num_stages = 3
-    if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
-        # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
-        deep = block_d * itemsize <= 128 or programs <= MULTIPROCESSORS
-        num_stages = 5 if deep else 2 if block_m == 16 else 3
-    return Cut(
-        splits=splits,
-        few_parts=min(splits, FEW_SPLITS) + 1,
-        many_parts=triton.next_power_of_2(splits + 1),
-        block_m=block_m,
-        block_new=max(16, triton.next_power_of_2(max_query_len)),
-        block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
-        block_d=block_d,
-        num_warps=num_warps,
-        num_stages=num_stages,
-        maxnreg=168 if crowded and splits > 1 else None,
-    )
 
 
 def rope_attention_triton(

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 import triton
 from specdec_kernels.attention_triton import tile_sizes
-from specdec_kernels.linear_triton import choose_tiles
-from specdec_kernels.rope_attention_triton import choose_cut
+from specdec_kernels.linear_tiles import choose_tiles
+from specdec_kernels.rope_cut import choose_cut
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 

@@ -5,13 +5,8 @@ from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import linear_triton, norm_triton, ops
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
-from specdec_kernels.linear_triton import (
-    FEW_ROWS,
-    Tiles,
-    choose_tiles,
-    few_rows_linear,
-    spread,
-)
+from specdec_kernels.linear_tiles import FEW_ROWS, Tiles, choose_tiles, spread
+from specdec_kernels.linear_triton import few_rows_linear
 from torch import Tensor
 
 EPS = 1e-5

@@ -7,7 +7,8 @@ from specdec_kernels.attention import paged_attention_reference
 from specdec_kernels.kv import write_kv_reference
 from specdec_kernels.launch_triton import epochs
 from specdec_kernels.rope_attention import rope_attention_reference, split_heads_reference
-from specdec_kernels.rope_attention_triton import num_splits, rope_attention_triton
+from specdec_kernels.rope_attention_triton import rope_attention_triton
+from specdec_kernels.rope_cut import num_splits
 from torch import Tensor
 
 EPS = 1e-6

@@ -1,0 +1,130 @@
+"""How products of few rows are cut, chosen from their shapes by measurement on an H200.
+
+scripts/bench/kernels.py shows the outcome. Nothing is tuned at run time: every rank and every run
+does the same.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.hopper import CACHE_LINE, MULTIPROCESSORS, SHARED_MEMORY
+
+FEW_ROWS = 64
+
+
+class Tiles(NamedTuple):
+    """How one product is cut; see `linear_triton.few_rows_linear_kernel`."""
+
+    block_m: int  # all rows; below 16 they are the columns of mma.sync
+    block_n: int  # features of a program
+    block_k: int  # numbers of the sum at a time
+    slices: int  # of block_k, each for some warps
+    splits: int  # of the sum, each for a program
+    prefetch: int  # numbers of each weight row to ask for before the wait
+    num_warps: int
+    num_stages: int
+    early: int = 0  # numbers of each weight row in registers before the wait
+
+
+def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
+    """Where every program can have a multiprocessor of its own, too many stages for two on one.
+
+    A kernel that starts early finds room where its predecessor happens to end first; without this
+    its programs would crowd there and leave other multiprocessors idle.
+    """
+    if programs > MULTIPROCESSORS:
+        return tiles
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
+    buffers = SHARED_MEMORY // 2 // stage + 1
+    # Triton makes a buffer less than stages, but for wgmma, which reads one while it is refilled.
+    wgmma = tiles.block_m >= 64 and itemsize == 2
+    return tiles._replace(num_stages=max(tiles.num_stages, buffers if wgmma else buffers + 1))
+
+
+def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
+    """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
+
+    Up to FEW_ROWS rows ours win, since with cuBLAS the norm, the gate and the sum are kernels of
+    their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; beyond, M of 64, which
+    the compiler gives to wgmma.
+    """
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if kind == "gate" else 1)
+    if num_rows > FEW_ROWS:
+        return None
+    if num_rows <= 8:
+        tiles = tiles_of_8(kind, width, num_features)
+    elif num_rows <= 16:
+        tiles = tiles_of_16(kind, width, num_features)
+    else:
+        tiles = tiles_of_64(kind, width, num_features)
+    if x.dtype == torch.float32:
+        tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
+    while tiles.block_k > 256 and width % tiles.block_k:
+        tiles = tiles._replace(block_k=tiles.block_k // 2, num_stages=2 * tiles.num_stages - 1)
+    prefetch = min(tiles.prefetch, 2 ** (width.bit_length() - 1))
+    if prefetch * x.element_size() < CACHE_LINE:
+        prefetch = 0
+    tiles = tiles._replace(prefetch=prefetch)
+    programs = -(-num_features // tiles.block_n) * tiles.splits
+    return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
+
+
+def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 8 rows: tiles of 16 features, whose four warps each have a quarter of BLOCK_K.
+
+    A warp's products follow each other, so a tile that is one slice takes four times as long from
+    one barrier to the next, longer than its weights are on the way.
+    """
+    programs = -(-num_features // 16)
+    if kind == "gate":
+        if num_features > (32 if width < 4096 else 64) * MULTIPROCESSORS:
+            return tiles_of_16(kind, width, num_features)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
+    if num_features > 128 * MULTIPROCESSORS:
+        return tiles_of_16(kind, width, num_features)
+    early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
+    if kind == "norm":
+        if width < 4096:
+            return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
+    if programs <= MULTIPROCESSORS and width >= 2048:
+        return Tiles(8, 16, 1024, 4, 1, 512, 4, 5)
+    if programs > MULTIPROCESSORS and width <= 2048:
+        return Tiles(8, 16, 512, 4, 1, 512, 4, 5)
+    return Tiles(8, 16, 256, 4, 1, 512, 4, 6, early)
+
+
+def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 16 rows."""
+    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    if kind == "add":
+        if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
+            return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
+        return Tiles(16, 16, 256, 4, 1, 512, 4, 6, 0 if narrow or many else 512)
+    if narrow and many:
+        return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
+    if kind == "gate":
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
+    if many:
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
+    if narrow:
+        return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
+    return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
+
+
+def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to FEW_ROWS rows."""
+    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    if kind == "add":
+        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
+        return Tiles(64, 32, 128, 1, splits, 512, 4, 8)
+    if kind == "gate":
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
+    if not many:
+        return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
+    if narrow:
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
+    return Tiles(64, 64, 128, 1, 1, 256, 4, 3)

@@ -1,0 +1,87 @@
+"""How `rope_attention` is cut, chosen from its shapes by measurement on an H200.
+
+scripts/bench/kernels.py shows the outcome.
+"""
+
+from typing import NamedTuple
+
+from specdec_kernels.hopper import MULTIPROCESSORS
+
+MAX_SPLITS = 32
+FEW_SPLITS = 8
+MIN_KEYS = 128  # the shortest part
+SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
+
+
+class Cut(NamedTuple):
+    """How one attention is cut; see `rope_attention_triton.rope_attention_kernel`."""
+
+    splits: int  # of the older keys, at most
+    few_parts: int  # with the new keys', as many as are combined part by part
+    many_parts: int  # as many as there can be, rounded up to a power of 2
+    block_m: int  # rows: query tokens times query heads of a key head
+    block_new: int  # new keys
+    block_n: int  # older keys at a time
+    block_d: int  # numbers of a head
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None  # registers a thread
+
+
+def num_splits(programs: int, max_context: int, at_once: int) -> int:
+    """Parts to cut a context into at most, of which one program of `at_once` takes each.
+
+    One more takes the new keys. All are to run at once, since they wait for each other.
+    """
+    fitting = at_once // programs - 1
+    return max(1, min(fitting, -(-max_context // MIN_KEYS), MAX_SPLITS))
+
+
+def choose_cut(
+    max_query_len: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_sequences: int,
+    max_context: int,
+    splits: int | None = None,
+    block_n: int | None = None,
+) -> Cut:
+    """The cut of an attention over block tables for `max_context` tokens."""
+    block_m = max(16, power_of_2_from(max_query_len * group))
+    block_d = max(32, power_of_2_from(head_dim))
+    programs = num_sequences * kv_heads
+    num_warps = 8 if block_m * block_d > 64 * 128 else 4
+    # Programs that run on a multiprocessor at once, by their registers and shared memory.
+    each = 2 if block_m <= 32 else 1
+    crowded = (
+        block_m * block_d <= 16 * 128
+        and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
+        and (max_context > SHORT_CONTEXT or programs * 4 > 2 * MULTIPROCESSORS)
+    )
+    if crowded:
+        each = 3
+    splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
+    num_stages = 3
+    if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
+        # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
+        deep = block_d * itemsize <= 128 or programs <= MULTIPROCESSORS
+        num_stages = 5 if deep else 2 if block_m == 16 else 3
+    return Cut(
+        splits=splits,
+        few_parts=min(splits, FEW_SPLITS) + 1,
+        many_parts=power_of_2_from(splits + 1),
+        block_m=block_m,
+        block_new=max(16, power_of_2_from(max_query_len)),
+        block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
+        block_d=block_d,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        maxnreg=168 if crowded and splits > 1 else None,
+    )
+
+
+def power_of_2_from(number: int) -> int:
+    """The least power of 2 that is not below."""
+    return 1 << (number - 1).bit_length()
