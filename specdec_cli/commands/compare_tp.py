@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import inputs, options
+from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
@@ -129,15 +130,16 @@ def compare_tp(
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
-        from specdec_cli.compare.records import Records
-        from specdec_cli.compare.setup import (
-            describe_plan,
-            open_folder,
-            plan_comparison,
-            warnings_of,
-        )
-        from specdec_cli.engine.plan import Permissions
-        from specdec_cli.results import RunFolder, to_json
+        with importing():
+            from specdec_cli.compare.records import Records
+            from specdec_cli.compare.setup import (
+                describe_plan,
+                open_folder,
+                plan_comparison,
+                warnings_of,
+            )
+            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.results import RunFolder, to_json
 
         permissions = Permissions(trust_remote_code, allow_pickle)
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, permissions)
@@ -204,9 +206,10 @@ def compare_tp_ranks(
         contextlib.redirect_stdout(sys.stderr),
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
     ):
-        from specdec_cli.compare.measure import Task, measure
-        from specdec_cli.compare.view import point_line, say
-        from specdec_cli.points import Point
+        with importing():
+            from specdec_cli.compare.measure import Task, measure
+            from specdec_cli.compare.view import point_line, say
+            from specdec_cli.points import Point
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():

@@ -15,6 +15,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import inputs, options
+from specdec_cli.commands.importing import importing
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, World, join
@@ -136,19 +137,20 @@ def _write(
 ) -> ExitCode:
     """Run the prompts and show what comes, on rank 0; returns the exit code."""
     with waiting("getting ready", quiet=quiet) as stages:
-        from specdec_cli.engine.build import build
-        from specdec_cli.engine.loop import Emission
-        from specdec_cli.engine.plan import Permissions
-        from specdec_cli.generation import baseline, prepare, requests
-        from specdec_cli.render import has_colour, print_failures, print_summary
-        from specdec_cli.reporting import collector, shows_live_text, sinks_for
-        from specdec_cli.results import (
-            RunFolder,
-            environment,
-            generate_document,
-            point_record,
-            to_json,
-        )
+        with importing():
+            from specdec_cli.engine.build import build
+            from specdec_cli.engine.loop import Emission
+            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.generation import baseline, prepare, requests
+            from specdec_cli.render import has_colour, print_failures, print_summary
+            from specdec_cli.reporting import collector, shows_live_text, sinks_for
+            from specdec_cli.results import (
+                RunFolder,
+                environment,
+                generate_document,
+                point_record,
+                to_json,
+            )
 
         job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):

@@ -13,6 +13,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import options
+from specdec_cli.commands.importing import importing
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.launch.world import Place, World, join
@@ -166,8 +167,9 @@ def _measured(
     quiet: bool,
 ) -> dict[str, object]:
     with waiting("getting ready", quiet=quiet) as stages:
-        from specdec_cli.engine.plan import Permissions
-        from specdec_cli.profiling import document, measure_blocks
+        with importing():
+            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.profiling import document, measure_blocks
 
         profile = measure_blocks(
             resolved, prompts, Permissions(*permissions), context, stages.begin, stages.expect
@@ -189,8 +191,9 @@ def _estimated(
 
     Raises `SetupError` when nothing fits at any of them.
     """
-    from specdec_cli.engine.plan import Permissions
-    from specdec_cli.profiling import Estimator, document, point
+    with importing():
+        from specdec_cli.engine.plan import Permissions
+        from specdec_cli.profiling import Estimator, document, point
 
     size = resolve({"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
     whole = size.target.tensor_parallel_size

@@ -14,6 +14,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import inputs, options
+from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, RunError, UsageError
@@ -206,14 +207,15 @@ def _sweep(
     points: proposal lengths and batch sizes.
     """
     with waiting("getting ready", quiet=quiet):
-        from specdec_cli.engine.plan import Permissions
-        from specdec_cli.results import to_json
-        from specdec_cli.sweep.document import exit_code
-        from specdec_cli.sweep.folder import finish, open_folder, read_warnings
-        from specdec_cli.sweep.measure import Sweep
-        from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
-        from specdec_cli.sweep.records import Records
-        from specdec_cli.sweep.view import print_results, watcher
+        with importing():
+            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.results import to_json
+            from specdec_cli.sweep.document import exit_code
+            from specdec_cli.sweep.folder import finish, open_folder, read_warnings
+            from specdec_cli.sweep.measure import Sweep
+            from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
+            from specdec_cli.sweep.records import Records
+            from specdec_cli.sweep.view import print_results, watcher
 
         plan = plan_sweep(
             recipes,
