@@ -1,7 +1,9 @@
 """Settings and fixtures of every test."""
 
+import gc
 import os
 import signal
+from collections.abc import Iterator
 
 # Tiny models gain nothing from threads, and two pools of spinning threads on two cores lose much.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -19,6 +21,16 @@ import torch
 # without a device the kernels run in Triton's interpreter.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imported_once() -> Iterator[None]:
+    """What is imported by now lives to the end, and the collector need not go through it again."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
 
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
