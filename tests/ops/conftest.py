@@ -1,11 +1,14 @@
 """Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import triton.language as tl
 from torch import Tensor
+from triton.runtime import interpreter
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -40,3 +43,35 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
     monkeypatch.setattr(torch, "empty_like", poisoned(torch.empty_like))
     monkeypatch.setattr(Tensor, "new_empty", poisoned(Tensor.new_empty))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_patched_once_a_launch() -> Iterator[None]:
+    """The interpreter replaces the functions of triton.language when a kernel is launched, which
+    it undoes at the end, and over again at each call of a device function, where they are replaced
+    already: a third of the time of these tests. Here it does so once a launch."""
+    if not hasattr(interpreter, "_LangPatchScope"):  # another release of triton
+        yield
+        return
+    patch_lang = interpreter._patch_lang
+    patched: set[tuple[bool, bool]] = set()
+
+    def patch_once(fn: Callable[..., Any]) -> Any:
+        names = fn.__globals__.values()
+        which = (any(v is tl for v in names), any(v is tl.core for v in names))
+        if which in patched:
+            return None  # only a launch, which comes first, looks at it
+        patched.add(which)
+        scope = patch_lang(fn)
+        restore = scope.restore
+
+        def restore_all() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter, "_patch_lang", patch_once)
+        yield
