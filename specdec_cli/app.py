@@ -138,7 +138,13 @@ def _end_rank(rank: Rank, outcome: "_Outcome") -> None:
     end = how_it_ended(outcome.error, outcome.code, failed=outcome.failed)
     said = rank.end(
         Report(
-            rank.seat.rank, end, outcome.code, outcome.message, outcome.hint, outcome.trace.rstrip()
+            rank.seat.rank,
+            end,
+            outcome.code,
+            outcome.message,
+            outcome.hint,
+            outcome.trace.rstrip(),
+            is_common=isinstance(outcome.error, SpecdecError) and outcome.error.is_common,
         )
     )
     if said is not None and outcome.failed:

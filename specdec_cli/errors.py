@@ -21,9 +21,13 @@ class ExitCode(IntEnum):
 
 
 class SpecdecError(Exception):
-    """One clear line: what is wrong and where (`message`), and what to do about it (`hint`)."""
+    """One clear line: what is wrong and where (`message`), and what to do about it (`hint`).
+
+    is_common: whether every rank of a run says the same, so that none is to be named as the cause.
+    """
 
     code: ExitCode = ExitCode.RUN_FAILED
+    is_common: bool = False
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
@@ -41,6 +45,12 @@ class SetupError(SpecdecError):
     """The machine or a model lacks something: exit code 5."""
 
     code = ExitCode.ENVIRONMENT
+
+
+class NoRoomError(SetupError):
+    """Not even the smallest cache fits. All ranks know of each other's memory, and agree."""
+
+    is_common = True
 
 
 class RunError(SpecdecError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from specdec_cli.engine.parallel import local_world_size
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import NoRoomError
 
 CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes
 _CGROUP = "/sys/fs/cgroup"
@@ -113,7 +113,7 @@ class Split:
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raises `SetupError` with the numbers when not even the smallest cache fits."""
+        """Raises `NoRoomError` with the numbers when not even the smallest cache fits."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -129,7 +129,7 @@ class Split:
                 f"(draft), activations {mib(least.activation_bytes)}, graphs "
                 f"{mib(least.graph_bytes)}, others {mib(least.other_bytes)}"
             )
-        raise SetupError(
+        raise NoRoomError(
             message,
             "use smaller models or a smaller dtype, or raise cache.gpu_memory_utilization "
             "(cache.cpu_bytes on CPU)",

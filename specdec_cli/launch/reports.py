@@ -27,7 +27,11 @@ _BLAME = (End.FAILED, End.STUCK, End.LOST_PEERS, End.STOPPED)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one rank ended. at: seconds since the epoch. message: None when there is none to give."""
+    """How one rank ended.
+
+    message: None when there is none to give. at: seconds since the epoch. is_common: whether the
+    message is not about this rank, since all of them found the same.
+    """
 
     rank: int
     end: End
@@ -36,11 +40,13 @@ class Report:
     hint: str | None = None
     trace: str = ""
     at: float = field(default_factory=time.time)
+    is_common: bool = False
 
     @property
     def explained(self) -> str | None:
-        """The message with its rank, which all ranks would say alike when it is bad usage."""
-        if self.message is None or self.code in (ExitCode.USAGE, ExitCode.PARTIAL):
+        """The message with its rank, unless all ranks would say it alike, as of bad usage."""
+        is_alike = self.is_common or self.code in (ExitCode.USAGE, ExitCode.PARTIAL)
+        if self.message is None or is_alike:
             return self.message
         return f"rank {self.rank}: {self.message}"
 

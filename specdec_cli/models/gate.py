@@ -29,6 +29,8 @@ _WHAT_WORKS = (
 class Unsupported(SetupError):
     """The model cannot run in this engine, with the reason."""
 
+    is_common = True
+
     def __init__(self, name: str, reason: str, hint: str = _WHAT_WORKS) -> None:
         super().__init__(f"model {name} is not supported: {reason}", hint)
 

@@ -3,11 +3,16 @@
 import stat
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
 
+from specdec_cli import app
+from specdec_cli.errors import NoRoomError, SetupError
 from specdec_cli.launch.heartbeat import BUSY, OUTSIDE, PEERS, Beat, find_stuck
+from specdec_cli.launch.rank import Rank
 from specdec_cli.launch.reports import (
     End,
     Report,
@@ -17,6 +22,7 @@ from specdec_cli.launch.reports import (
     root_cause,
     write_report,
 )
+from specdec_cli.models.gate import Unsupported
 
 NOW, TIMEOUT = 1000.0, 8.0
 
@@ -81,6 +87,21 @@ def test_a_rank_that_said_nothing_is_named_by_its_end(
 def test_bad_usage_is_nobodys_in_particular() -> None:
     assert Report(1, End.FAILED, 2, "no such key").explained == "no such key"
     assert Report(1, End.FAILED, 5, "out of memory").explained == "rank 1: out of memory"
+
+
+def test_what_every_rank_finds_names_none_as_the_cause() -> None:
+    """Whichever tells it first: no room on one rank is known to all of them."""
+    told: list[Report] = []
+    rank = SimpleNamespace(seat=SimpleNamespace(rank=1), end=told.append)
+    for error, said in [
+        (NoRoomError("no room on rank 0"), "no room on rank 0"),
+        (Unsupported("m", "3 ranks"), "model m is not supported: 3 ranks"),
+        (SetupError("out of memory"), "rank 1: out of memory"),
+    ]:
+        outcome = app._Outcome()
+        app._after_exception(error, outcome)
+        app._end_rank(cast(Rank, rank), outcome)
+        assert told[-1].explained == said
 
 
 def test_reports_survive_the_way_through_a_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from specdec_cli.engine import profile
 from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import NoRoomError
 from specdec_cli.memory_view import PARTS, cells, print_profile
 
 GIB = 2**30
@@ -60,7 +60,7 @@ def test_a_host_is_divided_by_its_ranks() -> None:
 @pytest.mark.parametrize("blocks", [0, 1])
 def test_no_room_is_told_with_the_numbers(blocks: int) -> None:
     rank = replace(RANK, kv_budget_bytes=blocks * RANK.block_bytes + 1)
-    with pytest.raises(SetupError) as refused:
+    with pytest.raises(NoRoomError) as refused:
         Split((IDLE, replace(rank, rank=1, device="cuda:1"))).check(16)
     message = refused.value.message
     assert f"rank 1 (cuda:1): {blocks * 4}.0 MiB are left" in message
