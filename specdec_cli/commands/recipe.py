@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from specdec_cli.commands.options import Json, Set, Verbose, resolve
+from specdec_cli.commands.options import Json, Quiet, Set, Verbose, resolve
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
@@ -23,7 +23,7 @@ def group(ctx: typer.Context) -> None:
 
 
 @app.command("ls")
-def list_recipes(as_json: Json = False, verbose: Verbose = False) -> None:
+def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List the bundled recipes."""
     from specdec_cli.recipe import bundled_recipes
 
@@ -51,6 +51,7 @@ def show_recipe(
     ] = False,
     sets: Set = None,
     as_json: Json = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Print a recipe: as written, or as it resolves."""
@@ -71,6 +72,7 @@ def show_recipe(
 def validate_recipes(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or bundled names.")],
     as_json: Json = False,
+    quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
     """Check recipes, reporting every problem of every one."""
@@ -92,7 +94,7 @@ def validate_recipes(
 
 
 @app.command("schema")
-def print_schema(as_json: Json = False, verbose: Verbose = False) -> None:
+def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List every key with its default and meaning; with --json as a JSON Schema."""
     from specdec_cli.recipe import Recipe
     from specdec_cli.recipe.schema import key_fields

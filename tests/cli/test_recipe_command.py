@@ -28,6 +28,11 @@ def test_ls(capsys: Capture) -> None:
     assert "demo" in names
 
 
+def test_quiet_and_verbose_are_known_as_everywhere(capsys: Capture) -> None:
+    for arguments in (["ls"], ["show", "demo"], ["validate", "demo"], ["schema"]):
+        assert printed(capsys, *arguments, "-q", "-v") == printed(capsys, *arguments)
+
+
 def test_show_is_the_file_with_its_comments(capsys: Capture) -> None:
     text = printed(capsys, "show", "demo")
     assert text.startswith("# The bundled pair")
