@@ -116,14 +116,10 @@ def measured_point(
         length = _length(usable)
         faster = speedup(usable, baseline)
         point["metrics"] = metrics_of(list(samples.values()), key)
-        if key.k == 0:
-            point |= {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
-        elif faster is not None:
-            point["speedup"] = faster.value
-            point["speedup_ci"] = stats.interval(faster, seed)
+        point |= _gain(faster, key.k, seed)
         point["mean_acceptance_length_ci"] = [1.0, 1.0]
         if length is not None:
-            point["mean_acceptance_length_ci"] = stats.interval(length, seed)
+            point["mean_acceptance_length_ci"] = _length_interval(length, key.k, seed)
         point["per_category"] = _per_category(usable, baseline, key.k, seed)
     return point
 
@@ -275,6 +271,11 @@ def _reason(
             return (
                 f"k = {chosen['k']} is the fastest, {gain}, which says little: no k has an interval"
             )
+        if num_prompts is not None and chosen["speedup_ci"] is None:
+            return (
+                f"k = {chosen['k']} is the fastest, {gain}, which says little: all of them share a "
+                "batch and end together, and so it has no interval"
+            )
         return f"k = {chosen['k']} is the fastest, {gain}, and no smaller k is tied with it"
     return (
         f"k = {chosen['k']} at {chosen[measure]:.2f}x cannot be told from the fastest, "
@@ -357,10 +358,18 @@ def _per_category(
             "draft_acceptance_rate": acceptance.draft_acceptance_rate,
             "acceptance_rate_per_pos": acceptance.acceptance_rate_per_pos,
             "decode_tokens_per_second": _speed(own.values()).value,
-            "speedup": faster.value if faster is not None else None,
-            "speedup_ci": stats.interval(faster, seed) if faster is not None else None,
+            **_gain(faster, k, seed),
         }
     return rows
+
+
+def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
+    """`speedup` and `speedup_ci`; those of k = 0 over itself are known."""
+    if k == 0:
+        return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
+    if faster is None:
+        return {"speedup": None, "speedup_ci": None}
+    return {"speedup": faster.value, "speedup_ci": stats.interval(faster, seed)}
 
 
 def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
@@ -368,6 +377,18 @@ def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
     accepted = [sum(s["accepted_per_round"]) for s in samples.values()]
     drafts = [len(s["accepted_per_round"]) for s in samples.values()]
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
+
+
+def _length_interval(length: SumRatio, k: int, seed: int) -> list[float] | None:
+    """The 95 % interval of a mean length, which is nowhere below 1 or above k + 1.
+
+    Prompts that are all alike are still as many observations, unlike their times in one batch: the
+    interval is then that length alone.
+    """
+    found = stats.interval(length, seed)
+    if found is None:
+        return [length.value, length.value] if len(length.columns) > 1 else None
+    return [min(max(end, 1.0), k + 1.0) for end in found]
 
 
 def _speed(samples: Iterable[Sample]) -> SumRatio:

@@ -61,7 +61,9 @@ def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`; None for fewer than two prompts.
+    """The 95 % interval [low, high] of `measure`; None where the prompts cannot tell how far it may
+    be off: fewer than two of them, or all exactly alike, as the shares of a batch are that begins
+    and ends together.
 
     The bootstrap-t of the logarithm, whose standard error is the linearised one (Efron and
     Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
@@ -75,7 +77,7 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
     log_value = np.log(value)
     error = _error(x, np.ones((1, n)), powers)[1][0]
     if error < 1e-12:
-        return [value, value]
+        return None
     if n < _FEW:
         reach = _STUDENT[n - 2] * error
         return [float(np.exp(log_value - reach)), float(np.exp(log_value + reach))]
@@ -119,15 +121,16 @@ class Choice:
 def choose(measures: Sequence[SumRatio], seed: int = 0) -> Choice:
     """The largest of measures over the same prompts, and which others may as well be it.
 
-    A measure is tied when the interval of its ratio to the best holds 1. With fewer than two
-    prompts nothing can be told apart, and only the largest counts.
+    A measure is tied when the interval of its ratio to the best holds 1. Where there is none
+    nothing can be told apart, and only the largest counts.
     """
     best = max(range(len(measures)), key=lambda i: measures[i].value)
     tied = [best]
     for place, measure in enumerate(measures):
         if place == best:
             continue
-        between = interval(measure.over(measures[best]), seed)
-        if between is not None and between[0] <= 1.0 <= between[1]:
+        ratio = measure.over(measures[best])
+        low, high = interval(ratio, seed) or (ratio.value, ratio.value)
+        if low <= 1.0 <= high:
             tied.append(place)
     return Choice(best, tuple(sorted(tied)))
