@@ -252,12 +252,15 @@ def point_record(
     outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
 ) -> dict[str, Any]:
     """The line of points.jsonl of a single run, which compares with nothing."""
+    could_run = any(o.error is None for o in outputs)
+    why = next((o.error for o in outputs if o.error is not None), None)
     return {
         "k": k,
         "batch_size": batch_size,
         "draft": draft,
-        "status": "failed" if all(o.error is not None for o in outputs) else "ok",
-        "metrics": metrics.as_dict(),
+        "status": "ok" if could_run else "failed",
+        **({} if could_run else {"reason": f"no prompt could run: {why}"}),
+        "metrics": metrics.as_dict() if could_run else None,
         "speedup": None,
         "speedup_ci": None,
         "predicted_speedup": None,
@@ -268,7 +271,7 @@ def point_record(
 
 def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:
     """A line of samples.jsonl."""
-    return {
+    record: dict[str, Any] = {
         "draft": draft,
         "k": k,
         "batch_size": batch_size,
@@ -280,3 +283,4 @@ def sample_record(output: Output, draft: str | None, k: int, batch_size: int) ->
         "accepted_per_round": output.accepted_per_round,
         "seconds": [output.seconds],
     }
+    return record if output.error is None else record | {"error": output.error}

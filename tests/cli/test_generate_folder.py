@@ -91,6 +91,19 @@ def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:
     assert run(*prompts, *limit, *SHORT, "-o", tmp_path).code == 3
     reasons = {sample["index"]: sample["finish_reason"] for sample in samples(tmp_path)}
     assert reasons == {0: "error", 1: "length"}
+    point = json.loads((tmp_path / "points.jsonl").read_text())
+    assert point["status"] == "ok" and point["metrics"]["num_prompts"] == 2
+
+
+def test_a_point_without_a_prompt_that_could_run_says_why(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "p.txt").write_text("def " * 40)
+    limit = ("--set", "cache.max_model_len=20")
+    folder = tmp_path / "run"
+    assert run("--prompt-file", tmp_path / "p.txt", *limit, *SHORT, "-o", folder).code == 3
+    (sample,) = samples(folder)
+    point = json.loads((folder / "points.jsonl").read_text())
+    assert (point["status"], point["metrics"]) == ("failed", None)
+    assert point["reason"] == f"no prompt could run: {sample['error']}"
 
 
 def test_no_secret_is_written_or_printed(tmp_path: Path) -> None:
