@@ -45,12 +45,19 @@ def _problem(record: Record, fields: Fields) -> str | None:
     return None
 
 
+_MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
+
+
+def is_whole(value: Any) -> bool:
+    return type(value) is int and -_MOST < value < _MOST
+
+
 def is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return is_whole(value) and value >= 0
 
 
 def is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value)
+    return is_whole(value) or (type(value) is float and math.isfinite(value))
 
 
 def is_text(value: Any) -> bool:

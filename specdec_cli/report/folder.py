@@ -142,7 +142,11 @@ def finite(value: object) -> float | None:
     """The number, unless it is none, or not finite."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return None
+    return number if math.isfinite(number) else None
 
 
 def read_folder(path: Path) -> Run:

@@ -15,6 +15,7 @@ from specdec_cli.reading import (
     is_count,
     is_number,
     is_text,
+    is_whole,
     list_of,
     or_none,
     problem_of_rounds,
@@ -59,8 +60,8 @@ _FIELDS: dict[str, Fields] = {
     "replay.jsonl": {
         "draft": or_none(is_text),
         "index": is_count,
-        "limit": is_number,
-        "draft_limit": is_number,
+        "limit": is_count,
+        "draft_limit": is_whole,  # below 0 where the prompt is longer than the draft's context
         "chains": or_none(list_of(_is_chain)),
         **dict.fromkeys(("accept", "draws", "rates", "overlap"), or_none(list_of(is_number))),
     },

@@ -14,7 +14,7 @@ import pytest
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.report.content import Content, content_of
 from specdec_cli.report.export import csv_tables, markdown
-from specdec_cli.report.folder import read_folder
+from specdec_cli.report.folder import Point, read_folder
 from specdec_cli.report.page import page
 from specdec_cli.report.plots import Plot, plots
 from specdec_cli.report.write import write_report
@@ -365,6 +365,14 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
         assert words in said
     assert "points.jsonl, line 18 is no record" in said and "line 19 is no record" in said
     assert len(content.run.points) == 17
+
+
+def test_a_number_without_end_counts_as_not_there() -> None:
+    point = Point(
+        {"metrics": {"round_ms": 10**400}, "speedup": 10**400, "speedup_ci": [1, 10**400]}
+    )
+    assert point.number("round_ms") is point.number("speedup") is None
+    assert point.interval("speedup_ci") is None
 
 
 # Plots
