@@ -180,6 +180,9 @@ class RunFolder:
         line = "".join(to_json(record) + "\n" for record in records).encode()
         try:
             if name not in self._files:
+                # Of a run that goes on: should it be cut short, nothing is to speak for it but
+                # its records.
+                (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._files[name] = os.open(self.path / name, flags, 0o644)
             written = os.write(self._files[name], line)

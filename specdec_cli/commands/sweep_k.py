@@ -139,6 +139,11 @@ def sweep_k(
         "block_size": block_size,
     }
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
+    if rates is not None and synthetic_acceptance_length is not None:
+        raise UsageError(
+            "--synthetic-acceptance-rates and --synthetic-acceptance-length: only one can count",
+            "leave one of them out",
+        )
     all_sets = list(sets or ())
     if rates is not None or synthetic_acceptance_length is not None:
         all_sets.append("speculation.acceptance=synthetic")
@@ -148,8 +153,7 @@ def sweep_k(
         if rates is not None:  # they are for the positions of the largest k
             chosen["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
-        if rates is None or synthetic_acceptance_length is None:
-            all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
+        all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
     drafts: Sequence[str | None] = draft or [None]
     recipes = [
         options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})

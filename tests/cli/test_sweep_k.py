@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from specdec_cli.engine.loop import Engine
+from specdec_cli.report.folder import read_folder
+from specdec_cli.results import RunFolder
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -27,6 +29,7 @@ from tests.cli.sweep_helpers import (
 QUICK = ["--device", "cpu", "--max-new-tokens", "8", "--set", "run.warmup=0"]
 ONCE = ["--set", "run.repeats=1"]
 SWEEP = ["sweep-k", "demo", *QUICK, "--set", "run.repeats=2", "--k", "0-2", "--limit", "4"]
+BOTH_SYNTHETIC = ["--synthetic-acceptance-rates", "0.5", "--synthetic-acceptance-length", "2"]
 CONTRACT = {
     "k",
     "batch_size",
@@ -454,6 +457,7 @@ def test_ngram(capsys: Capture) -> None:
         (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
         (["--set", "draft=null"], 2, "nobody proposes"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
+        ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length: only one"),
         (["--draft", "no/such-model"], 5, "no/such-model"),
     ],
 )
@@ -549,6 +553,7 @@ def test_pictures_are_part_of_the_folder(
         assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
+CURVE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "part": 0, "rounds": '
 SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
 
 
@@ -558,7 +563,9 @@ SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
         ("samples.jsonl", "{}", "it has no draft"),
         ("samples.jsonl", SAMPLE_LINE, "it has no category"),
         ("curve.jsonl", '{"draft": "demo:draft", "k": 1, "batch_size": "1"}', "batch_size is dam"),
+        ("curve.jsonl", CURVE_LINE + "9" * 400 + "}", "rounds is damaged"),
         ("replay.jsonl", '{"draft": 5}', "draft is damaged"),
+        ("replay.jsonl", '{"draft": "demo:draft", "index": 0, "limit": 1.5}', "limit is damaged"),
         ("points.jsonl", '{"draft": "x", "k": 0, "batch_size": 1, "status": "ok"}', "draft is x"),
         ("points.jsonl", "null", ""),
     ],
@@ -579,6 +586,20 @@ def test_a_damaged_record_is_refused_by_its_line(
         result = specdec(capsys, *command, *end)
         refused(result, 5, f"{folder / name}:{len(lines) + 1}: not a record")
         assert problem in result.err and "damaged or edited" in result.err
+
+
+def test_later_records_outlive_the_summary(
+    whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """As when a resumed sweep is killed: the report is of what it had found by then."""
+    path = shutil.copytree(whole[0], tmp_path / "run")
+    point = json.loads((path / "points.jsonl").read_text().splitlines()[-1])
+    folder = RunFolder.reopen(path)
+    assert not read_folder(path).is_partial
+    folder.append("points.jsonl", point | {"speedup": 7.0})
+    folder.close()
+    run = read_folder(path)
+    assert run.is_partial and 7.0 in [found.number("speedup") for found in run.points]
 
 
 def test_an_edited_sample_is_refused(
