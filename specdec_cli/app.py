@@ -311,16 +311,19 @@ def _leave(code: int) -> None:
 def _streams() -> Iterator[None]:
     """Let no character stop the output, and undo what a command or typer did to the streams."""
     stdout, stderr = sys.stdout, sys.stderr
-    if stderr is None:  # started with stderr closed (2>&-)
-        sys.stderr = open(os.devnull, "w")
+    closed = []  # a command may be started with stdout or stderr closed (>&-)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            closed.append(open(os.devnull, "w"))
+            setattr(sys, name, closed[-1])
     if isinstance(stdout, io.TextIOWrapper):
         stdout.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
-        if stderr is None:
-            sys.stderr.close()
         sys.stdout, sys.stderr = stdout, stderr
+        for nothing in closed:
+            nothing.close()
 
 
 def _terminate(signum: int, frame: FrameType | None) -> None:

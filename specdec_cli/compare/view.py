@@ -176,8 +176,6 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """The tables of points and what they say, on stdout."""
-    if sys.stdout is None:  # started with stdout closed (>&-)
-        return
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE

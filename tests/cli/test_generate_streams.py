@@ -4,10 +4,12 @@ import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from specdec_cli.app import main
 from specdec_cli.models.tokenizer import PretrainedTokenizer
 from specdec_cli.text import inert
 from tests.cli.generate_helpers import (
@@ -277,6 +279,18 @@ def test_prompt_that_cannot_run_is_inert(run: Run, tmp_path: Path) -> None:
     path.write_text(f"{json.dumps({'prompt': EVIL * 9})}\n{json.dumps({'prompt': 'x'})}\n")
     result = run("--prompt-file", path, "--set", "cache.max_model_len=16", *SHORT)
     assert result.code == 3 and no_escapes(result.out + result.err)
+
+
+def test_a_closed_stdout_is_no_failure(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    for arguments in (
+        ["generate", "--prompt", "x", "-k", "0", "--max-new-tokens", "1"],
+        ["profile-blocks", "--estimate"],
+    ):
+        assert main([*arguments, "--device", "cpu", "-q"]) == 0
+        assert sys.stdout is None and capsys.readouterr().err == ""
 
 
 def test_a_closed_pipe_ends_quietly() -> None:

@@ -1,7 +1,6 @@
 """Tables of results on narrow terminals: what a row is about is never what is cut."""
 
 import io
-import sys
 from collections.abc import Sequence
 
 import pytest
@@ -99,9 +98,3 @@ def test_comparison(width: int) -> None:
     speeds = lines_of(tables[0], 200)
     for point in points:
         assert any(f"{point['speedup']:.2f} (1.00–2.00)" in row for row in speeds)
-
-
-def test_a_closed_stdout_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdout", None)
-    view.print_results({"points": sweep_points(), "best_by_batch_size": {}})
-    compare_view.print_results({"points": comparison_points()})
