@@ -178,10 +178,24 @@ Json = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
+
+
+def folder(text: str) -> Path:
+    """What `-o` names. `-o "$UNSET"` of a script is not the current folder."""
+    if not text.strip():
+        raise typer.BadParameter("the name is empty", param_hint="-o")
+    return Path(text)
+
+
 Output = Annotated[
     Path | None,
     typer.Option(
-        "-o", "--output", metavar="DIR", help="Write a run folder.", rich_help_panel=_OUTPUT
+        "-o",
+        "--output",
+        metavar="DIR",
+        parser=folder,
+        help="Write a run folder.",
+        rich_help_panel=_OUTPUT,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.", rich_help_panel=_OUTPUT)]

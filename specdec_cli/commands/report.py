@@ -23,6 +23,7 @@ Output = Annotated[
         "-o",
         "--output",
         metavar="DIR",
+        parser=options.folder,
         help="Write there instead of into the run folder; NAME.html writes that page alone.",
     ),
 ]
