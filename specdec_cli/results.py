@@ -152,7 +152,7 @@ class RunFolder:
                 f"{path} holds the results of an earlier run ({earlier[0]})",
                 "name another folder with -o, or move that one away",
             )
-        folder.write("recipe.yaml", dump_recipe(recipe))
+        folder.write("recipe.yaml", dump_recipe(found_from_anywhere(recipe)))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
 
@@ -211,6 +211,16 @@ class RunFolder:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+
+def found_from_anywhere(recipe: Recipe) -> Recipe:
+    """`recipe` with full paths of what lies on this machine: it may be run again from elsewhere."""
+    changes = {}
+    for section, key in (("target", "model"), ("draft", "model"), ("data", "path")):
+        values = getattr(recipe, section)
+        if values is not None and os.path.exists(path := getattr(values, key)):
+            changes[section] = values.model_copy(update={key: os.path.abspath(path)})
+    return recipe.model_copy(update=changes)
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:

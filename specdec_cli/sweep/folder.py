@@ -10,7 +10,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import Job
 from specdec_cli.points import Point
 from specdec_cli.recipe import dump_recipe
-from specdec_cli.results import RunFolder, environment, to_json
+from specdec_cli.results import RunFolder, environment, found_from_anywhere, to_json
 from specdec_cli.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records
@@ -30,7 +30,7 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
         check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
         folder = reopened(path, lambda kept: records.load(kept.path, plan.settings))
         if not (path / "recipe.yaml").exists():
-            folder.write("recipe.yaml", dump_recipe(plan.recipe))
+            folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
         is_open = sum(map(len, records.samples.values())) < plan.num_samples
         found = another_environment(path, where)
         if is_open and found is not None and found not in (said := read_warnings(path)):

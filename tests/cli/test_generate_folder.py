@@ -11,6 +11,7 @@ import pytest
 
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import (
+    DEMO,
     PROMPTS,
     Result,
     Run,
@@ -83,6 +84,24 @@ def test_folder(run: Run, tmp_path: Path) -> None:
     assert load_recipe(str(recipe)).model_dump(mode="json") == document["recipe"]
     again = run(recipe, "--json")
     assert [o["token_ids"] for o in again.outputs] == [o["token_ids"] for o in result.outputs]
+
+
+def test_the_recipe_runs_again_from_another_folder(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").symlink_to(DEMO / "target")
+    (tmp_path / "p.txt").write_text("def f(x):\n")
+    (tmp_path / "r.yaml").write_text("target: {model: model}\ndata: {path: p.txt}\n")
+    monkeypatch.chdir(tmp_path)
+    result = run("r.yaml", *SHORT, "--json", "-o", "run")
+    assert result.document["recipe"]["target"]["model"] == "model"  # as it was named
+    monkeypatch.chdir("/")
+    again = run(tmp_path / "run" / "recipe.yaml", "--json")
+    assert again.outputs[0]["token_ids"] == result.outputs[0]["token_ids"]
+
+
+def test_an_empty_name_is_not_the_current_folder(run: Run) -> None:
+    refused(run("--prompt", "x", "-o", ""), 2, "Invalid value for -o: the name is empty")
 
 
 def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:
