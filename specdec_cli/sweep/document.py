@@ -38,9 +38,9 @@ def points_of_block(
         largest_k=max(settings.ks),
         texts=_texts(settings, records, draft),
         costs={
-            key.k: curve_point(key, found)["seconds_per_sequence_round"]
+            key.k: cost
             for key in keys
-            if (found := records.costs[key])
+            if (cost := _seconds_per_round(records.costs[key].values())) is not None
         },
         is_exact=is_exact,
     )
@@ -63,10 +63,14 @@ def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, A
         "verify_ms": verify,
         "sample_ms": sample,
         "round_ms": total["decode_seconds"] * 1e3 / rounds,
-        "seconds_per_sequence_round": _midmean(
-            part["decode_seconds"] / max(1, part["sequence_rounds"]) for part in parts.values()
-        ),
+        "seconds_per_sequence_round": _seconds_per_round(parts.values()),
     }
+
+
+def _seconds_per_round(parts: Iterable[Mapping[str, Any]]) -> float | None:
+    """Of one sequence, over the parts of which a prompt could run; None without any."""
+    found = [p["decode_seconds"] / p["sequence_rounds"] for p in parts if p["sequence_rounds"]]
+    return _midmean(found) if found else None
 
 
 def _midmean(values: Iterable[float]) -> float:

@@ -354,16 +354,19 @@ def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
+    """The first: it is all that the time curve of three prompts is measured with."""
     prompts = tmp_path / "p.jsonl"
-    lines = [{"prompt": "def f(x):"}, {"prompt": "x " * 300}, {"prompt": "import os"}]
+    lines = [{"prompt": "x " * 300}, {"prompt": "def f(x):"}, {"prompt": "import os"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--dataset", prompts, "--k", "1", "--set", "cache.max_model_len=64", "--json"]
     result = specdec(capsys, "sweep-k", "demo", *QUICK, *ONCE, *options, "-o", tmp_path / "run")
     assert result.code == 3
     errors = [s for s in samples(tmp_path / "run") if s["finish_reason"] == "error"]
-    assert [s["index"] for s in errors] == [1, 1] and "exceeds" in errors[0]["error"]
-    assert all(p["status"] == "ok" for p in json.loads(result.out)["points"])
-    said = "not every prompt could run, and those count for nothing: prompt 1: the prompt has 301"
+    assert [s["index"] for s in errors] == [0, 0] and "exceeds" in errors[0]["error"]
+    for point in json.loads(result.out)["points"]:
+        assert point["status"] == "ok" and point["speedup"] > 0
+        assert point["predicted_speedup"] is None
+    said = "not every prompt could run, and those count for nothing: prompt 0: the prompt has 301"
     assert f"warning: {said}" in result.err
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
     assert merged.code == 3 and f"warning: {said}" in merged.err
