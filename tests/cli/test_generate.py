@@ -438,6 +438,12 @@ def test_unsupported_family(config: dict[str, Any], reason: str, run: Run, tmp_p
     refused_both_ways(run, 5, f"is not supported: .*{reason}", "--target", tmp_path)
 
 
+def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
+    alone = ("--target", "demo:target", "--prompt", "x", "--max-new-tokens", "1", "-q")
+    said = "warning: -k 3: nobody proposes, the recipe has no draft\n"
+    assert (run(*alone, "-k", "3").err, run(*alone, "-k", "0").err) == (said, "")
+
+
 def test_vocabulary_mismatch(run: Run, tmp_path: Path) -> None:
     target = tiny_model(tmp_path / "a")
     draft = tiny_model(tmp_path / "b", first_word="v")
