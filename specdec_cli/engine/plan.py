@@ -234,7 +234,9 @@ def _plan_on(
         # Ranks that hold no part of it judge it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
         draft = describe(_spec("draft", recipe.draft, permissions), device, part)
-        check_same_vocabulary(tokenizer, _tokenizer(draft), (target.spec.name, draft.spec.name))
+        names = (target.spec.name, draft.spec.name)
+        sizes = (target.vocab_size, draft.vocab_size)
+        check_same_vocabulary(tokenizer, _tokenizer(draft), names, sizes)
         shared_bytes = check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
     found = Plan(
         recipe=recipe,

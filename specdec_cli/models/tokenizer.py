@@ -12,6 +12,7 @@ from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 
+_ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
 
 
@@ -166,15 +167,23 @@ def _processor_time(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
-def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str, str]) -> None:
-    """Refuse a pair whose tokenizers give a token different ids.
+def check_same_vocabulary(
+    target: Tokenizer, draft: Tokenizer, names: tuple[str, str], sizes: tuple[int, int]
+) -> None:
+    """Refuse a pair whose tokenizers give a token different ids, or whose draft lacks some.
 
-    Sizes of the logits may differ by padding; the ids that stand for text may not. Raises
-    `SetupError` naming the first id that differs.
+    sizes: of the models' own vocabularies. They may differ by padding; the ids that stand for text
+    may not. Raises `SetupError` naming the first id that differs.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}
     if by_id == other:
+        if missing := [i for i in by_id if sizes[1] <= i < sizes[0]]:
+            raise SetupError(
+                f"draft {names[1]} has {sizes[1]} ids and target {names[0]} more: id "
+                f"{min(missing)} is {by_id[min(missing)]!r} for their tokenizer",
+                _ANOTHER_DRAFT,
+            )
         return
     first = min(i for i in by_id.keys() | other.keys() if by_id.get(i) != other.get(i))
 
@@ -184,5 +193,5 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer, names: tuple[str,
     raise SetupError(
         f"target {names[0]} and draft {names[1]} have different vocabularies: id {first} is "
         f"{shown(by_id)} for the target and {shown(other)} for the draft",
-        "a draft must share its target's tokenizer; take one of the same family",
+        _ANOTHER_DRAFT,
     )

@@ -787,19 +787,27 @@ def test_different_vocabularies_name_the_first_id(
     ours: dict[str, int], theirs: dict[str, int], said: list[str]
 ) -> None:
     with pytest.raises(SetupError) as caught:
-        check_same_vocabulary(Words(ours), Words(theirs), ("big", "small"))
+        check_same_vocabulary(Words(ours), Words(theirs), ("big", "small"), (8, 8))
     for part in [*said, "big", "small"]:
         assert part in caught.value.message
     assert caught.value.code == 5
 
 
 def test_equal_vocabularies_pass() -> None:
-    check_same_vocabulary(Words({"a": 0, "b": 1}), Words({"b": 1, "a": 0}), ("big", "small"))
-    check_same_vocabulary(ByteTokenizer(97), ByteTokenizer(128), ("big", "small"))
+    names, ours = ("big", "small"), Words({"a": 0, "b": 1})
+    for sizes in [(2, 2), (8, 2), (2, 8), (1, 1)]:  # padding, and what neither model can write
+        check_same_vocabulary(ours, Words({"b": 1, "a": 0}), names, sizes)
+    check_same_vocabulary(ByteTokenizer(97), ByteTokenizer(128), names, (97, 128))
+
+
+def test_a_draft_without_ids_of_its_tokenizer_is_refused() -> None:
+    words = Words({"a": 0, "b": 1, "c": 2})
+    with pytest.raises(SetupError, match=r"draft small has 1 ids.* id 1 is 'b'"):
+        check_same_vocabulary(words, words, ("big", "small"), (3, 1))
 
 
 def test_two_names_of_one_id_are_not_a_difference() -> None:
-    check_same_vocabulary(Words({"a": 0, "b": 0}), Words({"b": 0}), ("big", "small"))
+    check_same_vocabulary(Words({"a": 0, "b": 0}), Words({"b": 0}), ("big", "small"), (1, 1))
 
 
 def test_tokenizer_of_a_folder(tmp_path: Path) -> None:
