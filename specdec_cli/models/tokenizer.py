@@ -36,7 +36,9 @@ class PretrainedTokenizer:
         self._name = name
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        # Not verbose: of a text that is too long it would foretell errors that we see to ourselves.
+        found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        ids: list[int] = found["input_ids"]
         return ids
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:

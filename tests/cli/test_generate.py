@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import re
 import subprocess
@@ -442,6 +443,20 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     alone = ("--target", "demo:target", "--prompt", "x", "--max-new-tokens", "1", "-q")
     said = "warning: -k 3: nobody proposes, the recipe has no draft\n"
     assert (run(*alone, "-k", "3").err, run(*alone, "-k", "0").err) == (said, "")
+    other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
+    said = "warning: --draft is not used: speculation.method is ngram\n"
+    assert run(*alone, *other).err == said
+
+
+def test_a_long_prompt_is_told_of_once(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by transformers too."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    (tmp_path / "p.txt").write_text("x" * 5000)
+    result = run("--prompt-file", tmp_path / "p.txt", "-k", "0", "-q")
+    assert result.code == 3 and result.err.count("\n") == 1
+    assert not [record for record in caplog.records if record.name.startswith("transformers")]
 
 
 def test_vocabulary_mismatch(run: Run, tmp_path: Path) -> None:
