@@ -106,10 +106,10 @@ def generate(
         return as_conversations(found, use_chat, opening), data
 
     place: Place = ctx.obj
-    is_heard = place.rank is None or place.rank.tells_user
-    if num_speculative_tokens and resolved.speculation.method == "none" and is_heard:
-        told = f"warning: -k {num_speculative_tokens}: nobody proposes, the recipe has no draft"
-        typer.echo(told, err=True)
+    if place.rank is None or place.rank.tells_user:
+        options.warn_of_unused(
+            resolved, has_draft=draft is not None, num_proposed=num_speculative_tokens
+        )
     num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
     if place.must_start(num_ranks):
         raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))

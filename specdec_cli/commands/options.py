@@ -255,6 +255,18 @@ def resolve(
     return specdec_cli.recipe.load_recipe(recipe, overrides, origins)
 
 
+def warn_of_unused(
+    resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool, num_proposed: int | None = None
+) -> None:
+    """Say which options about proposals come to nothing, since the recipe's method is another."""
+    method = resolved.speculation.method
+    if has_draft and method != "draft_model":
+        typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
+    elif num_proposed and method == "none":
+        told = f"warning: -k {num_proposed}: nobody proposes, the recipe has no draft"
+        typer.echo(told, err=True)
+
+
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:
     """`["a.b=1"]` as `{"a.b": 1}`; of a key given twice the last counts."""
     from specdec_cli.recipe.source import parse_value

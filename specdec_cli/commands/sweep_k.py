@@ -160,6 +160,8 @@ def sweep_k(
         for name in drafts
     ]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
+    if is_heard:
+        options.warn_of_unused(recipes[0], has_draft=bool(draft))
     if resume and output is None:
         raise UsageError("--resume: which sweep?", "name its folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)

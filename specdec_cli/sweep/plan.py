@@ -67,6 +67,11 @@ def plan_sweep(
     largest = max(ks)
     if largest and recipes[0].speculation.method == "none":
         raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
+    if len(recipes) > 1 and recipes[0].speculation.method != "draft_model":
+        raise UsageError(
+            f"--draft: speculation.method is {recipes[0].speculation.method}, which takes no draft",
+            "leave --draft out, or pass --set speculation.method=draft_model",
+        )
     jobs = [
         prepare(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
     ]

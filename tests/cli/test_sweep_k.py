@@ -29,6 +29,7 @@ from tests.cli.sweep_helpers import (
 QUICK = ["--device", "cpu", "--max-new-tokens", "8", "--set", "run.warmup=0"]
 ONCE = ["--set", "run.repeats=1"]
 SWEEP = ["sweep-k", "demo", *QUICK, "--set", "run.repeats=2", "--k", "0-2", "--limit", "4"]
+TWO_DRAFTS = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
 BOTH_SYNTHETIC = ["--synthetic-acceptance-rates", "0.5", "--synthetic-acceptance-length", "2"]
 CONTRACT = {
     "k",
@@ -459,6 +460,7 @@ def test_ngram(capsys: Capture) -> None:
         (["--limit", "0"], 2, "--limit"),
         (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
         (["--set", "draft=null"], 2, "nobody proposes"),
+        ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
         ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length: only one"),
         (["--draft", "no/such-model"], 5, "no/such-model"),
