@@ -120,9 +120,47 @@ class GatherPlan:
             batches = [[b] for b in indices]
         first_token, parts = 0, []
         for batch in batches:
-            parts.append(self._build_part(batch, first_token, sliding_window))
+            part = None
+            if len(batch) == 1:
+                part = self._in_one_piece(batch[0], first_token, sliding_window)
+            parts.append(part or self._build_part(batch, first_token, sliding_window))
             first_token += sum(self.query_lens[b] for b in batch)
         return parts
+
+    def _in_one_piece(self, b: int, first_token: int, sliding_window: int) -> GatherPart | None:
+        """The part of a sequence whose keys lie in the cache one after the other, else None.
+
+        A sequence alone in the cache is such a one, and a round of it so short that the dozen
+        operations of `_build_part` count.
+        """
+        num_queries, context = self.query_lens[b], self.context_lens[b]
+        older = context - num_queries
+        if older < 0:
+            return None
+        first = max(0, older - sliding_window + 1) if sliding_window else 0
+        begin, end = first // self.block_size, -(-context // self.block_size)
+        blocks = self.block_tables[b, begin:end].tolist()
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        first_slot = blocks[0] * self.block_size + first % self.block_size
+        device, num_keys = self.block_tables.device, context - first
+        mask = None
+        if num_queries > 1:
+            mask = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
+            mask = mask.tril_(older - first)
+            if sliding_window:
+                mask = mask.triu_(older - first - sliding_window + 1)
+        return GatherPart(
+            first_token=first_token,
+            num_sequences=1,
+            num_queries=num_queries,
+            slots=torch.arange(first_slot, first_slot + num_keys, device=device),
+            first_slot=first_slot,
+            mask=mask,
+            causal=older == 0 and not sliding_window,
+            padded=None,
+            unpadded=None,
+        )
 
     def _build_part(self, batch: list[int], first_token: int, sliding_window: int) -> GatherPart:
         device = self.block_tables.device
@@ -166,20 +204,12 @@ class GatherPlan:
             num_sequences=len(batch),
             num_queries=num_queries,
             slots=slots.reshape(-1),
-            first_slot=_first_of_run(slots[0]) if len(batch) == 1 else None,
+            first_slot=None,
             mask=None if bool(mask.all()) else mask,
             causal=firsts == [0] and num_queries == num_keys and not sliding_window,
             padded=padded,
             unpadded=unpadded,
         )
-
-
-def _first_of_run(slots: Tensor) -> int | None:
-    """The first of `slots` [C] if each is the one after the one before."""
-    first, last = int(slots[0]), int(slots[-1])
-    if last - first != len(slots) - 1 or not bool((slots.diff() == 1).all()):
-        return None
-    return first
 
 
 def gather_plan(

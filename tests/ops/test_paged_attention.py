@@ -115,6 +115,28 @@ def test_gather(shape, dtype):
     assert_close("out", expected_of(problem), out, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("window", [0, 1, 7, 40])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 33), (5, 33), (5, 5), (20, 64), (40, 40)], ids=str)
+def test_a_sequence_in_one_piece_of_the_cache(shape, window):
+    """Whose keys need no gathering; other blocks hold NaN."""
+    queries, context = shape
+    problem = make_problem(
+        Shape((queries,), (context,), window=window), torch.float64, torch.device("cpu")
+    )
+    used = problem.block_tables[0, : -(-context // 8)].long()
+    run = torch.arange(1, 1 + len(used))
+    caches = []
+    for cache in (problem.key_cache, problem.value_cache):
+        laid = torch.full_like(cache[:1], torch.nan).repeat(len(used) + 2, 1, 1, 1)
+        laid[run] = cache[used]
+        caches.append(laid)
+    tables = run.to(torch.int32)[None]
+    moved = replace(problem, key_cache=caches[0], value_cache=caches[1], block_tables=tables)
+    plan = gather_plan(tables, problem.query_start, problem.context_lens, 8)
+    assert all(part.first_slot is not None for part in plan.parts(window))
+    assert_close("out", expected_of(problem), gathered(moved), 1e-12)
+
+
 def test_one_plan_serves_layers_of_several_kinds():
     problem = make_problem(Shape((2, 1), (40, 33)), torch.float32, torch.device("cpu"))
     p = problem
