@@ -5,7 +5,8 @@ memory. The norm needs no pass of its own: its factor is one number a row, so th
 the residual stream also writes it times the norm's weight, and sums of squares, and the next one
 scales its product at the end. Before it waits for its predecessor, a program asks for its first
 weights, and may load its last ones into registers, so that memory stays busy from one kernel to the
-next.
+next. Its warps share the depth of a tile: a warp's products of one sum wait for each other, and
+that can take longer than the weights are on the way.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -94,7 +95,7 @@ def few_rows_linear_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps: narrow tiles have too few columns
+    SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps
     SPLITS: tl.constexpr,
     PREFETCH: tl.constexpr,  # features of every weight row to ask for before the wait
     EARLY: tl.constexpr,  # the last features, loaded before the wait and used at the end
