@@ -66,12 +66,10 @@ class GatherPart:
     num_sequences: int
     num_queries: int
     """Q."""
-    slots: Tensor
+    slots: Tensor | slice
     """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that whatever an
-    unused slot holds, even NaN, is never read."""
-    first_slot: int | None
-    """Where the keys begin in the cache if they lie there one after the other: then none is copied.
-    A sequence alone in the cache has such blocks."""
+    unused slot holds, even NaN, is never read. A slice where the keys lie in the cache one after
+    the other: then none is copied."""
     mask: Tensor | None
     """[n, Q, C] bool, True where the query sees the key; None where every one sees every key."""
     causal: bool
@@ -143,9 +141,10 @@ class GatherPlan:
         if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
             return None
         first_slot = blocks[0] * self.block_size + first % self.block_size
-        device, num_keys = self.block_tables.device, context - first
+        num_keys = context - first
         mask = None
         if num_queries > 1:
+            device = self.block_tables.device
             mask = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
             mask = mask.tril_(older - first)
             if sliding_window:
@@ -154,8 +153,7 @@ class GatherPlan:
             first_token=first_token,
             num_sequences=1,
             num_queries=num_queries,
-            slots=torch.arange(first_slot, first_slot + num_keys, device=device),
-            first_slot=first_slot,
+            slots=slice(first_slot, first_slot + num_keys),
             mask=mask,
             causal=older == 0 and not sliding_window,
             padded=None,
@@ -204,7 +202,6 @@ class GatherPlan:
             num_sequences=len(batch),
             num_queries=num_queries,
             slots=slots.reshape(-1),
-            first_slot=None,
             mask=None if bool(mask.all()) else mask,
             causal=firsts == [0] and num_queries == num_keys and not sliding_window,
             padded=padded,
@@ -281,10 +278,8 @@ def gather_attention(
 
 def _visible(pool: Tensor, part: GatherPart) -> Tensor:
     """[n, Hkv, C, D] of the part's keys or values, from a cache [slots, Hkv, D]."""
-    if part.first_slot is None:
-        found = pool.index_select(0, part.slots)
-    else:
-        found = pool[part.first_slot : part.first_slot + part.slots.shape[0]]
+    slots = part.slots
+    found = pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
     return found.view(part.num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
 
 

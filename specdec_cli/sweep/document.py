@@ -9,8 +9,9 @@ from statistics import fmean
 from typing import Any
 
 from specdec_cli.errors import ExitCode
-from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points, recommend
+from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points
 from specdec_cli.predict import Text, with_recorded
+from specdec_cli.sweep.recommend import recommend
 from specdec_cli.sweep.records import Clock, Records
 from specdec_cli.sweep.settings import SweepSettings
 

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from specdec_cli.points import Key, Sample, measured_point, recommend
+from specdec_cli.points import Key, Sample, measured_point
+from specdec_cli.sweep.recommend import recommend
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float) -> Sample:

@@ -97,18 +97,9 @@ def paged_attention(
     if query.is_cuda:
         from specdec_kernels.attention_triton import paged_attention_triton
 
+        tensors = (query, key_cache, value_cache, block_tables, query_start, context_lens)
         return paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            query_start,
-            context_lens,
-            scale,
-            max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
+            *tensors, scale, max_query_len, sliding_window, softcap, sinks
         )
     plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1])
     return gather_attention(

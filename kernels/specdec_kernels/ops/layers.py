@@ -240,43 +240,10 @@ def rope_attention(
     Returns:
         [T, H * D], contiguous.
     """
+    tensors = (qkv, cos, sin, key_cache, value_cache, slots, block_tables, query_start)
+    options = (sliding_window, softcap, sinks, query_norm, key_norm, eps)
     if qkv.is_cuda:
         from specdec_kernels.rope_attention_triton import rope_attention_triton
 
-        return rope_attention_triton(
-            qkv,
-            cos,
-            sin,
-            key_cache,
-            value_cache,
-            slots,
-            block_tables,
-            query_start,
-            context_lens,
-            scale,
-            max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
-            query_norm,
-            key_norm,
-            eps,
-        )
-    return rope_attention_reference(
-        qkv,
-        cos,
-        sin,
-        key_cache,
-        value_cache,
-        slots,
-        block_tables,
-        query_start,
-        context_lens,
-        scale,
-        sliding_window,
-        softcap,
-        sinks,
-        query_norm,
-        key_norm,
-        eps,
-    )
+        return rope_attention_triton(*tensors, context_lens, scale, max_query_len, *options)
+    return rope_attention_reference(*tensors, context_lens, scale, *options)
