@@ -26,8 +26,9 @@ from specdec_kernels.launch_triton import (
     finish,
     wait_for,
 )
-from specdec_kernels.rope_cut import MIN_KEYS, choose_cut
-from specdec_kernels.rope_kv_triton import normed, rope_kv
+from specdec_kernels.rope_cut import ALONE, MIN_KEYS, choose_cut
+from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated, store_heads
+from specdec_kernels.rope_kv_triton import rope_kv
 from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sink
 
 COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
@@ -40,6 +41,7 @@ def cached_tile(
     value_ptr,
     table,
     start,
+    low,
     high,
     key_stride_b,
     key_stride_s,
@@ -49,25 +51,36 @@ def cached_tile(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
-    """Positions [N] from `start`, which of them are below `high`, and their keys and values."""
+    """Positions [N] from `start`, which of them are in [low, high), and their keys and values."""
     half = tl.arange(0, BLOCK_D // 2)
     dim = tl.arange(0, BLOCK_D)
-    position = start + tl.arange(0, BLOCK_N)
+    step = tl.arange(0, BLOCK_N)
+    position = start + step
     stored = position < high
-    block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
-    key_at = block * key_stride_b + position % BLOCK_SIZE * key_stride_s
-    key_at = key_ptr + key_at[:, None] + half[None, :]
-    key_mask = stored[:, None] & (half < D // 2)[None, :]
+    if WINDOW > 0:
+        stored = stored & (position >= low)
+    if BLOCK_N % BLOCK_SIZE == 0:  # `start` begins a block then, and places within blocks are known
+        column = start // BLOCK_SIZE + step // BLOCK_SIZE
+        inside = step % BLOCK_SIZE
+    else:
+        column = position // BLOCK_SIZE
+        inside = position % BLOCK_SIZE
+    block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
+    key_at = key_ptr + (inside * key_stride_s)[:, None] + half[None, :]
+    key_at += (block * key_stride_b)[:, None]
+    # Keys behind the last are loaded from where nothing faults, and not looked at.
+    key_mask = (half < D // 2)[None, :]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
-    value_at = block * value_stride_b + position % BLOCK_SIZE * value_stride_s
-    value_at = value_ptr + value_at[:, None] + dim[None, :]
+    value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
+    value_at += (block * value_stride_b)[:, None]
     value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
     return position, stored, key_first, key_second, value
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "min_keys", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
 def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
     cos_ptr,  # [T, D], of which the halves are equal
@@ -82,14 +95,15 @@ def rope_attention_kernel(
     context_lens_ptr,  # [B] int32
     sinks_ptr,  # [H]; only with HAS_SINKS
     out_ptr,  # [T, H, D], out
-    partial_ptr,  # [B, Hkv, SPLITS + 1, BLOCK_M, D] fp32, out; only with SPLITS > 1
-    stats_ptr,  # [B, Hkv, SPLITS + 1, 2, BLOCK_M] fp32, maxima, sums, out; only with SPLITS > 1
+    partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, D] fp32, out; only with SPLITS > 1
+    stats_ptr,  # [B, Hkv, SPLITS, 2, BLOCK_M] fp32, maxima, sums, out; only with SPLITS > 1
     epochs_ptr,  # [>= B Hkv, 2] int32, in and out: `arrive` and `wait_for`; only with SPLITS > 1
     scale,
     softcap,
     eps,
     num_tokens,
     num_sequences,
+    alone,
     min_keys,
     qkv_stride,
     rope_stride,
@@ -112,17 +126,19 @@ def rope_attention_kernel(
     HAS_QUERY_NORM: tl.constexpr,
     HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
-    FEW_PARTS: tl.constexpr,  # at most SPLITS + 1
-    MANY_PARTS: tl.constexpr,  # at least SPLITS + 1, a power of two
+    FEW_PARTS: tl.constexpr,  # at most SPLITS
+    MANY_PARTS: tl.constexpr,  # at least SPLITS, a power of two
     WAITS: tl.constexpr,  # or the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,  # new keys are loaded with the queries, or else once the older are done
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     HALF: tl.constexpr = D // 2
+    UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
     HEADS: tl.constexpr = KV_HEADS * GROUP
     # Rows combined at a time, of at most FEW_PARTS parts and of more.
     FEW_ROWS: tl.constexpr = BLOCK_M // 4
@@ -140,23 +156,28 @@ def rope_attention_kernel(
     end_of_all = tl.load(query_start_ptr + num_sequences)
     context = tl.load(context_lens_ptr + sequence)
 
-    # Older keys that some query sees: [low, old). Split, they are in parts of a share each, and
-    # the new keys are part 0: they are there later than the others, and need more work.
+    # Older keys that some query sees: [low, old). Split, they are in parts of a share each. Part 0
+    # has the new keys and fewer of the older ones: the new are there later, and need more work.
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding before the first token; nobody sees it
     low = 0
     if WINDOW > 0:
         low = tl.maximum(old - WINDOW + 1, 0)
-    keys = old - low
-    share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), min_keys), 16) * 16
+    begin = low
+    if BLOCK_N % BLOCK_SIZE == 0:
+        begin = low // BLOCK_SIZE * BLOCK_SIZE
+    keys = old - begin
     if SPLITS > 1:
-        parts = tl.cdiv(keys, share) + 1
-        first = low + (split - 1) * share
-        high = tl.where(split > 0, tl.minimum(old, first + share), first)
+        least = tl.cdiv(min_keys, UNIT) * UNIT
+        share = tl.cdiv(tl.maximum(tl.cdiv(keys + least, SPLITS), least), UNIT) * UNIT
+        beside = tl.where(keys <= alone, keys, share - least)
+        parts = tl.cdiv(tl.maximum(keys - beside, 0), share) + 1
+        first = begin + tl.where(split > 0, beside + (split - 1) * share, 0)
+        high = tl.minimum(old, begin + beside + split * share)
         newest = split == 0
     else:
         parts = 1
-        first = low
+        first = begin
         high = old
         newest = end_of_all > 0  # always, yet a branch: it keeps later loads from coming early
 
@@ -171,6 +192,7 @@ def rope_attention_kernel(
         value_cache_head,
         table,
         first,
+        low,
         high,
         key_stride_b,
         key_stride_s,
@@ -180,6 +202,7 @@ def rope_attention_kernel(
         BLOCK_D,
         BLOCK_SIZE,
         BLOCK_N,
+        WINDOW,
     )
 
     row = tl.arange(0, BLOCK_M)
@@ -189,9 +212,18 @@ def rope_attention_kernel(
     packed = (query_begin + token).to(tl.int64)
     row_mask = row_live[:, None] & half_live[None, :]
     query_rope = packed[:, None] * rope_stride + half[None, :]
-    query_cos = tl.load(cos_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
-    query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0).to(tl.float32)
+    query_cos = tl.load(cos_ptr + query_rope, mask=row_mask, other=0.0)
+    query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0)
 
+    fresh = tl.arange(0, BLOCK_NEW)
+    fresh_live = fresh < query_len
+    fresh_token = (query_begin + fresh).to(tl.int64)
+    new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
+    new_value_ptr = new_key_ptr + KV_HEADS * D
+    if EARLY:
+        new_cos, new_sin, slot = load_places(
+            cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
+        )
     after_predecessor(DEPENDENT)
 
     if split == 0:
@@ -208,34 +240,35 @@ def rope_attention_kernel(
         return
 
     query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
-    query_first = tl.load(query_at, mask=row_mask, other=0.0).to(tl.float32)
-    query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0).to(tl.float32)
-    if HAS_QUERY_NORM:
-        norm_first = tl.load(query_norm_ptr + half, mask=half_live, other=0.0)
-        norm_second = tl.load(query_norm_ptr + HALF + half, mask=half_live, other=0.0)
-        query_first, query_second = normed(
-            query_first,
-            query_second,
-            norm_first.to(tl.float32),
-            norm_second.to(tl.float32),
-            eps,
-            D,
+    query_first = tl.load(query_at, mask=row_mask, other=0.0)
+    query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0)
+    if EARLY:
+        new_first, new_second, new_value = load_heads(
+            new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
-    turned = query_second * query_cos + query_first * query_sin
-    query_first = (query_first * query_cos - query_second * query_sin).to(value.dtype)
-    query_second = turned.to(value.dtype)
+    query_first, query_second = rotated(
+        query_first,
+        query_second,
+        query_cos,
+        query_sin,
+        query_norm_ptr,
+        half,
+        eps,
+        D,
+        HAS_QUERY_NORM,
+    )
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    # Summed over threads at the end only: that takes shuffles and barriers.
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     query_position = old + token
     if first < high:
-        visible = stored[None, :] & row_live[:, None]
+        visible = stored[None, :]
         if WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-        row_max, row_sum, acc = attend(
+        row_max, keep, weights, acc = attend(
             row_max,
-            row_sum,
             acc,
             query_first,
             query_second,
@@ -249,12 +282,14 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
+        sums = weights
     for start in range(first + BLOCK_N, high, BLOCK_N):
         position, stored, key_first, key_second, value = cached_tile(
             key_cache_head,
             value_cache_head,
             table,
             start,
+            low,
             high,
             key_stride_b,
             key_stride_s,
@@ -264,13 +299,13 @@ def rope_attention_kernel(
             BLOCK_D,
             BLOCK_SIZE,
             BLOCK_N,
+            WINDOW,
         )
-        visible = stored[None, :] & row_live[:, None]
+        visible = stored[None, :]
         if WINDOW > 0:
             visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-        row_max, row_sum, acc = attend(
+        row_max, keep, weights, acc = attend(
             row_max,
-            row_sum,
             acc,
             query_first,
             query_second,
@@ -284,57 +319,46 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
+        sums = sums * keep[:, None] + weights
+    row_sum = tl.sum(sums, axis=1)
     if newest:
-        # Loaded here: together with the tile above they would take too many registers.
-        fresh = tl.arange(0, BLOCK_NEW)
-        fresh_live = fresh < query_len
-        fresh_packed = (query_begin + fresh).to(tl.int64)
-        fresh_mask = fresh_live[:, None] & half_live[None, :]
-        fresh_rope = fresh_packed[:, None] * rope_stride + half[None, :]
-        fresh_cos = tl.load(cos_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
-        fresh_sin = tl.load(sin_ptr + fresh_rope, mask=fresh_mask, other=0.0).to(tl.float32)
-        slot = tl.load(slots_ptr + fresh_packed, mask=fresh_live, other=0)
-        fresh_at = qkv_ptr + fresh_packed * qkv_stride + (HEADS + kv_head) * D
-        new_at = fresh_at[:, None] + half[None, :]
-        new_first = tl.load(new_at, mask=fresh_mask, other=0.0).to(tl.float32)
-        new_second = tl.load(new_at + HALF, mask=fresh_mask, other=0.0).to(tl.float32)
-        new_value = tl.load(
-            (fresh_at + KV_HEADS * D)[:, None] + dim[None, :],
-            mask=fresh_live[:, None] & (dim < D)[None, :],
-            other=0.0,
-        )
-        if HAS_KEY_NORM:
-            key_norm_first = tl.load(key_norm_ptr + half, mask=half_live, other=0.0)
-            key_norm_second = tl.load(key_norm_ptr + HALF + half, mask=half_live, other=0.0)
-            new_first, new_second = normed(
-                new_first,
-                new_second,
-                key_norm_first.to(tl.float32),
-                key_norm_second.to(tl.float32),
-                eps,
-                D,
+        if not EARLY:
+            new_cos, new_sin, slot = load_places(
+                cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
             )
-        new_key_first = (new_first * fresh_cos - new_second * fresh_sin).to(new_value.dtype)
-        new_key_second = (new_second * fresh_cos + new_first * fresh_sin).to(new_value.dtype)
-        key_to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s
-        key_to = key_cache_head + key_to[:, None] + half[None, :]
-        tl.store(key_to, new_key_first, mask=fresh_mask)
-        tl.store(key_to + HALF, new_key_second, mask=fresh_mask)
-        value_to = slot // BLOCK_SIZE * value_stride_b + slot % BLOCK_SIZE * value_stride_s
-        value_to = value_cache_head + value_to[:, None] + dim[None, :]
-        tl.store(value_to, new_value, mask=fresh_live[:, None] & (dim < D)[None, :])
-        seen = (fresh[None, :] <= token[:, None]) & row_live[:, None]
-        seen = seen & (fresh[None, :] >= early)
+            new_first, new_second, new_value = load_heads(
+                new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
+            )
+        new_first, new_second = rotated(
+            new_first, new_second, new_cos, new_sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM
+        )
+        store_heads(
+            key_cache_head,
+            value_cache_head,
+            new_first,
+            new_second,
+            new_value,
+            slot,
+            fresh_live,
+            half,
+            dim,
+            key_stride_b,
+            key_stride_s,
+            value_stride_b,
+            value_stride_s,
+            D,
+            BLOCK_SIZE,
+        )
+        seen = (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
         if WINDOW > 0:
             seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
-        row_max, row_sum, acc = attend(
+        row_max, keep, weights, acc = attend(
             row_max,
-            row_sum,
             acc,
             query_first,
             query_second,
-            new_key_first,
-            new_key_second,
+            new_first,
+            new_second,
             new_value,
             seen,
             scale,
@@ -343,20 +367,22 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
+        row_sum = row_sum * keep + tl.sum(weights, axis=1)
 
     out_mask = row_live[:, None] & (dim < D)[None, :]
     if SPLITS > 1:
         if parts > 1:
             own = (sequence * KV_HEADS + kv_head).to(tl.int64)
-            stats_ptr += own * ((SPLITS + 1) * 2 * BLOCK_M)
-            partial_ptr += own * ((SPLITS + 1) * BLOCK_M * D)
+            epochs_ptr += 2 * own
+            stats_ptr += own * (SPLITS * 2 * BLOCK_M)
+            partial_ptr += own * (SPLITS * BLOCK_M * D)
             stat_at = stats_ptr + split * (2 * BLOCK_M) + row
             tl.store(stat_at, row_max)
             tl.store(stat_at + BLOCK_M, row_sum)
             inside = row[:, None] * D + dim[None, :]
             tl.store(partial_ptr + split * (BLOCK_M * D) + inside, acc, mask=out_mask)
             rows = query_len * GROUP
-            epoch, last = arrive(epochs_ptr + 2 * own, parts)
+            epoch, last = arrive(epochs_ptr, parts)
             out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
             few = parts <= FEW_PARTS
             at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
@@ -367,7 +393,7 @@ def rope_attention_kernel(
                 step = parts * at_a_time
                 if mine >= rows:
                     return
-                wait_for(epochs_ptr + 2 * own, epoch)
+                wait_for(epochs_ptr, epoch)
             elif not last:
                 return
             if few:
@@ -390,7 +416,7 @@ def rope_attention_kernel(
                     FEW_PARTS,
                     FEW_ROWS,
                 )
-            elif SPLITS >= FEW_PARTS:
+            elif SPLITS > FEW_PARTS:
                 combine_rows(
                     partial_ptr,
                     stats_ptr,
@@ -411,7 +437,7 @@ def rope_attention_kernel(
                     MANY_ROWS,
                 )
             if mine == 0:
-                finish(epochs_ptr + 2 * own, epoch)
+                finish(epochs_ptr, epoch)
             return
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
@@ -442,6 +468,7 @@ def rope_attention_triton(
     eps: float = 1e-6,
     *,
     splits: int | None = None,
+    alone: int = ALONE,
     min_keys: int = MIN_KEYS,
     block_n: int | None = None,
 ) -> Tensor:
@@ -496,7 +523,7 @@ def rope_attention_triton(
     parts = 1
     if cut.splits > 1:
         assert programs <= EPOCHS
-        parts = cut.splits + 1
+        parts = cut.splits
         size = (num_sequences, kv_heads, parts)
         partial = torch.empty((*size, cut.block_m, head_dim), dtype=torch.float32, device=device)
         stats = torch.empty((*size, 2, cut.block_m), dtype=torch.float32, device=device)
@@ -524,6 +551,7 @@ def rope_attention_triton(
         float(eps),
         num_tokens,
         num_sequences,
+        alone,
         min_keys,
         qkv.stride(0),
         cos.stride(0),
@@ -548,6 +576,7 @@ def rope_attention_triton(
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,
         BLOCK_N=cut.block_n,
+        EARLY=cut.early,
         DEPENDENT=dependent,
         PRECISION="ieee",
         # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.

@@ -7,22 +7,24 @@ from typing import NamedTuple
 
 from specdec_kernels.hopper import MULTIPROCESSORS
 
-MAX_SPLITS = 32
-FEW_SPLITS = 8
-MIN_KEYS = 128  # the shortest part
+MAX_SPLITS = 33
+FEW_SPLITS = 9
+MIN_KEYS = 128  # the shortest part, and how many older keys the new ones count for
+ALONE = 128  # older keys that one program takes together with the new ones: nothing to combine
 SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
 
 
 class Cut(NamedTuple):
     """How one attention is cut; see `rope_attention_triton.rope_attention_kernel`."""
 
-    splits: int  # of the older keys, at most
-    few_parts: int  # with the new keys', as many as are combined part by part
+    splits: int  # parts of the context, at most
+    few_parts: int  # as many as are combined part by part
     many_parts: int  # as many as there can be, rounded up to a power of 2
     block_m: int  # rows: query tokens times query heads of a key head
     block_new: int  # new keys
     block_n: int  # older keys at a time
     block_d: int  # numbers of a head
+    early: bool  # new keys are loaded with the queries, for which there must be registers
     num_warps: int
     num_stages: int
     maxnreg: int | None  # registers a thread
@@ -31,10 +33,13 @@ class Cut(NamedTuple):
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
     """Parts to cut a context into at most, of which one program of `at_once` takes each.
 
-    One more takes the new keys. All are to run at once, since they wait for each other.
+    All are to run at once, since they wait for each other. One has the new keys. Two are not worth
+    what combining them takes.
     """
-    fitting = at_once // programs - 1
-    return max(1, min(fitting, -(-max_context // MIN_KEYS), MAX_SPLITS))
+    fitting = at_once // programs
+    if fitting < 3:
+        return 1
+    return min(fitting, -(-max_context // MIN_KEYS) + 1, MAX_SPLITS)
 
 
 def choose_cut(
@@ -52,13 +57,15 @@ def choose_cut(
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
     programs = num_sequences * kv_heads
-    num_warps = 8 if block_m * block_d > 64 * 128 else 4
+    block_n = block_n or max(16, min(128, 2**15 // (block_d * itemsize)))
+    num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
     # Programs that run on a multiprocessor at once, by their registers and shared memory.
     each = 2 if block_m <= 32 else 1
     crowded = (
-        block_m * block_d <= 16 * 128
-        and programs * (MAX_SPLITS + 1) > 2 * MULTIPROCESSORS
-        and (max_context > SHORT_CONTEXT or programs * 4 > 2 * MULTIPROCESSORS)
+        block_d * itemsize <= 128
+        and block_m * block_d <= 32 * 64
+        and programs * MAX_SPLITS > 2 * MULTIPROCESSORS
+        and max_context > SHORT_CONTEXT
     )
     if crowded:
         each = 3
@@ -70,12 +77,13 @@ def choose_cut(
         num_stages = 5 if deep else 2 if block_m == 16 else 3
     return Cut(
         splits=splits,
-        few_parts=min(splits, FEW_SPLITS) + 1,
-        many_parts=power_of_2_from(splits + 1),
+        few_parts=min(splits, FEW_SPLITS),
+        many_parts=power_of_2_from(splits),
         block_m=block_m,
         block_new=max(16, power_of_2_from(max_query_len)),
-        block_n=block_n or max(16, min(128, 2**15 // (block_d * itemsize))),
+        block_n=block_n,
         block_d=block_d,
+        early=splits == 1 and block_m == 16,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=168 if crowded and splits > 1 else None,

@@ -9,14 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependent_launch
-
-
-@triton.jit
-def normed(first, second, norm_first, norm_second, eps, D: tl.constexpr):
-    """RMS norm of rows [R, D] given as halves."""
-    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
-    factor = tl.rsqrt(mean + eps)[:, None]
-    return first * factor * norm_first[None, :], second * factor * norm_second[None, :]
+from specdec_kernels.rope_heads_triton import normed
 
 
 @triton.jit
@@ -67,15 +60,11 @@ def rope_kv_kernel(
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     # A head that is not to be normed, or not to be turned, goes through with factors of 1 and 0.
     if HAS_QUERY_NORM:
-        norm_first = tl.load(query_norm_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
-        norm_second = tl.load(query_norm_ptr + HALF + half, mask=half < HALF, other=0.0)
-        one, two = normed(first, second, norm_first, norm_second.to(tl.float32), eps, D)
+        one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)
         second = tl.where(is_query[:, None], two, second)
     if HAS_KEY_NORM:
-        norm_first = tl.load(key_norm_ptr + half, mask=half < HALF, other=0.0).to(tl.float32)
-        norm_second = tl.load(key_norm_ptr + HALF + half, mask=half < HALF, other=0.0)
-        one, two = normed(first, second, norm_first, norm_second.to(tl.float32), eps, D)
+        one, two = normed(first, second, key_norm_ptr, half, eps, D)
         first = tl.where(is_key[:, None], one, first)
         second = tl.where(is_key[:, None], two, second)
     cos = tl.load(cos_ptr + token * rope_stride + half, mask=half < HALF, other=0.0)

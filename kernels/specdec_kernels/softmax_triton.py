@@ -15,21 +15,24 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def attend(
     row_max,  # [M], in units of log2
-    row_sum,  # [M]
     acc,  # [M, D]
-    query_first,
+    query_first,  # [M, D / 2]
     query_second,
-    key_first,
+    key_first,  # [N, D / 2]
     key_second,
-    value,
-    visible,
-    scale,
+    value,  # [N, D]
+    visible,  # [M, N]
+    scale,  # positive
     softcap,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of keys, as halves [N, D / 2], joins the softmax."""
+    """One tile of keys, as halves, joins the softmax.
+
+    Returns the new maxima, the factor [M] of what was summed before, the tile's weights [M, N],
+    which are still to be summed, and the new `acc`.
+    """
     if UPCAST:
         query_first = query_first.to(tl.float32)
         query_second = query_second.to(tl.float32)
@@ -37,19 +40,20 @@ def attend(
         key_second = key_second.to(tl.float32)
         value = value.to(tl.float32)
     scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
-    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION) * scale
+    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
-        scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-    scores = tl.where(visible, scores * LOG2E, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
+        scale = 1.0
+    scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * (scale * LOG2E))
     # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores - base[:, None])
+    weights = tl.exp2(scores * (scale * LOG2E) - base[:, None])
     keep = tl.exp2(row_max - base)
     acc = acc * keep[:, None]
     acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    return new_max, row_sum * keep + tl.sum(weights, axis=1), acc
+    return new_max, keep, weights, acc
 
 
 @triton.jit
@@ -75,15 +79,11 @@ def few_parts(
     """Maxima and sums [R] and weighted values [R, D] of a softmax; part by part in every thread."""
     dim = tl.arange(0, BLOCK_D)
     row_max = tl.full(row.shape, float("-inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        live = row < tl.where(part < parts, rows, 0)
-        at = stats_ptr + part * (2 * BLOCK_M) + row
-        part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
-        row_max = tl.maximum(row_max, part_max)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
     row_sum = tl.zeros(row.shape, tl.float32)
     acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
-    for part in tl.static_range(PARTS):
+    for part in tl.static_range(
+        PARTS
+    ):  # no load depends on another, so all can be under way at once
         live = row < tl.where(part < parts, rows, 0)
         at = stats_ptr + part * (2 * BLOCK_M) + row
         part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
@@ -94,9 +94,13 @@ def few_parts(
             other=0.0,
             cache_modifier=".cg",
         )
+        new_max = tl.maximum(row_max, part_max)
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        keep = tl.exp2(row_max - base)
         weight = tl.exp2(part_max - base)
-        row_sum += part_sum * weight
-        acc += values * weight[:, None]
+        row_sum = row_sum * keep + part_sum * weight
+        acc = acc * keep[:, None] + values * weight[:, None]
+        row_max = new_max
     return row_max, row_sum, acc
 
 

@@ -134,8 +134,8 @@ def test_kernel(shape, norms, dtype, device):
 )
 def test_splits_do_not_change_the_result(shape, splits, device):
     layer = make_layer(shape, torch.float32, device)
-    for _ in range(2):
-        out = layer.run(splits=splits, min_keys=16, block_n=16)
+    for alone in (0, 80):
+        out = layer.run(splits=splits, alone=alone, min_keys=16, block_n=16)
         assert_close(f"out with {splits} splits", layer.expected, out, 1e-5)
         arrived, before = epochs(device).unbind(1)
         assert torch.equal(arrived, before)
@@ -177,10 +177,10 @@ def test_wide_tables_and_strided_rows(device):
 
 
 def test_number_of_splits_fills_the_device_once():
-    assert num_splits(programs=8, max_context=2**17, at_once=264) == 32
-    assert num_splits(programs=8, max_context=2**17, at_once=132) == 15
-    assert num_splits(programs=8, max_context=300, at_once=264) == 3
-    assert num_splits(programs=64, max_context=4096, at_once=264) == 3
+    assert num_splits(programs=8, max_context=2**17, at_once=264) == 33
+    assert num_splits(programs=8, max_context=2**17, at_once=132) == 16
+    assert num_splits(programs=8, max_context=300, at_once=264) == 4
+    assert num_splits(programs=64, max_context=4096, at_once=264) == 4
     assert num_splits(programs=100, max_context=4096, at_once=264) == 1
     assert num_splits(programs=500, max_context=4096, at_once=264) == 1
 
