@@ -43,6 +43,7 @@ def cached_tile(
     start,
     low,
     high,
+    query_position,  # [M]; only with WINDOW
     key_stride_b,
     key_stride_s,
     value_stride_b,
@@ -53,7 +54,10 @@ def cached_tile(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Positions [N] from `start`, which of them are in [low, high), and their keys and values."""
+    """Keys as halves [N, D / 2] and values [N, D] from position `start` on, and who sees them.
+
+    That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
+    """
     half = tl.arange(0, BLOCK_D // 2)
     dim = tl.arange(0, BLOCK_D)
     step = tl.arange(0, BLOCK_N)
@@ -77,7 +81,10 @@ def cached_tile(
     value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
     value_at += (block * value_stride_b)[:, None]
     value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
-    return position, stored, key_first, key_second, value
+    visible = stored[None, :]
+    if WINDOW > 0:
+        visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+    return visible, key_first, key_second, value
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
@@ -187,13 +194,17 @@ def rope_attention_kernel(
     key_cache_head = key_cache_ptr + kv_head * key_stride_h
     value_cache_head = value_cache_ptr + kv_head * value_stride_h
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
-    position, stored, key_first, key_second, value = cached_tile(
+    row = tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    query_position = old + token
+    visible, key_first, key_second, value = cached_tile(
         key_cache_head,
         value_cache_head,
         table,
         first,
         low,
         high,
+        query_position,
         key_stride_b,
         key_stride_s,
         value_stride_b,
@@ -205,8 +216,6 @@ def rope_attention_kernel(
         WINDOW,
     )
 
-    row = tl.arange(0, BLOCK_M)
-    token = row // GROUP
     head = kv_head * GROUP + row % GROUP
     row_live = token < query_len
     packed = (query_begin + token).to(tl.int64)
@@ -262,11 +271,7 @@ def rope_attention_kernel(
     # Summed over threads at the end only: that takes shuffles and barriers.
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    query_position = old + token
     if first < high:
-        visible = stored[None, :]
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
         row_max, keep, weights, acc = attend(
             row_max,
             acc,
@@ -284,13 +289,14 @@ def rope_attention_kernel(
         )
         sums = weights
     for start in range(first + BLOCK_N, high, BLOCK_N):
-        position, stored, key_first, key_second, value = cached_tile(
+        visible, key_first, key_second, value = cached_tile(
             key_cache_head,
             value_cache_head,
             table,
             start,
             low,
             high,
+            query_position,
             key_stride_b,
             key_stride_s,
             value_stride_b,
@@ -301,9 +307,6 @@ def rope_attention_kernel(
             BLOCK_N,
             WINDOW,
         )
-        visible = stored[None, :]
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
         row_max, keep, weights, acc = attend(
             row_max,
             acc,

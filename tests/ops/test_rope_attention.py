@@ -101,6 +101,7 @@ SHAPES = [
     Shape((3,), (140,), heads=2, kv_heads=2, dk=256, dv=256, block_size=64),
     Shape((1, 3), (80, 33), window=9),
     Shape((6, 2), (160, 70), window=3, block_size=4),
+    Shape((2, 1), (60, 33), window=11, block_size=5),
     Shape((1, 4), (40, 8), softcap=2.0),
     Shape((1, 3), (70, 5), sinks=True),
     Shape((1, 2), (170, 33), sinks=True, softcap=1.5, window=140, heads=16, kv_heads=1),
