@@ -222,8 +222,8 @@ def rope_attention(
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
     The new tokens' keys and values are taken from `qkv`, those before them from the cache. On CUDA
-    the block tables, lengths and cos and sin must be older than the kernel that writes `qkv`: they
-    and the old cache are read while that one still runs.
+    the block tables, lengths, slots and cos and sin must be older than the kernel that writes `qkv`:
+    they and the old cache are read while that one still runs.
 
     Args:
         qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
