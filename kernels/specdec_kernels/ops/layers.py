@@ -222,8 +222,8 @@ def rope_attention(
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
     The new tokens' keys and values are taken from `qkv`, those before them from the cache. On CUDA
-    the block tables, lengths, slots and cos and sin must be older than the kernel that writes `qkv`:
-    they and the old cache are read while that one still runs.
+    block tables, lengths, slots, cos and sin must be older than the kernel that writes `qkv`: they
+    and the old cache are read while that one still runs.
 
     Args:
         qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
@@ -233,7 +233,8 @@ def rope_attention(
             trash block), whose contents are then not defined. Of more queries than the context has
             tokens the first ones are padding.
         block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
-            sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros.
+            sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros. The scale
+            is positive.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
         eps: Of these norms.
 
