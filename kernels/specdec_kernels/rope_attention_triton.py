@@ -488,7 +488,6 @@ def rope_attention_triton(
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
     assert sinks is None or sinks.shape == (heads,)
-    assert scale > 0
     tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
     assert all(t.stride(-1) == 1 for t in tensors)
     # Wider heads leave room for fewer rows.
