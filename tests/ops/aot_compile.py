@@ -153,7 +153,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "chunk_sums-k0": ("rejection_triton", "chunk_sums_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
     "draw-k0": ("rejection_triton", "draw_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
     **{
-        f"{kernel}-{name}": ("logits_triton", f"{kernel}_kernel", pointer, constants, types)
+        f"{kernel}-{name}": ("logit_rows_triton", f"{kernel}_kernel", pointer, constants, types)
         for kernel, name, pointer, constants, types in [
             ("row_sums", "few", "*bf16", LOGITS, LOGIT_TYPES),
             ("row_sums", "many", "*bf16", MANY_LOGITS, LOGIT_TYPES),
@@ -170,6 +170,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
             ("settle", "top-k", "*bf16", {**LOGITS, "BY_MASS": False}, LOGIT_TYPES),
             ("settle", "top-p", "*bf16", {**MANY_LOGITS, "BY_MASS": True}, LOGIT_TYPES),
+        ]
+    },
+    **{
+        f"{kernel}-{name}": ("logits_triton", f"{kernel}_kernel", pointer, constants, types)
+        for kernel, name, pointer, constants, types in [
             ("sample_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
             ("sample_logits", "many", "*fp32", MANY_LOGITS, LOGIT_TYPES),
             ("reject_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),

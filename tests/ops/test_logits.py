@@ -3,7 +3,8 @@
 import pytest
 import torch
 from ops_helpers import needs_cuda
-from specdec_kernels import logits_triton
+from specdec_kernels import logit_rows_triton as rows_of_logits
+from specdec_kernels.logit_rows_triton import logit_rows_triton
 from specdec_kernels.logits import (
     LogitRows,
     logit_rows_reference,
@@ -11,11 +12,7 @@ from specdec_kernels.logits import (
     sample_logits_reference,
     to_probs,
 )
-from specdec_kernels.logits_triton import (
-    logit_rows_triton,
-    reject_logits_triton,
-    sample_logits_triton,
-)
+from specdec_kernels.logits_triton import reject_logits_triton, sample_logits_triton
 from torch import Tensor
 
 from tests.lossless import chi_square
@@ -163,8 +160,8 @@ def test_rows_of_several_parts(dtype, settings, device):
 @pytest.mark.parametrize("few", [0, 1000], ids=["many", "few"])
 @pytest.mark.parametrize("settings", [(0.8, 0, 1.0), (1.3, 50, 1.0), (1.1, 90, 0.8)], ids=str)
 def test_cuts_of_the_vocabulary(settings, few, device, monkeypatch):
-    monkeypatch.setattr(logits_triton, "BLOCKS", (32, 64))
-    monkeypatch.setattr(logits_triton, "FEW_PROGRAMS", few)
+    monkeypatch.setattr(rows_of_logits, "BLOCKS", (32, 64))
+    monkeypatch.setattr(rows_of_logits, "FEW_PROGRAMS", few)
     logits = some_logits(3, 205, torch.bfloat16, device)
     stats = logit_rows_triton(logits, *settings)
     assert stats.parts.shape[1] == (7 if few else 4)
@@ -210,7 +207,7 @@ def test_extreme_temperatures(filters, temperature, rows_of, device):
 @pytest.mark.parametrize("filters", [(0, 1.0), (2, 0.5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_void_rows(dtype, filters, rows_of, device, monkeypatch):
-    monkeypatch.setattr(logits_triton, "BLOCKS", (32, 64))
+    monkeypatch.setattr(rows_of_logits, "BLOCKS", (32, 64))
     logits = some_logits(6, 40, dtype, device).clone()
     logits[0, 33] = NAN
     logits[1, 7] = INF
@@ -391,7 +388,7 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
 def test_drafts_of_another_dtype_or_vocabulary(
     dtypes, settings, draft_vocabulary, device, monkeypatch
 ):
-    monkeypatch.setattr(logits_triton, "BLOCKS", (64, 128))
+    monkeypatch.setattr(rows_of_logits, "BLOCKS", (64, 128))
     made = make_round(
         *([1, 0, 1], 1, 205, settings, device),
         draft_vocabulary=draft_vocabulary,

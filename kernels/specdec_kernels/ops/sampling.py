@@ -106,7 +106,7 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
         top_p: 1 keeps all.
     """
     if logits.is_cuda:
-        from specdec_kernels.logits_triton import logit_rows_triton
+        from specdec_kernels.logit_rows_triton import logit_rows_triton
 
         return logit_rows_triton(logits, temperature, top_k, top_p)
     return logit_rows_reference(logits, temperature, top_k, top_p)
