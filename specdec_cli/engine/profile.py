@@ -38,11 +38,6 @@ class CacheNeed:
         """Blocks the run can use: two rounds' room for each slot, and the trash block."""
         return self.batch_size * self.blocks_per_sequence + 1
 
-    @property
-    def least_blocks(self) -> int:
-        """Blocks without which the longest sequence cannot run alone."""
-        return -(-(self.longest - 1) // self.block_size) + 1
-
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:

@@ -27,7 +27,6 @@ from specdec_cli.launch.reports import (
 from specdec_cli.launch.seat import Seat
 
 _LINGER_S = 2.0  # a rank that lost its peers waits for their reports before its end ends them
-_STORE_S = 2.0
 
 
 class PeersMissing(SetupError):
