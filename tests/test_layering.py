@@ -1,4 +1,4 @@
-"""Who may import whom: DESIGN.md's table of layers, held against the tree with `ast`."""
+"""Who may import whom: the table of layers in CONTRIBUTING.md, held against the tree with `ast`."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "specdec_cli"
 
 # A module imports from its own row or below. `x` covers the whole package `x`. A new module finds
-# its row; when none fits, change this table and the one in DESIGN.md, and say why.
+# its row; when none fits, change this table and the one in CONTRIBUTING.md, and say why.
 ROWS = {
     6: "app __main__ commands",
     5: "compare launch render report results generation reporting points reading sweep profiling "
@@ -44,7 +44,7 @@ def row(module: str) -> int:
     name = short(module)
     while name not in ROW_OF or (name in PLACED_ONE_BY_ONE and name != short(module)):
         name, dot, _ = name.rpartition(".")
-        assert dot, f"{module} has no row yet: add it to ROWS in {__file__} and to DESIGN.md"
+        assert dot, f"{module} has no row yet: add it to ROWS in {__file__} and to CONTRIBUTING.md"
     return ROW_OF[name]
 
 

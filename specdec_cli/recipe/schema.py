@@ -1,4 +1,4 @@
-"""The recipe's keys, their defaults and what each may hold (the contract in DESIGN.md).
+"""The recipe's keys, their defaults and what each may hold.
 
 Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
 """

@@ -186,7 +186,7 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 def run_checked(
     engine: Engine, run: Run, found: Callable[[list[int], int], int] = lambda tokens, asked: asked
 ) -> None:
-    """Drive a run by hand; after each step, every number that DESIGN.md derives for a round.
+    """Drive a run by hand; after each step, every number that follows for a round.
 
     found: of the tokens asked for, how many the proposer should have found.
     """

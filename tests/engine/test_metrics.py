@@ -15,7 +15,7 @@ from specdec_cli.engine.types import SamplingParams, Sequence
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 from tests.support import CPU
 
-# The names that DESIGN.md's contract promises.
+# The names that scripts may rely on.
 ACCEPTANCE_NAMES = {
     "num_drafts",
     "num_draft_tokens",
