@@ -67,7 +67,7 @@ class Text:
 class Rounds:
     """Expected counts of rounds over some texts; whole numbers where acceptance is certain.
 
-    drafts: rounds with proposals. plain: rounds without. per_pos: accepted proposals by place.
+    drafts: rounds with proposals. plain: rounds without. accepted: proposals that stand.
     """
 
     k: int
