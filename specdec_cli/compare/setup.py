@@ -85,7 +85,7 @@ def plan_comparison(
     if recipe.draft is None or recipe.speculation.method != "draft_model":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
-            "pass --draft, or give the recipe a draft and speculation.method: draft_model",
+            "pass --draft and --set speculation.method=draft_model, or give the recipe both",
         )
     k = recipe.speculation.num_speculative_tokens
     if k == 0:

@@ -249,6 +249,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
         (["--target-tp", "3"], 2, "no legal pair: "),
         (["-k", "0"], 2, "at k = 0 the draft does nothing"),
         (["--set", "speculation.method=ngram"], 2, "compare-tp needs a draft model"),
+        (["--set", "speculation.method=ngram"], 2, "--set speculation.method=draft_model"),
         (["--device", "cuda:0"], 2, "cuda:0 is one device"),
         (["--resume"], 2, "--resume: which comparison?"),
     ],
