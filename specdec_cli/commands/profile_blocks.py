@@ -140,10 +140,13 @@ def profile_blocks(
         memory = parse_bytes(device_memory) if device_memory is not None else None
         with waiting("estimating", quiet=quiet):
             resolved, document = _estimated(resolve, lists, memory, context, permissions)
+        options.warn_of_unused(resolved, has_draft=draft is not None)
         _show(document, resolved, as_json=as_json, output=output, quiet=quiet)
         return
     resolved = resolve(next(_points(lists)))
     place: Place = ctx.obj
+    if place.rank is None or place.rank.tells_user:
+        options.warn_of_unused(resolved, has_draft=draft is not None)
     num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
 
     def read() -> "list[specdec_cli.prompts.Prompt]":

@@ -249,3 +249,12 @@ def test_bad_options(
 )
 def test_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("way", [["--estimate"], []], ids=["estimated", "measured"])
+def test_a_draft_that_the_method_does_not_use_is_told(
+    way: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = profile(capsys, "demo-ngram", "--draft", "demo:draft", *SMALL, "-q", *way)
+    said = "warning: --draft is not used: speculation.method is ngram\n"
+    assert (result.code, result.err) == (0, said)
