@@ -207,6 +207,13 @@ class RunFolder:
                 temporary.unlink()
             raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
 
+    def forget(self, name: str) -> None:
+        """Take away a file of records that stand for nothing."""
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as problem:
+            raise SetupError(f"cannot remove {self.path / name}: {problem.strerror}") from None
+
     def close(self) -> None:
         for descriptor in self._files.values():
             os.close(descriptor)

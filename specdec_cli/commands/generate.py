@@ -181,6 +181,8 @@ def _write(
         for sink in sinks:
             sink.close()
     if is_single and outputs[0].error is not None:
+        if folder is not None:
+            folder.forget("samples.jsonl")  # as no run took place: the next one may be kept there
         raise UsageError(f"the prompt cannot run: {outputs[0].error}")
     failures = {o.index: o.error for o in outputs if o.error is not None}
     with world.outside():

@@ -114,6 +114,13 @@ def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:
     assert point["status"] == "ok" and point["metrics"]["num_prompts"] == 2
 
 
+def test_a_single_prompt_that_cannot_run_leaves_the_folder_free(run: Run, tmp_path: Path) -> None:
+    alone = ("--prompt", "def " * 40, *SHORT, "-o", tmp_path)
+    refused(run(*alone, "--num-blocks", "3"), 2, "the prompt cannot run: needs 3 KV blocks")
+    assert run(*alone).code == 0
+    assert [sample["finish_reason"] for sample in samples(tmp_path)] == ["length"]
+
+
 def test_a_point_without_a_prompt_that_could_run_says_why(run: Run, tmp_path: Path) -> None:
     (tmp_path / "p.txt").write_text("def " * 40)
     limit = ("--set", "cache.max_model_len=20")
