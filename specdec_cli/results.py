@@ -245,7 +245,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
         if not isinstance(record, dict):
             raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")

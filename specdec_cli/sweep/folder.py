@@ -97,7 +97,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
         found = json.loads((path / _SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} is no folder of a sweep: it has no {_SETTINGS}") from None
-    except (OSError, ValueError) as problem:
+    except (OSError, ValueError, RecursionError) as problem:
         raise SetupError(f"cannot read {path / _SETTINGS}: {problem}") from None
     if not isinstance(found, dict):
         raise SetupError(f"{path / _SETTINGS}: no settings", "the file was damaged or edited")
@@ -134,7 +134,7 @@ def another_environment(path: Path, where: dict[str, Any]) -> str | None:
     """
     try:
         earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if (found := first_difference(earlier, json.loads(to_json(where)))) is None:
         return None

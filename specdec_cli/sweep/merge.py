@@ -134,7 +134,7 @@ def _environments(paths: Sequence[Path]) -> dict[str, Any]:
             where = json.loads(file.read_text(encoding="utf-8"))
         except OSError as problem:
             raise SetupError(f"cannot read {file}: {problem.strerror}") from None
-        except ValueError:
+        except (ValueError, RecursionError):
             where = None
         if not isinstance(where, dict):
             raise SetupError(f"{file}: no environment of a run", "the file was damaged or edited")

@@ -573,6 +573,7 @@ SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
         ("replay.jsonl", '{"draft": "demo:draft", "index": 0, "limit": 1.5}', "limit is damaged"),
         ("points.jsonl", '{"draft": "x", "k": 0, "batch_size": 1, "status": "ok"}', "draft is x"),
         ("points.jsonl", "null", ""),
+        pytest.param("points.jsonl", "[" * 100_000, "", id="deep"),
     ],
 )
 def test_a_damaged_record_is_refused_by_its_line(
@@ -630,6 +631,7 @@ def test_an_edited_sample_is_refused(
     "text, code, message",
     [
         ("", 5, "cannot read"),
+        pytest.param("[" * 100_000, 5, "cannot read", id="deep"),
         ("[]", 5, "no settings"),
         ('{"settings": {"ks": 1}}', 5, "no settings of a sweep"),
         ('{"settings": {"target_tps": [1]}}', 2, "is another command's"),
@@ -662,8 +664,11 @@ def test_merge_takes_folders_of_sweeps(
     file = whole[0] / "points.jsonl"
     refused(specdec(capsys, "merge", file, "-o", tmp_path / "new"), 2, "is no folder of a sweep")
     folder = shutil.copytree(whole[0], tmp_path / "run")
-    (folder / "environment.json").write_text("[1]")
-    refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), 5, "no environment of a run")
+    for text in ("[1]", "[" * 100_000):
+        (folder / "environment.json").write_text(text)
+        result = specdec(capsys, "merge", folder, "-o", tmp_path / "new")
+        refused(result, 5, "no environment of a run")
+        assert specdec(capsys, *SWEEP, "-q", "-o", folder, "--resume").code == 0
 
 
 def test_another_environment_is_told_wherever_its_samples_go(
