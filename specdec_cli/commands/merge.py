@@ -11,7 +11,10 @@ from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
 
 Folders = Annotated[
-    list[Path], typer.Argument(metavar="DIR...", help="Run folders of the shards of one sweep.")
+    list[Path],
+    typer.Argument(
+        metavar="DIR...", parser=options.run_folder, help="Run folders of the shards of one sweep."
+    ),
 ]
 
 

@@ -182,8 +182,17 @@ Json = Annotated[
 
 def folder(text: str) -> Path:
     """What `-o` names. `-o "$UNSET"` of a script is not the current folder."""
+    return _folder(text, "-o")
+
+
+def run_folder(text: str) -> Path:
+    """What DIR names, which is not the current folder for an empty name either."""
+    return _folder(text, "DIR")
+
+
+def _folder(text: str, name: str) -> Path:
     if not text.strip():
-        raise typer.BadParameter("the name is empty", param_hint="-o")
+        raise typer.BadParameter("the name is empty", param_hint=name)
     return Path(text)
 
 

@@ -15,7 +15,11 @@ from specdec_cli.text import inert, inert_json
 
 Folder = Annotated[
     Path,
-    typer.Argument(metavar="DIR", help="A run folder of sweep-k or compare-tp, finished or not."),
+    typer.Argument(
+        metavar="DIR",
+        parser=options.run_folder,
+        help="A run folder of sweep-k or compare-tp, finished or not.",
+    ),
 ]
 Output = Annotated[
     Path | None,

@@ -82,6 +82,15 @@ def test_a_partial_run_is_warned_of(folder: Path, capsys: Capture) -> None:
     assert "warning: This run did not come to its end" in capsys.readouterr().err
 
 
+def test_an_empty_name_is_not_the_current_folder(
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    for arguments in (["report", ""], ["merge", "", "-o", "new"]):
+        assert main(arguments) == 2
+        assert "Invalid value for DIR: the name is empty" in capsys.readouterr().err
+
+
 def test_a_folder_that_cannot_be_written(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "taken").touch()
     assert main(["report", str(folder), "-o", str(tmp_path / "taken"), "--format", "csv"]) == 5
