@@ -143,6 +143,8 @@ def _is_file_name(path: str) -> bool:
 @contextmanager
 def _file_source(name: str, column: str | None) -> Iterator[Source]:
     """The rows of a file, open for as long as they are read."""
+    if not name.strip():  # as "$UNSET" of a script is
+        raise UsageError("the name of the prompt file is empty")
     if "://" in name:
         raise UsageError(f"{one_line(name)}: is an address", "download it and name the file")
     try:

@@ -410,6 +410,7 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
         ["--set", "cache.cpu_bytes=1000"],
     ),
     "empty prompt": (2, "--prompt: empty prompt", ["--prompt", ""]),
+    "prompt file without a name": (2, "name of the prompt file is empty", ["--prompt-file", ""]),
     "no prompt file": (2, "nope.txt: no such prompt file", ["--prompt-file", "nope.txt"]),
 }
 
