@@ -67,13 +67,17 @@ def read_prompts(
     limit: int | None = None,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts given as options, then the first `limit` of the file.
+    """The prompts given as options, then those of the file, `limit` of them together at most.
 
     `stdin` is read when there are neither, or when the file is `-`; a terminal never is. Nothing
     anywhere gives an empty list. Bad prompts are a `UsageError` naming file, line and reason;
     with `skip_bad` bad lines are left out, and a warning counts them.
     """
-    found = [_from_option(text) for text in prompts]
+    found = [_from_option(text) for text in prompts][:limit]
+    if limit is not None:
+        limit -= len(found)
+        if not limit:
+            return _numbered(found)
     if prompt_file is not None and prompt_file != "-":
         with _file_source(prompt_file, None) as source:
             found += _prompts_of(source, None, limit, skip_bad=skip_bad)

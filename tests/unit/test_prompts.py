@@ -49,6 +49,17 @@ def test_options_come_before_the_file(tmp_path: Path) -> None:
     assert stdin.read() == "never read"
 
 
+def test_the_limit_counts_options_too(tmp_path: Path) -> None:
+    path = tmp_path / "p.txt"
+    path.write_text("file\nmore\n")
+    given = ["one", "two"]
+    assert texts(read_prompts(given, str(path), None, limit=3)) == ["one", "two", "file"]
+    assert texts(read_prompts(given, str(path), None, limit=2)) == given
+    assert texts(read_prompts(given, None, None, limit=1)) == ["one"]
+    with pytest.raises(UsageError, match="empty prompt"):
+        read_prompts(["one", ""], None, None, limit=1)
+
+
 @pytest.mark.parametrize(
     ("piped", "expected"),
     [
