@@ -15,7 +15,7 @@ import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.status import waiting
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.launch.world import Place, World, join
 from specdec_cli.text import inert
 
@@ -192,17 +192,18 @@ def _estimated(
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
     """The document of the first point, with all of them as rows when there are several.
 
-    Raises `SetupError` when nothing fits at any of them.
+    Raises `SetupError` when nothing fits at any of them, and what was wrong with the first when
+    none can be.
     """
     with importing():
         from specdec_cli.engine.plan import Permissions
-        from specdec_cli.profiling import Estimator, document, point
+        from specdec_cli.profiling import Estimator, document, point, settings
 
     size = resolve({"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
     whole = size.target.tensor_parallel_size
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
-    problem: str | None = None
+    problem: SpecdecError | None = None
     estimator = Estimator(Permissions(*permissions), context, memory)
     for values in _points(lists):
         degree = values["draft_tp"]
@@ -211,17 +212,26 @@ def _estimated(
             row = {"k": values["num_speculative_tokens"], **values, "status": "skipped"}
             del row["num_speculative_tokens"]
             rows.append(_with_defaults(row, size) | {"reason": reason})
-            problem = problem or reason
+            problem = problem or UsageError(f"--draft-tp: {reason}")
             continue
         resolved = resolve(values)
-        profile = estimator.estimate(resolved, _prompts(resolved, context))
+        prompts = _prompts(resolved, context)
+        try:
+            profile = estimator.estimate(resolved, prompts)
+        except SetupError as error:  # a draft that can be split over others of the degrees
+            if len(lists["draft_tp"]) == 1:
+                raise
+            rows.append(settings(resolved) | {"status": "skipped", "reason": error.message})
+            problem = problem or error
+            continue
         rows.append(point(resolved, profile))
         if rows[-1]["status"] == "ok":
             found = found or (resolved, document(resolved, profile))
     if found is None:
         refused = next((row for row in rows if row["status"] == "oom"), None)
         if refused is None:
-            raise UsageError(f"--draft-tp: {problem}")
+            assert problem is not None, "every row was skipped"
+            raise problem
         raise SetupError(
             str(refused["reason"]),
             "use smaller models, a smaller dtype, more ranks, or more memory",

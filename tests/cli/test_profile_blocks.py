@@ -112,6 +112,26 @@ def test_an_estimate_over_lists(capsys: pytest.CaptureFixture[str]) -> None:
     assert [r["draft_block_bytes"] for r in rows[1, 5, 16]["ranks"]] == [2**19, 0]
 
 
+def test_a_degree_over_which_the_draft_cannot_be_split_is_a_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, heads in (("target", 8), ("draft", 2)):
+        config = tiny_config("llama", num_attention_heads=heads, num_key_value_heads=2, head_dim=8)
+        config.save_pretrained(tmp_path / name)
+    pair = ("--target", tmp_path / "target", "--draft", tmp_path / "draft", "--target-tp", "4")
+    dummy = ("--set", "target.load_format=dummy", "--set", "draft.load_format=dummy")
+    asked = (*pair, *dummy, *SMALL, "--estimate", "--json")
+    found = profile(capsys, *asked, "--draft-tp", "4,1,3,2")
+    assert found.code == 0, found.err
+    rows = {p["draft_tp"]: p for p in found.document["points"]}
+    assert [rows[tp]["status"] for tp in (1, 2, 3, 4)] == ["ok", "ok", "skipped", "skipped"]
+    assert "2 attention heads cannot be divided among 4 ranks" in rows[4]["reason"]
+    assert rows[4].keys() == rows[3].keys()
+    assert found.document["num_blocks"] == rows[1]["num_blocks"]
+    alone = profile(capsys, *asked, "--draft-tp", "4")
+    assert alone.code == 5 and "cannot be divided" in alone.document["error"]["message"]
+
+
 @pytest.mark.parametrize("share", ["[]", "[embeddings]"])
 def test_a_draft_with_a_tied_head_over_ranks(
     share: str, capsys: pytest.CaptureFixture[str]
