@@ -136,7 +136,10 @@ def profile_blocks(
         return options.resolve(recipe, sets, chosen | point)
 
     permissions = (trust_remote_code, allow_pickle)
+    place: Place = ctx.obj
     if estimate:
+        if place.seat is not None and place.seat.rank:
+            return  # one process finds the same as all of them, and one writes it
         memory = parse_bytes(device_memory) if device_memory is not None else None
         with waiting("estimating", quiet=quiet):
             resolved, document = _estimated(resolve, lists, memory, context, permissions)
@@ -144,7 +147,6 @@ def profile_blocks(
         _show(document, resolved, as_json=as_json, output=output, quiet=quiet)
         return
     resolved = resolve(next(_points(lists)))
-    place: Place = ctx.obj
     if place.rank is None or place.rank.tells_user:
         options.warn_of_unused(resolved, has_draft=draft is not None)
     num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s

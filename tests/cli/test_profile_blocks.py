@@ -11,6 +11,7 @@ import yaml
 from specdec_cli.app import main
 from specdec_cli.commands.profile_blocks import parse_bytes
 from tests.cli.generate_helpers import Result, on_terminal, specdec
+from tests.launch.helpers import living, marked, start, torchrun_alone
 from tests.support import tiny_config
 
 # What other people's scripts may rely on.
@@ -154,6 +155,18 @@ def test_a_draft_with_a_tied_head_over_ranks(
         for row in document["draft_cost"]["by_draft_tp"]:
             announced = found[row["draft_tp"]]["num_blocks"]
             assert row["num_blocks"] == pytest.approx(announced, rel=5e-3), "but for activations"
+
+
+@pytest.mark.dist
+def test_one_of_torchruns_processes_writes_an_estimate(tmp_path: Path) -> None:
+    environ, folder = marked(), tmp_path / "run"
+    asked = ["-m", "specdec_cli", "profile-blocks", "demo", "--target-tp", "2", *SMALL]
+    program = [*torchrun_alone(2), *asked, "--estimate", "--json", "-o", str(folder)]
+    parent = start(program, environ)
+    out, err = parent.communicate(timeout=300)
+    assert parent.returncode == 0, err
+    assert json.loads(out) == json.loads((folder / "summary.json").read_text())
+    assert living(environ) == []
 
 
 @pytest.mark.parametrize("mode", [(), ("--estimate",)], ids=["measured", "estimated"])
