@@ -25,7 +25,6 @@ from specdec_cli.engine.plan import (
     Describe,
     Permissions,
     Plan,
-    plan,
     plan_all_ranks,
     resolve_device,
 )
@@ -70,9 +69,8 @@ class Profile:
 
 
 def measure_blocks(
-    recipe: Recipe,
+    planned: Plan,
     prompts: list[Prompt],
-    permissions: Permissions,
     context: int | None,
     on_stage: Callable[[str], None],
     expect: Callable[[int], None],
@@ -81,7 +79,6 @@ def measure_blocks(
 
     Raises `SetupError` with the numbers when not even the smallest cache fits.
     """
-    planned = plan(recipe, permissions)
     tokens = _context(planned, prompts, context)
     expect(len(planned.held) + 1)
     try:
@@ -91,7 +88,7 @@ def measure_blocks(
     on_stage("running the largest passes")
     mine = measured(planned, models, _need(planned, planned.max_model_len))
     split = Split(tuple(planned.parallel.gather_objects(mine)))
-    split.check(recipe.cache.block_size)
+    split.check(planned.recipe.cache.block_size)
     return Profile(planned, split, tokens)
 
 

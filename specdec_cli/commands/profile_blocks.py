@@ -157,7 +157,9 @@ def profile_blocks(
     if place.must_start(num_ranks):
         raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
     with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
-        document = _measured(world, resolved, world.inputs(read), context, permissions, quiet)
+        prompts = world.inputs(read)
+        kept = output if world.is_first else None
+        document = _measured(world, resolved, prompts, context, permissions, kept, quiet)
         if world.is_first:
             with world.outside():
                 _show(document, resolved, as_json=as_json, output=output, quiet=quiet)
@@ -169,16 +171,21 @@ def _measured(
     prompts: "list[specdec_cli.prompts.Prompt]",
     context: int | None,
     permissions: tuple[bool, bool],
+    output: Path | None,
     quiet: bool,
 ) -> dict[str, object]:
+    """The document, on rank 0. output: the folder that it is to be kept in, tried beforehand."""
     with waiting("getting ready", quiet=quiet) as stages:
         with importing():
-            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.engine.plan import Permissions, plan
             from specdec_cli.profiling import document, measure_blocks
+            from specdec_cli.results import RunFolder, environment
 
-        profile = measure_blocks(
-            resolved, prompts, Permissions(*permissions), context, stages.begin, stages.expect
-        )
+        planned = plan(resolved, Permissions(*permissions))
+        if output is not None:
+            where = environment(planned.device, planned.target.dtype, planned.execution)
+            RunFolder.create(output, resolved, where).close()
+        profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
         # Before the others are ready to wait: it describes the draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()

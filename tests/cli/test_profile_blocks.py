@@ -241,6 +241,16 @@ def test_a_run_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert again["cache"]["cpu_bytes"] == 4_000_000
 
 
+def test_a_folder_that_cannot_be_had_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "points.jsonl").write_text("{}\n")
+    monkeypatch.delattr("specdec_cli.profiling.load_models")
+    result = profile(capsys, "demo", *SMALL, "-o", tmp_path)
+    assert (result.code, result.out) == (2, "")
+    assert "holds the results of an earlier run (points.jsonl)" in result.err
+
+
 def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / HOSTILE
     tiny_config("llama", num_key_value_heads=4).save_pretrained(folder)
