@@ -22,6 +22,8 @@ T = TypeVar("T")
 # Collectives wait for so much longer than a hung rank is given, so that it is the one to be named.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
+# One machine has no more GPUs; each rank is a process, and too many of them stop a machine.
+_MOST_RANKS = 64
 
 
 @dataclass(slots=True)
@@ -43,7 +45,14 @@ class Place:
         return self.seat is None and num_ranks > 1
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
-        """Run this command line as ranks and return its exit code; raises their root cause."""
+        """Run this command line as ranks and return its exit code; raises their root cause, and
+        `UsageError` for more ranks than a machine can have."""
+        if num_ranks > _MOST_RANKS:
+            raise UsageError(
+                f"target.tensor_parallel_size is {num_ranks}; specdec starts at most "
+                f"{_MOST_RANKS} ranks on one machine",
+                "pass a smaller --target-tp, or start the ranks with torchrun or srun",
+            )
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
         self.has_answered = True
         return code

@@ -157,6 +157,15 @@ def test_a_draft_with_a_tied_head_over_ranks(
             assert row["num_blocks"] == pytest.approx(announced, rel=5e-3), "but for activations"
 
 
+def test_no_machine_is_filled_with_ranks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("specdec_cli.launch.world.run_ranks")
+    result = profile(capsys, "demo", *SMALL, "--target-tp", "1024")
+    assert (result.code, result.out) == (2, "")
+    assert "tensor_parallel_size is 1024; specdec starts at most 64 ranks" in result.err
+
+
 @pytest.mark.dist
 def test_one_of_torchruns_processes_writes_an_estimate(tmp_path: Path) -> None:
     environ, folder = marked(), tmp_path / "run"
