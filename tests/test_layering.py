@@ -12,8 +12,8 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in CONTRIBUTING.md, and say why.
 ROWS = {
     6: "app __main__ commands",
-    5: "compare launch render report results generation reporting points reading sweep profiling "
-    "memory_view",
+    5: "compare launch render report results generation reporting points lossless reading sweep "
+    "profiling memory_view",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
     "engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",

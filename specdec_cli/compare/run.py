@@ -10,10 +10,11 @@ from specdec_cli.compare.measure import Task
 from specdec_cli.compare.records import Records
 from specdec_cli.compare.settings import Pair
 from specdec_cli.compare.setup import Plan
-from specdec_cli.compare.verdict import tokens_line, verdict_of
+from specdec_cli.compare.verdict import tokens_of, verdict_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
+from specdec_cli.lossless import is_broken, tokens_line
 from specdec_cli.points import Failure, Point
 from specdec_cli.results import RunFolder, to_json
 
@@ -87,7 +88,7 @@ def document_of(plan: Plan, records: Records, warnings: Sequence[str]) -> dict[s
     """`compare-tp --json`, and summary.json."""
     verdict = verdict_of(records)
     said = list(warnings)
-    if verdict["tokens"]["must_be_identical"] and verdict["tokens"]["identical"] is False:
+    if is_broken(verdict["tokens"]):
         said.append(tokens_line(verdict["tokens"]) or "")
     return {
         "schema": "specdec.compare-tp/1",
@@ -107,7 +108,7 @@ def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
 
 def exit_code(plan: Plan, records: Records, codes: Sequence[int]) -> ExitCode:
     """Partial where a point or a prompt that could be asked for has no result; where there is no
-    result at all, what stopped the pairs."""
+    result at all, what stopped the pairs. Tokens that must not differ count for more."""
     statuses = _statuses(records.points)
     samples = [s for found in records.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:
@@ -115,6 +116,8 @@ def exit_code(plan: Plan, records: Records, codes: Sequence[int]) -> ExitCode:
     if "ok" not in statuses:
         alike = set(codes)
         return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED
+    if is_broken(tokens_of(records)):
+        return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
     failed = bool({"failed", "oom"} & set(statuses)) or missing
     failed = failed or any(s["finish_reason"] == "error" for s in samples)

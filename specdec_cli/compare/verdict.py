@@ -4,12 +4,14 @@ Computed from points and samples alone. Knows no terminal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
 from specdec_cli import stats
 from specdec_cli.compare.records import Records, Samples
 from specdec_cli.compare.settings import Pair, Settings
+from specdec_cli.lossless import compare_tokens
 from specdec_cli.points import Point, decode_seconds, without_errors
 from specdec_cli.stats import SumRatio
 
@@ -198,43 +200,14 @@ def _tied(best: Mapping[str, Any]) -> str:
 
 
 def tokens_of(records: Records) -> dict[str, Any]:
-    """Whether every pair wrote the same tokens, where they have to: greedy, not synthetic.
-
-    In float32 a difference is a fault. In narrower formats sums in another order move near-ties,
-    so there the number of prompts that diverge is for information.
-    """
+    """Whether every pair wrote the same tokens, where they have to."""
     settings = records.settings
+    points = (
+        ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
+        for pair, batch_size, k, samples in _complete(records, settings)
+    )
     is_comparable = settings.is_greedy and not settings.is_synthetic
-    found: dict[str, Any] = {
-        "compared": is_comparable,
-        "must_be_identical": is_comparable and settings.dtype == "float32",
-        "identical": None,
-        "diverging": [],
-    }
-    if not is_comparable:
-        return found
-    reference: dict[int, list[int]] = {}
-    diverging = []
-    for pair, batch_size, k, whole in _complete(records, settings):
-        samples = without_errors(whole)
-        for index, sample in samples.items():
-            reference.setdefault(index, sample["token_ids"])
-        differing = [i for i, s in sorted(samples.items()) if s["token_ids"] != reference[i]]
-        if differing:
-            diverging.append(
-                {
-                    "target_tp": pair.target_tp,
-                    "draft_tp": pair.draft_tp,
-                    "batch_size": batch_size,
-                    "k": k,
-                    "num_prompts": len(samples),
-                    "num_diverging": len(differing),
-                    "first": differing[0],
-                }
-            )
-    if not reference:
-        return found
-    return found | {"identical": not diverging, "diverging": diverging}
+    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 
 def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int, int, Samples]]:
@@ -244,20 +217,3 @@ def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int,
             if records.is_complete(pair, batch_size):
                 for k in (0, settings.k):
                     yield pair, batch_size, k, records.of(pair, batch_size, k)
-
-
-def tokens_line(tokens: Mapping[str, Any]) -> str | None:
-    """What is to be said of tokens, or None where there is nothing to compare."""
-    if tokens["identical"] is None:
-        return None
-    if tokens["identical"]:
-        return "tokens are the same at every point"
-    worst = max(tokens["diverging"], key=lambda d: d["num_diverging"] / d["num_prompts"])
-    where = (
-        f"{worst['num_diverging']} of {worst['num_prompts']} prompts at target TP "
-        f"{worst['target_tp']}, draft TP {worst['draft_tp']}, batch size {worst['batch_size']}, "
-        f"k = {worst['k']}"
-    )
-    if tokens["must_be_identical"]:
-        return f"tokens differ between points, which in float32 they must not: {where}"
-    return f"tokens diverge, as sums in another order make them: at most in {where}"

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Any
 
 from specdec_cli.errors import ExitCode
+from specdec_cli.lossless import compare_tokens, is_broken, tokens_line
 from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points
 from specdec_cli.predict import Text, with_recorded
 from specdec_cli.sweep.recommend import recommend
@@ -119,6 +120,8 @@ def sweep_document(
         b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
         for b in settings.batch_sizes
     }
+    tokens = tokens_of(settings, records)
+    broken = [tokens_line(tokens)] if is_broken(tokens) else []
     return {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
@@ -132,9 +135,18 @@ def sweep_document(
             for key in sorted(records.costs, key=_order(settings))
             if (found := records.costs[key])
         ],
-        "warnings": list(warnings),
+        "tokens": tokens,
+        "warnings": [*warnings, *broken],
         "measuring": clock.as_dict() if clock is not None else None,
     }
+
+
+def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:
+    """Whether every k wrote the same tokens, where it has to."""
+    keys = sorted(records.samples, key=_order(settings))
+    is_comparable = settings.is_greedy and not settings.is_synthetic
+    points = ((asdict(key), records.samples[key]) for key in keys)
+    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 
 def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
@@ -165,11 +177,16 @@ def prompts_that_failed(records: Records) -> list[str]:
 
 
 def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
-    """Partial where a point or a prompt failed; where no point is left, what stopped them all."""
+    """Partial where a point or a prompt failed; where no point is left, what stopped them all.
+
+    Tokens that must not differ count for more than what is missing.
+    """
     statuses = [p["status"] for p in document["points"] if p["status"] != "skipped"]
     samples = [s for found in records.samples.values() for s in found.values()]
     if not samples and "ok" not in statuses:
         only_memory = set(statuses) == {"oom"}
         return ExitCode.ENVIRONMENT if only_memory else ExitCode.RUN_FAILED
+    if is_broken(document["tokens"]):
+        return ExitCode.LOSSLESSNESS
     failed = set(statuses) != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK

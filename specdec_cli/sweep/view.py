@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Key, Point, Sample, decode_seconds
 from specdec_cli.render import console, table_within
 from specdec_cli.text import inert, one_line
@@ -188,6 +189,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         out.print(Text(inert(f"{where}{best['reason']}{_tied(best)}")))
+    if (about_tokens := tokens_line(document["tokens"])) is not None:
+        out.print(Text(inert(about_tokens)))
 
 
 def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:

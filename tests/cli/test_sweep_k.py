@@ -192,6 +192,32 @@ def test_resuming_what_is_done_measures_nothing(
     assert before == {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
 
 
+def test_tokens_that_differ_between_points(
+    capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert whole[1]["tokens"] == {
+        "compared": True,
+        "must_be_identical": True,
+        "identical": True,
+        "diverging": [],
+    }
+    folder = shutil.copytree(whole[0], tmp_path / "run")
+    kept = samples(folder)
+    (changed,) = (s for s in kept if (s["k"], s["index"]) == (2, 3))
+    changed["token_ids"][-1] ^= 1
+    (folder / "samples.jsonl").write_text("".join(json.dumps(s) + "\n" for s in kept))
+    result = specdec(capsys, *SWEEP, "-o", folder, "--resume", "--json")
+    assert result.code == 4
+    found = json.loads(result.out)["tokens"]
+    assert found["identical"] is False
+    assert [(d["k"], d["num_diverging"], d["first"]) for d in found["diverging"]] == [(2, 1, 3)]
+    message = "in float32 they must not: 1 of 4 prompts at draft demo:draft, batch size 1, k = 2"
+    assert message in result.err
+    assert json.loads((folder / "summary.json").read_text())["tokens"] == found
+    printed = specdec(capsys, *SWEEP, "-o", folder, "--resume")
+    assert printed.code == 4 and message in " ".join(printed.out.split())
+
+
 @pytest.mark.parametrize(
     "change, key",
     [

@@ -13,11 +13,12 @@ from specdec_cli.compare.records import Records, merge_repeats
 from specdec_cli.compare.run import exit_code
 from specdec_cli.compare.settings import Pair, Settings, Skip
 from specdec_cli.compare.setup import Plan, skips_of
-from specdec_cli.compare.verdict import best_of, summary_lines, tokens_line, tokens_of, verdict_of
+from specdec_cli.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.compare.view import print_results
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import prepare
+from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Failure, Key
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
@@ -245,7 +246,7 @@ def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
     assert {p["batch_size"] for p in records.update_points(RunFolder(tmp_path))} == {1}
 
 
-def test_diverging_tokens_are_found() -> None:
+def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     assert tokens_of(records)["identical"]
     changed = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
@@ -256,6 +257,8 @@ def test_diverging_tokens_are_found() -> None:
     assert (only["draft_tp"], only["batch_size"], only["k"]) == (2, 8, 2)
     assert (only["num_diverging"], only["num_prompts"], only["first"]) == (1, 10, 3)
     assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
+    records.update_points(RunFolder(tmp_path))
+    assert exit_code(planned({}), records, []) == 4
 
     records.settings = replace(SETTINGS, dtype="bfloat16")
     narrow = tokens_of(records)
