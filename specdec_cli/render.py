@@ -193,7 +193,7 @@ def summary_line(metrics: Metrics, *, synthetic: bool) -> str:
     """One line for logs."""
     a = metrics.acceptance
     line = (
-        f"{_count(metrics.num_prompts, 'prompt')}, {metrics.num_output_tokens} tokens, "
+        f"{_count(metrics.num_prompts, 'prompt')}, {_count(metrics.num_output_tokens, 'token')}, "
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
     )
     if a.num_drafts:
