@@ -41,13 +41,16 @@ _MOST_UTILIZATION = 0.98  # more is not advised: nothing would be left for anybo
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The memory of every rank of one plan. context: tokens of the sequences to be held."""
+    """The memory of every rank of one plan. context: tokens of the sequences to be held.
+
+    at_degree: that of another draft TP, where it can be estimated anew.
+    """
 
     plan: Plan
     split: Split
     context: int
     machine: Machine | None = None  # that was estimated, None where it was measured
-    describe: Describe = describe
+    at_degree: Callable[[int], Split] | None = None
 
     @property
     def block_size(self) -> int:
@@ -109,9 +112,16 @@ class Estimator:
         device, machine = self._machine(recipe)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
-        need = _need(plans[0], plans[0].max_model_len)
-        split = Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
-        return Profile(plans[0], split, tokens, machine, self._describe)
+
+        def at_degree(degree: int) -> Split:
+            assert recipe.draft is not None
+            draft = recipe.draft.model_copy(update={"tensor_parallel_size": degree})
+            changed = recipe.model_copy(update={"draft": draft})
+            return _split(
+                plan_all_ranks(changed, self.permissions, device, self._describe), machine
+            )
+
+        return Profile(plans[0], _split(plans, machine), tokens, machine, at_degree)
 
     def _machine(self, recipe: Recipe) -> tuple[torch.device, Machine]:
         num_ranks = recipe.target.tensor_parallel_size
@@ -124,6 +134,11 @@ class Estimator:
                 "on CPU, cache.cpu_bytes says what caches may take",
             )
         return torch.device("cuda"), empty_gpu(self.device_memory, num_ranks)
+
+
+def _split(plans: Sequence[Plan], machine: Machine) -> Split:
+    need = _need(plans[0], plans[0].max_model_len)
+    return Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
@@ -272,8 +287,8 @@ def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> l
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
     """What the draft costs in capacity against the target alone, and at each degree.
 
-    Follows from the ranks of `profile`: a draft's weights and blocks are known from its config.
-    None without a draft.
+    Of measured ranks only the draft's weights and blocks are exchanged, which are known from its
+    config. None without a draft.
     """
     planned = profile.plan
     if planned.draft is None:
@@ -286,7 +301,11 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             found = profile.split
         else:
             try:
-                found = _with_draft(profile, draft_shares(planned, degree, profile.describe))
+                found = (
+                    _with_draft(profile, draft_shares(planned, degree))
+                    if profile.at_degree is None
+                    else profile.at_degree(degree)
+                )
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
