@@ -15,6 +15,7 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
+from graph_times import graph_times
 from specdec_kernels import ops
 from specdec_kernels.linear import gate_reference, rms_norm_reference
 from torch import Tensor
@@ -53,22 +54,9 @@ class Row:
 
 
 def timed(step: Callable[[int], object], launches: int) -> float:
-    """Microseconds of one of `launches` calls, each with its number, captured as one graph."""
+    """Median microseconds of one of `launches` calls in a graph, each with its number."""
     step(0)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(launches):
-            step(number)
-    graph.replay()
-    times = []
-    for _ in range(5):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / launches)
-    return median(times)
+    return median(graph_times(step, launches, 5))
 
 
 def error_of(actual: Tensor, expected: Tensor) -> float:

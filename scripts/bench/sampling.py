@@ -13,6 +13,7 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from graph_times import graph_times
 from specdec_kernels import ops
 from specdec_kernels.logits import to_probs
 
@@ -40,19 +41,7 @@ def microseconds(run: Callable[[int], object], copies: int) -> float:
     for i in range(copies):
         run(i)
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for i in range(copies):
-            run(i)
-    times: list[float] = []
-    for _ in range(12):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3 / copies)
-    return statistics.median(times[2:])
+    return statistics.median(graph_times(run, copies, 10))
 
 
 def some_logits(rows: int, vocab: int, spread: float, copies: int) -> list[torch.Tensor]:

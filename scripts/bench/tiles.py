@@ -16,6 +16,7 @@ from itertools import product
 from statistics import median
 
 import torch
+from graph_times import graph_times
 from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.linear_tiles import Tiles, choose_tiles
 from specdec_kernels.linear_triton import few_rows_linear
@@ -78,20 +79,7 @@ class Product:
 
 def timed(step: Callable[[int], object]) -> float:
     """Median microseconds of a launch, of LAUNCHES in a graph."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(LAUNCHES):
-            step(number)
-    graph.replay()
-    times = []
-    for _ in range(7):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / LAUNCHES)
-    return median(times)
+    return median(graph_times(step, LAUNCHES, 7))
 
 
 def main() -> None:

@@ -185,7 +185,7 @@ def compare_tp(
         typer.echo(to_json(document))
     else:
         print_results(document)
-    raise typer.Exit(exit_code(plan, records, codes))
+    raise typer.Exit(exit_code(plan, records, codes, document["tokens"]))
 
 
 def compare_tp_ranks(

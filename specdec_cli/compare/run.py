@@ -3,14 +3,14 @@
 What ends one pair's ranks is a failure of that pair; the others go on.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specdec_cli.compare.measure import Task
 from specdec_cli.compare.records import Records
 from specdec_cli.compare.settings import Pair
 from specdec_cli.compare.setup import Plan
-from specdec_cli.compare.verdict import tokens_of, verdict_of
+from specdec_cli.compare.verdict import verdict_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
@@ -106,9 +106,12 @@ def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
     folder.write("summary.json", to_json(document) + "\n")
 
 
-def exit_code(plan: Plan, records: Records, codes: Sequence[int]) -> ExitCode:
+def exit_code(
+    plan: Plan, records: Records, codes: Sequence[int], tokens: Mapping[str, Any]
+) -> ExitCode:
     """Partial where a point or a prompt that could be asked for has no result; where there is no
-    result at all, what stopped the pairs. Tokens that must not differ count for more."""
+    result at all, what stopped the pairs. Tokens that must not differ (`tokens`, of the document)
+    count for more."""
     statuses = _statuses(records.points)
     samples = [s for found in records.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:
@@ -116,7 +119,7 @@ def exit_code(plan: Plan, records: Records, codes: Sequence[int]) -> ExitCode:
     if "ok" not in statuses:
         alike = set(codes)
         return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED
-    if is_broken(tokens_of(records)):
+    if is_broken(tokens):
         return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
     failed = bool({"failed", "oom"} & set(statuses)) or missing

@@ -176,7 +176,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
         assert points[place]["speedup_vs_equal_tp"] == pytest.approx(same, rel=0.01)
     assert points[2, 8]["status"] == "failed" and points[1, 8]["status"] == "ok"
     assert points[1, 8]["speedup_vs_equal_tp"] is points[2, 8]["speedup_vs_equal_tp"] is None
-    assert exit_code(planned({}), records, []) == 3
+    assert exit_code(planned({}), records, [], tokens_of(records)) == 3
     for batch_size in (1, 8):  # k = 0 is that of the pair whose prompts could run
         plain = points[None, batch_size]["metrics"]
         assert plain["num_output_tokens"] == 300
@@ -189,7 +189,9 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
     records.update_points(RunFolder(tmp_path))
     assert {p["status"] for p in records.points} == {"failed"}
     assert tokens_of(records)["identical"] is None and tokens_line(tokens_of(records)) is None
-    assert exit_code(planned({}), records, []) == 3, "as where some prompts could run"
+    assert exit_code(planned({}), records, [], tokens_of(records)) == 3, (
+        "as where some prompts could run"
+    )
 
 
 @pytest.mark.parametrize("name", ["samples.jsonl", "points.jsonl", "pairs.jsonl"])
@@ -258,7 +260,7 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     assert (only["num_diverging"], only["num_prompts"], only["first"]) == (1, 10, 3)
     assert "which in float32 they must not: 1 of 10 prompts" in (tokens_line(found) or "")
     records.update_points(RunFolder(tmp_path))
-    assert exit_code(planned({}), records, []) == 4
+    assert exit_code(planned({}), records, [], tokens_of(records)) == 4
 
     records.settings = replace(SETTINGS, dtype="bfloat16")
     narrow = tokens_of(records)
@@ -312,7 +314,7 @@ def test_exit_codes(
         for batch_size in (1, 8):
             records.failures[Pair(2, degree), batch_size] = Failure(status, "so it was")
     records.update_points(RunFolder(tmp_path))
-    assert exit_code(planned(skips), records, codes) == expected
+    assert exit_code(planned(skips), records, codes, tokens_of(records)) == expected
 
 
 def planned(skips: dict[Pair, Skip]) -> Plan:
