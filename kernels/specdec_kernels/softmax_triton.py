@@ -81,9 +81,8 @@ def few_parts(
     row_max = tl.full(row.shape, float("-inf"), tl.float32)
     row_sum = tl.zeros(row.shape, tl.float32)
     acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
-    for part in tl.static_range(
-        PARTS
-    ):  # no load depends on another, so all can be under way at once
+    # No load depends on another, so all can be under way at once.
+    for part in tl.static_range(PARTS):
         live = row < tl.where(part < parts, rows, 0)
         at = stats_ptr + part * (2 * BLOCK_M) + row
         part_max = tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
