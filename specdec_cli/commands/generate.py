@@ -204,6 +204,7 @@ def _write(
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
         )
+    engine.forget_rounds()
     return ExitCode.PARTIAL if failures else ExitCode.OK
 
 

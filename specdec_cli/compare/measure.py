@@ -99,6 +99,7 @@ def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None
                 found = point_of(task.settings, task.pair, batch_size, samples[k], plain, None, k)
                 with world.outside():
                     on_point(found)
+        sized.forget_rounds()
         del sized
         _free_memory()
     folder.close()

@@ -161,6 +161,9 @@ class Engine:
 
     def forget_rounds(self) -> None:
         """Give up the rounds that were captured, and the memory that they hold."""
+        for pipelines in self._pipelines.values():
+            for pipeline in pipelines:
+                pipeline.close()
         self._pipelines.clear()
         self._pool = None
 

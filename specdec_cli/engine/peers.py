@@ -15,6 +15,10 @@ from specdec_cli.engine.parallel import TensorParallel
 
 _log = logging.getLogger("specdec")
 
+# torch numbers a process's meetings over shared memory, of whatever group: ranks that have met
+# differently often wait for each other without end. So they are counted here, too.
+_meetings: list[str] = []
+
 
 class Shared(NamedTuple):
     """What the ranks of a model share. sums: for `ops.reduce_add_norm`. logits: for
@@ -29,11 +33,14 @@ def shared_memory(
 ) -> Shared | None:
     """Room for MAX_ROWS rows on every rank; None where the GPUs cannot read each other.
 
-    width: of the residual stream. Every rank of the group has to call this.
+    None too where some ranks of the group have met in another before, as a draft's have before a
+    target of more ranks is loaded. width: of the residual stream. Every rank of the group has to
+    call this.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None
     try:
+        compare_meetings(parallel)
         found, problem = _shared(parallel, width, vocab_size, dtype), None
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
         found, problem = None, str(error).partition("\n")[0]
@@ -42,6 +49,12 @@ def shared_memory(
         _log.info("no memory shared between GPUs, small sums go through NCCL: %s", problems[0])
         return None
     return found
+
+
+def compare_meetings(parallel: TensorParallel) -> None:
+    """Raise RuntimeError, on all ranks alike, unless they can meet."""
+    if len(set(parallel.gather_objects(len(_meetings)))) > 1:
+        raise RuntimeError("some of the ranks have met in another group before")
 
 
 def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
@@ -64,6 +77,7 @@ def _allocate(
     part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
     num_bytes = part_bytes + flags * size * 4
     held = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    _meetings.append(parallel.group.group_name)
     handle = symmetric.rendezvous(held, parallel.group)
     held.zero_()
     torch.cuda.synchronize(device)

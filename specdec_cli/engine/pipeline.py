@@ -86,10 +86,12 @@ class Pipeline:
                 padded_round(self.slots, draft, target, rule, self._record, parallel)
 
         self._run = run
+        self._graph: torch.cuda.CUDAGraph | None = None
         if device.type == "cuda":
             for record in self._on_host:
                 record.flat = record.flat.pin_memory()
-            self._run = capture(run, device, pool)
+            self._graph = capture(run, device, pool)
+            self._run = self._graph.replay
 
     @property
     def num_slots(self) -> int:
@@ -155,8 +157,14 @@ class Pipeline:
             if flight.done is not None:
                 flight.done.synchronize()
 
+    def close(self) -> None:
+        """Give up the graph: NCCL does not end while one that holds its sums is alive."""
+        self.discard()
+        if self._graph is not None:
+            self._graph.reset()
 
-def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Callable[[], None]:
+
+def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
     """`run` as a CUDA graph. It is run a few times before, which compiles its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -167,4 +175,4 @@ def capture(run: Callable[[], None], device: torch.device, pool: Any) -> Callabl
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
         run()
-    return graph.replay
+    return graph

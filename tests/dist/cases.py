@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from specdec_cli.engine import peers
 from specdec_cli.engine.build import build
 from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.loop import Engine, Request
@@ -45,6 +46,21 @@ def collectives(rank: int, tp: int) -> dict[str, Any] | None:
         "object": own.broadcast_object(f"from {own.rank}"),
         "objects": own.gather_objects(own.rank * 2),
     }
+
+
+def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
+    """What ranks that have met so often say before they meet again."""
+    own = make_groups(4, 1, CPU, MEMBERS[4]).target
+    assert own is not None
+    before = list(peers._meetings)
+    peers._meetings[:] = ["0"] * meetings[rank]
+    try:
+        peers.compare_meetings(own)
+    except RuntimeError as problem:
+        return str(problem)
+    finally:
+        peers._meetings[:] = before
+    return None
 
 
 def logit_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
@@ -105,6 +121,7 @@ def told(
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
     results = [engine.run(requests, k, SamplingParams(**params)) for k, params in runs]
     assert engine.allocator.num_used == 0
+    engine.forget_rounds()  # NCCL would not end before its graphs
     return {
         "seqs": [[seq_told(s) for s in result.seqs] for result in results],
         "metrics": [result.metrics for result in results],

@@ -246,6 +246,13 @@ def test_a_head_that_is_split_in_other_ways_is_not_shared(world: World, tmp_path
     assert "the target's is split over 4 ranks, and the draft runs on 2" in said[0]
 
 
+def test_ranks_that_met_differently_often_do_not_meet_again(world: World) -> None:
+    """torch would let them wait for each other without end."""
+    said = world.run(cases.refusal_to_meet, [2, 2, 0, 0])
+    assert said == ["some of the ranks have met in another group before"] * 4
+    assert world.run(cases.refusal_to_meet, [2, 2, 2, 2]) == [None] * 4
+
+
 @pytest.mark.parametrize(
     ("sets", "reason"),
     [
