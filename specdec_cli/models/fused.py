@@ -173,9 +173,10 @@ class FusedForward:
         """
         if self.parallel.size == 1:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
-        peers = None if self.shared is None else self.shared.sums
-        room = None if peers is None else peers.take(place, *residual.shape)
-        if peers is not None and room is not None:
+        if self.shared is not None and len(residual) <= self.shared.sum_rows:
+            peers = self.shared.sums
+            room = peers.take(place, *residual.shape)
+            assert room is not None
             ops.linear(x, weight, bias, into=room)
             return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
         part = self.parallel.all_reduce(ops.linear(x, weight, bias))
