@@ -3,7 +3,6 @@
 Rank 0 writes what is found as it comes, so that whatever ends the ranks leaves what was finished.
 """
 
-import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -12,12 +11,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from specdec_cli.compare.records import point_of
 from specdec_cli.compare.settings import Pair, Settings
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Emission, Engine
+from specdec_cli.engine.measure import release
 from specdec_cli.engine.parallel import local_world_size
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import available_memory, room_now
@@ -101,7 +99,7 @@ def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None
                     on_point(found)
         sized.forget_rounds()
         del sized
-        _free_memory()
+        release(job.plan.device)
     folder.close()
 
 
@@ -187,9 +185,3 @@ def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
     # The recipe's cpu_bytes are for the whole cache; what is free is what the cache left.
     is_left = plan.device.type == "cuda" or plan.recipe.cache.cpu_bytes is None
     return plan.parallel.gather_objects(fits + held if is_left else fits)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

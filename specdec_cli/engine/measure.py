@@ -125,7 +125,7 @@ def cache_rounding(plan: Plan) -> int:
 
 
 def release(device: torch.device) -> None:
-    """Give what nobody holds back to a GPU."""
+    """Give back what nobody holds."""
+    gc.collect()
     if device.type == "cuda":
-        gc.collect()
         torch.cuda.empty_cache()

@@ -15,9 +15,8 @@ from specdec_cli.engine.parallel import TensorParallel
 
 _log = logging.getLogger("specdec")
 
-# What a rank reads of the others for one sum, at most; NCCL is quicker with more (four H200: both
-# take as long for 85 rows
-# of 8192 numbers of 16 bits).
+# What a rank reads of the others for one sum, at most. NCCL is quicker with more: on four H200s
+# both take as long for some 90 rows of 8192 numbers of 16 bits.
 _MAX_SUM_BYTES = 4 * 2**20
 
 # torch numbers a process's meetings over shared memory, of whatever group: ranks that have met

@@ -6,7 +6,6 @@ keeps the same records in memory; only rank 0 has a folder, and computes points.
 terminals.
 """
 
-import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ import torch
 
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Emission, Engine, Request
+from specdec_cli.engine.measure import release
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.engine.types import Sequence as Seq
 from specdec_cli.errors import RunError, SetupError, UsageError, is_out_of_memory
@@ -152,7 +152,7 @@ class Sweep:
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
         engine.forget_rounds()
-        _free_memory()
+        release(job.plan.device)
 
     def _time_curve(self, unit: Job, engine: Engine, part: int, num_parts: int) -> None:
         """What a round costs at each k, on the prompts of a unit.
@@ -267,7 +267,7 @@ class Sweep:
                 if self.world.size > 1:  # the others may be inside the same pass
                     raise
                 _log.warning("prompt %d: no memory to predict from it", index)
-                _free_memory()
+                release(unit.plan.device)
                 continue
             assert engine.draft is not None
             reach = min(engine.draft.max_len, 2**31)
@@ -322,15 +322,9 @@ class Sweep:
             status = "oom" if is_out_of_memory(problem) else "failed"
             self.failures[key] = Failure(status, reason)
             problem = None  # its traceback holds the tensors of what failed
-            _free_memory()
+            release(device)
 
 
 def _may_be_common(problem: Exception) -> bool:
     """Whether ranks fail so together: out of memory in the same pass, or by rank 0's verdict."""
     return isinstance(problem, RunError) or is_out_of_memory(problem)
-
-
-def _free_memory() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
