@@ -48,6 +48,7 @@ def measure_rank(
         with LiveBytes() as live:
             run()
         overhead = on_host(live.peak, weights)
+    engine.forget_rounds()
     for model in models:
         model.cache.layers.clear()
     return rank_memory(plan, models, overhead)

@@ -1,5 +1,7 @@
 """Rounds over NCCL, ragged and as CUDA graphs, against those of one GPU."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,3 +63,18 @@ def test_output_does_not_depend_on_degrees(
     first = agreed(world.run(cases.decode, pair, tps, PROMPTS, RUNS, **settings), tps[0])
     assert first["seqs"] == want["seqs"]
     assert all(m.broadcast_ms > 0 for m in first["metrics"])
+
+
+def test_a_run_ends_whose_graphs_hold_sums_of_nccl() -> None:
+    """64 x 5 rows are more than travel through shared memory; NCCL waits for graphs to be given up,
+    and this once was for ever."""
+    options = "--device cuda --target-tp 2 --draft-tp 1 -k 4 --batch-size 64 --max-new-tokens 8"
+    program = [sys.executable, "-m", "specdec_cli", "generate", "demo", *options.split(), "--json"]
+    done = subprocess.run(
+        [*program, "--prompt", "def add(a, b):", "--set", "run.timeout_s=60"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
