@@ -204,7 +204,7 @@ def _write(
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
         )
-    # The engine itself may stay: importing torch keeps the frames it was imported from, as this one.
+    # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
     engine.forget_rounds()
     return ExitCode.PARTIAL if failures else ExitCode.OK
 
