@@ -295,10 +295,11 @@ def _discard_stdout() -> None:
 def _leave(code: int) -> None:
     """End a process with torch at once: to free its million objects one by one takes a second.
 
-    With CUDA it ends in the ordinary way, in which profilers write what they have seen.
+    With CUDA it ends in the ordinary way, in which profilers write what they have seen. After an
+    interrupt it does not: Python may remember one, and then ends by a signal instead of the code.
     """
     cuda = sys.modules.get("torch.cuda")
-    if cuda is None or cuda.is_initialized():
+    if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):
         gc.unfreeze()  # libraries complain of what nobody has freed
         return
     atexit._run_exitfuncs()

@@ -92,7 +92,8 @@ def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
     if ids and max(ids) >= vocab:
         raise UsageError(
             f"{prompt.where}: prompt {prompt.index} holds token id {max(ids)}; "
-            f"the vocabulary ends at {vocab}"
+            f"the vocabulary ends at {vocab}",
+            "leave the prompt out, or encode it with this target's tokenizer",
         )
     return ids
 

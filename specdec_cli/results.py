@@ -145,7 +145,9 @@ class RunFolder:
             folder._claim()
             earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
         except OSError as problem:
-            raise SetupError(f"cannot create the folder {path}: {problem.strerror}") from None
+            raise SetupError(
+                f"cannot create the folder {path}: {problem.strerror}", "name another with -o"
+            ) from None
         if earlier:
             folder.close()
             raise UsageError(

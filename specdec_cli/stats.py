@@ -17,6 +17,9 @@ RESAMPLES = 2000
 _FEW = 8  # prompts; below, resamples are too much alike to say anything
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
+# Of the standard error, in a resample: without the one prompt that something disturbed the others
+# may be as good as alike, and dividing by that would stretch the interval over orders of magnitude.
+_LEAST_ERROR = 0.25
 _CHUNK = 2_000_000  # numbers held at a time
 
 
@@ -87,7 +90,8 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
         count = min(step, resamples - start)
         weights = rng.multinomial(n, np.full(n, 1.0 / n), size=count).astype(float)
         logs, errors = _error(x, weights, powers)
-        usable = np.isfinite(logs) & (errors > 1e-12)
+        errors = np.maximum(errors, _LEAST_ERROR * error)
+        usable = np.isfinite(logs)
         t.append((logs[usable] - log_value) / errors[usable])
     low, high = np.quantile(np.concatenate(t), (0.025, 0.975))
     ends = np.exp([log_value - high * error, log_value - low * error])

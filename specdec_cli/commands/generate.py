@@ -183,7 +183,8 @@ def _write(
     if is_single and outputs[0].error is not None:
         if folder is not None:
             folder.forget("samples.jsonl")  # as no run took place: the next one may be kept there
-        raise UsageError(f"the prompt cannot run: {outputs[0].error}")
+        hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
+        raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     failures = {o.index: o.error for o in outputs if o.error is not None}
     with world.outside():
         document = generate_document(resolved, where, outputs, result.metrics)

@@ -9,6 +9,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
+from specdec_cli.launch.world import Place
 
 Folders = Annotated[
     list[Path],
@@ -19,6 +20,7 @@ Folders = Annotated[
 
 
 def merge(
+    ctx: typer.Context,
     folders: Folders,
     output: options.Output = None,
     as_json: options.Json = False,
@@ -29,6 +31,9 @@ def merge(
 
     Points, intervals and the recommendation are computed anew from all samples.
     """
+    place: Place = ctx.obj
+    if place.seat is not None and place.seat.rank:
+        return  # one process does it
     if output is None:
         raise UsageError("merge: where to?", "name a new folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)

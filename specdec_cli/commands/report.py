@@ -11,6 +11,7 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.errors import UsageError
+from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, inert_json
 
 Folder = Annotated[
@@ -43,6 +44,7 @@ Format = Annotated[
 
 
 def report(
+    ctx: typer.Context,
     folder: Folder,
     output: Output = None,
     formats: Format = None,
@@ -54,6 +56,9 @@ def report(
 
     report.html holds everything and needs nothing else. Prints the answer, then the files.
     """
+    place: Place = ctx.obj
+    if place.seat is not None and place.seat.rank:
+        return  # one process does it
     from specdec_cli.report.content import content_of
     from specdec_cli.report.folder import read_folder
     from specdec_cli.report.write import FORMATS, write_page, write_report

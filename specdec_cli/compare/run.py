@@ -17,6 +17,7 @@ from specdec_cli.launch.reports import Report
 from specdec_cli.lossless import is_broken, tokens_line
 from specdec_cli.points import Failure, Point
 from specdec_cli.results import RunFolder, to_json
+from specdec_cli.sweep.document import prompts_that_failed
 
 
 class Watcher(Protocol):
@@ -87,7 +88,7 @@ def _failure(report: Report | None) -> Failure:
 def document_of(plan: Plan, records: Records, warnings: Sequence[str]) -> dict[str, Any]:
     """`compare-tp --json`, and summary.json."""
     verdict = verdict_of(records)
-    said = list(warnings)
+    said = [*warnings, *prompts_that_failed(records.samples.values())]
     if is_broken(verdict["tokens"]):
         said.append(tokens_line(verdict["tokens"]) or "")
     return {

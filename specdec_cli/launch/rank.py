@@ -102,6 +102,8 @@ class Rank:
                 if self._stderr >= 0:
                     os.dup2(self._stderr, 2)
                 return _said_nothing(0) if self.store is not None else report
+            if self.store is None:
+                time.sleep(_LINGER_S)  # rank 0 is about to find the same, and torchrun ends it then
             return None
         if self.seat.rank:
             time.sleep(_LINGER_S)

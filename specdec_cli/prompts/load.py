@@ -84,7 +84,7 @@ def read_prompts(
     elif prompt_file == "-" or not prompts:
         piped = _read_stdin(stdin, limit, skip_bad=skip_bad)
         if prompt_file == "-" and not piped:
-            raise UsageError("standard input: no prompts in it")
+            raise UsageError("standard input: no prompts in it", "pipe prompts in, or use --prompt")
         found += piped
     return _numbered(found)
 
@@ -155,7 +155,10 @@ def _file_source(name: str, column: str | None) -> Iterator[Source]:
         path = Path(name)
         mode = path.stat().st_mode
         if stat.S_ISDIR(mode):
-            raise UsageError(f"{name}: is a directory, not a prompt file")
+            raise UsageError(
+                f"{name}: is a directory, not a prompt file",
+                "name a file in it; a folder of a dataset goes into the recipe's data.path",
+            )
         if not stat.S_ISREG(mode):  # opening a pipe could wait for ever
             raise UsageError(
                 f"{name}: not a regular file", "pipe prompts into standard input instead"
@@ -228,7 +231,8 @@ def _prompts_of(
     if not found:
         all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
         start = f"{name}:1" if source.columns is None else name
-        raise UsageError(f"{start}: no prompts in it{all_bad}", source.hint if bad else None)
+        hint = source.hint if bad else "put a prompt into it, or name another file"
+        raise UsageError(f"{start}: no prompts in it{all_bad}", hint)
     if bad:
         lines = "1 bad line" if len(bad) == 1 else f"{len(bad)} bad lines, the first of them"
         _log.warning("skipped %s: %s", lines, bad[0])

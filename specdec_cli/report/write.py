@@ -74,4 +74,6 @@ def write_file(path: Path, data: bytes) -> None:
     except OSError as problem:
         with suppress(OSError):
             temporary.unlink()
-        raise SetupError(f"cannot write {path}: {problem.strerror}") from None
+        raise SetupError(
+            f"cannot write {path}: {problem.strerror}", "name another place with -o"
+        ) from None

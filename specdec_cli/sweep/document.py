@@ -160,11 +160,12 @@ def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
-def prompts_that_failed(records: Records) -> list[str]:
-    """A warning where prompts could not run: they count for nothing."""
+def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
+    """A warning where prompts could not run: they count for nothing. samples: by prompt, of each
+    point."""
     failed = {
         index: str(sample.get("error", "no reason is known"))
-        for found in records.samples.values()
+        for found in samples
         for index, sample in found.items()
         if sample["finish_reason"] == "error"
     }

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -160,12 +161,24 @@ def finish(
 
     Its warnings are `warnings` and what has shown itself since.
     """
-    warnings = [*warnings, *prompts_that_failed(records)]
+    warnings = [*warnings, *prompts_that_failed(records.samples.values())]
+    if folder is not None:
+        clock = clock.after(_earlier_clock(folder.path))
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")
     return document
+
+
+def _earlier_clock(path: Path) -> Clock:
+    """Of what was measured before the sweep was gone on with; zeros where no summary says so."""
+    try:
+        found = json.loads((path / "summary.json").read_text(encoding="utf-8"))["measuring"]
+        times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return Clock()
+    return Clock(*times) if all(map(math.isfinite, times)) else Clock()
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         *said,
         *_missing(whole, records),
         *few_prompts(count),
-        *prompts_that_failed(records),
+        *prompts_that_failed(records.samples.values()),
     ]
     document = sweep_document(
         whole, recipe.model_dump(mode="json"), where, records, points, warnings

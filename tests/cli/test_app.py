@@ -249,3 +249,28 @@ def test_closed_pipe(flags: tuple[str, ...]) -> None:
 def test_ascii_terminal() -> None:
     done = specdec("recipe", "show", "caf\u00e9\u2028", PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_an_interrupt_while_it_begins() -> None:
+    """Before there is anything to catch it but the entry itself."""
+    program = """
+import sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == "specdec_cli.app":
+            exec("raise KeyboardInterrupt")  # which Python remembers, to end by the signal
+
+sys.meta_path.insert(0, Interrupting())
+from specdec_cli.__main__ import main
+sys.exit(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "recipe", "ls", "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 130 and done.stderr == "error: interrupted\n"
+    assert json.loads(done.stdout)["error"]["code"] == 130

@@ -139,3 +139,18 @@ def test_needs_no_torch_and_no_display(folder: Path) -> None:
         [sys.executable, "-c", code], env=environment(), capture_output=True, check=True, text=True
     )
     assert done.stdout.splitlines()[-1] == "0 set()"
+
+
+def test_under_torchrun_one_process_writes(folder: Path) -> None:
+    before = files(folder)
+    place = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    program = [sys.executable, "-m", "specdec_cli"]
+    for command in (["report", str(folder)], ["merge", str(folder), "-o", str(folder / "all")]):
+        done = subprocess.run(
+            [*program, *command],
+            env=environment() | place | {"MASTER_PORT": "1"},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0 and done.stdout == "" and files(folder) == before, done.stderr

@@ -72,6 +72,17 @@ def test_too_little_to_say() -> None:
     assert stats.choose(shared) == stats.Choice(1, (1, 2))  # those that are equal are tied
 
 
+@pytest.mark.parametrize(("prompts", "noise"), [(8, 0.001), (20, 0.001), (20, 0.01)])
+def test_one_disturbed_prompt_leaves_an_interval_of_use(prompts: int, noise: float) -> None:
+    """The others are as good as alike, and so is their error in resamples without it."""
+    rng = np.random.default_rng(0)
+    seconds = 1.0 + noise * rng.standard_normal(prompts)
+    seconds[3] *= 2.0
+    found = stats.interval(stats.speed([64.0] * prompts, seconds.tolist()))
+    assert found is not None
+    assert 64.0 * 0.5 < found[0] < 64.0 / seconds.mean() < found[1] < 64.0 * 1.15
+
+
 def test_interval_repeats_and_follows_its_seed() -> None:
     measure = skewed(40)
     assert stats.interval(measure, seed=1) == stats.interval(measure, seed=1)
