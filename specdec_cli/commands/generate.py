@@ -21,6 +21,8 @@ from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, World, join
 from specdec_cli.text import is_unicode
 
+_PROMPTS = "prompts.jsonl"  # in a run folder: those that no file of the user's holds
+
 Prompts = Annotated[
     list[str] | None,
     typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated."),
@@ -146,6 +148,8 @@ def _write(
             from specdec_cli.engine.loop import Emission
             from specdec_cli.engine.plan import Permissions
             from specdec_cli.generation import baseline, prepare, requests
+            from specdec_cli.prompts import jsonl_of
+            from specdec_cli.recipe import DataSection
             from specdec_cli.render import has_colour, print_failures, print_summary
             from specdec_cli.reporting import collector, shows_live_text, sinks_for
             from specdec_cli.results import (
@@ -162,7 +166,13 @@ def _write(
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = None
         if output is not None and world.is_first:
+            is_unnamed = resolved.data is None  # prompts of the command line, or from a pipe
+            if is_unnamed:
+                own = DataSection(path=os.path.abspath(output / _PROMPTS))
+                resolved = resolved.model_copy(update={"data": own})
             folder = RunFolder.create(output, resolved, where)
+            if is_unnamed:
+                folder.write(_PROMPTS, jsonl_of(prompts))
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
     world.ready()

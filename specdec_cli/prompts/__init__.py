@@ -8,6 +8,7 @@ from specdec_cli.prompts.conversations import as_conversations
 from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
 from specdec_cli.prompts.load import EXTENSIONS, load_prompts, read_prompts
+from specdec_cli.prompts.records import jsonl_of
 from specdec_cli.prompts.types import Message, Prompt
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Message",
     "Prompt",
     "as_conversations",
+    "jsonl_of",
     "load_prompts",
     "parse_dataset",
     "read_prompts",

@@ -3,7 +3,8 @@
 Knows nothing of files, of tokenizers, or of what a chat template makes of messages.
 """
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
 from specdec_cli.prompts.types import BadRow, Message, Prompt
@@ -18,6 +19,23 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
 _MAX_COLUMNS = 12
+
+
+def jsonl_of(prompts: Iterable[Prompt]) -> str:
+    """A .jsonl file that holds these prompts: what `prompt_of` reads."""
+    lines = []
+    for prompt in prompts:
+        found: dict[str, object]
+        if prompt.messages is not None:
+            found = {MESSAGES_KEY: list(prompt.messages)}
+        elif prompt.token_ids is not None:
+            found = {IDS_KEY: prompt.token_ids}
+        else:
+            found = {TEXT_KEYS[0]: prompt.text}
+        if prompt.category is not None:
+            found[CATEGORY_KEY] = prompt.category
+        lines.append(json.dumps(found) + "\n")
+    return "".join(lines)
 
 
 def prompt_of(row: object, column: str | None) -> Prompt:

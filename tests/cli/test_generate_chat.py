@@ -165,6 +165,13 @@ def test_recipe_beats_the_default(run: Run, model: Path, lines: Any, tmp_path: P
     assert given == [rendered(model, [BRIEF, ASK])]
 
 
+def test_a_kept_conversation_runs_again(run: Run, model: Path, tmp_path: Path) -> None:
+    options = ("--chat", "--system", "Be brief.", "-o", tmp_path / "run")
+    result = run("--target", model, *options, *prompt_options(str(ASK["content"])), *FEW)
+    again = run(tmp_path / "run" / "recipe.yaml", "--json")
+    assert asked(result) == asked(again) == [rendered(model, [BRIEF, ASK])]
+
+
 def test_chat_with_no_data_in_the_recipe(run: Run, model: Path) -> None:
     result = run("--target", model, "--chat", *prompt_options("one", "two"), *FEW)
     assert asked(result) == [

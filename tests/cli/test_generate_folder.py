@@ -86,6 +86,15 @@ def test_folder(run: Run, tmp_path: Path) -> None:
     assert [o["token_ids"] for o in again.outputs] == [o["token_ids"] for o in result.outputs]
 
 
+def test_prompts_that_no_file_holds_are_kept(run: Run, tmp_path: Path) -> None:
+    result = run(*prompt_options(*PROMPTS, "\u00dcni \U0001f600"), *SHORT, "--json", "-o", tmp_path)
+    assert result.document["recipe"]["data"]["path"] == str(tmp_path / "prompts.jsonl")
+    again = run(tmp_path / "recipe.yaml", "--json")
+    assert again.document["recipe"] == result.document["recipe"]
+    for key in ("prompt", "token_ids"):
+        assert [o[key] for o in again.outputs] == [o[key] for o in result.outputs]
+
+
 def test_the_recipe_runs_again_from_another_folder(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
