@@ -126,8 +126,8 @@ def measured_point(
 def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
     """The contract's `metrics` of one point. Times are means over the repeats.
 
-    `num_rounds_without_proposal` counts rounds of sequences here; the shares that sequences have in
-    an engine round make it whole again, up to rounding, in `num_rounds`.
+    The shares that sequences have in an engine round make it whole again, up to rounding, in
+    `num_rounds`.
     """
     done = [s for s in samples if s["finish_reason"] != "error"]
     tokens = sum(len(s["token_ids"]) for s in done)

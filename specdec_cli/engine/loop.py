@@ -397,7 +397,7 @@ class Engine:
 
         seconds: the round's time. now: when it ended, on the host's clock.
         """
-        run.clock.add_round(seconds, proposed=max(lens) > 0)
+        run.clock.add_round(seconds)
         stage_ms = run.clock.take_stages()
         emissions = []
         for seq, k, tokens, accepted in zip(

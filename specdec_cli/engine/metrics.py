@@ -94,7 +94,9 @@ class Metrics:
     sending proposals and decisions to the target's other ranks; only rank 0's says anything, since
     elsewhere it contains the wait. prefill_ms: mean per prompt.
     ttft_ms: from a prompt's admission to its first token. tpot_ms: per token after the first.
-    output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode only.
+    num_rounds: of the engine, which sequences share; num_rounds_without_proposal: of sequences, as
+    drafts are. output_tokens_per_second counts prefill and decode time, decode_tokens_per_second
+    decode time only.
     """
 
     k: int
@@ -135,7 +137,6 @@ class RunClock:
 
     device: torch.device
     num_rounds: int = 0
-    num_rounds_without_proposal: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -159,10 +160,9 @@ class RunClock:
         for name, spent in milliseconds.items():
             self.stage_ms[name] += spent
 
-    def add_round(self, seconds: float, proposed: bool) -> None:
+    def add_round(self, seconds: float) -> None:
         """Record a finished round and its time on the host's clock."""
         self.num_rounds += 1
-        self.num_rounds_without_proposal += not proposed
         self.decode_seconds += seconds
 
     def take_stages(self) -> dict[str, float]:
@@ -219,7 +219,7 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
         num_prompts=len(seqs),
         num_output_tokens=tokens,
         num_rounds=clock.num_rounds,
-        num_rounds_without_proposal=clock.num_rounds_without_proposal,
+        num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),
         num_preemptions=sum(s.num_preemptions for s in done),
         acceptance=Acceptance.of(
             [p for s in done for p in s.proposed_per_round],

@@ -91,7 +91,7 @@ class KnownEngine:
             length = sum(len(s.tokens) for s in running) / len(running)
             stage_ms = stages(k, len(running), length)
             seconds = (sum(stage_ms.values()) + OVERHEAD_MS) / 1e3
-            clock.add_round(seconds, proposed=k > 0)
+            clock.add_round(seconds)
             clock.add_stages(stage_ms)
             standing = [stand(s.index, len(s.tokens) - PROMPT, k) for s in running]
             emissions = []
