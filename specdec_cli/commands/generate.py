@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -148,12 +148,9 @@ def _write(
             from specdec_cli.engine.loop import Emission
             from specdec_cli.engine.plan import Permissions
             from specdec_cli.generation import baseline, prepare, requests
-            from specdec_cli.prompts import jsonl_of
-            from specdec_cli.recipe import DataSection
             from specdec_cli.render import has_colour, print_failures, print_summary
             from specdec_cli.reporting import collector, shows_live_text, sinks_for
             from specdec_cli.results import (
-                RunFolder,
                 environment,
                 generate_document,
                 point_record,
@@ -166,13 +163,7 @@ def _write(
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = None
         if output is not None and world.is_first:
-            is_unnamed = resolved.data is None  # prompts of the command line, or from a pipe
-            if is_unnamed:
-                own = DataSection(path=os.path.abspath(output / _PROMPTS))
-                resolved = resolved.model_copy(update={"data": own})
-            folder = RunFolder.create(output, resolved, where)
-            if is_unnamed:
-                folder.write(_PROMPTS, jsonl_of(prompts))
+            folder, resolved = _folder(output, resolved, prompts, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
     world.ready()
@@ -218,6 +209,27 @@ def _write(
     # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
     engine.forget_rounds()
     return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+def _folder(
+    path: Path,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    where: dict[str, Any],
+) -> "tuple[specdec_cli.results.RunFolder, specdec_cli.recipe.Recipe]":
+    """A new run folder, and the recipe that runs again from it: prompts of the command line or from
+    a pipe are kept there, too."""
+    from specdec_cli.prompts import jsonl_of
+    from specdec_cli.recipe import DataSection
+    from specdec_cli.results import RunFolder
+
+    if resolved.data is not None:
+        return RunFolder.create(path, resolved, where), resolved
+    data = DataSection(path=os.path.abspath(path / _PROMPTS))
+    resolved = resolved.model_copy(update={"data": data})
+    folder = RunFolder.create(path, resolved, where)
+    folder.write(_PROMPTS, jsonl_of(prompts))
+    return folder, resolved
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,8 @@ def merge(
     Points, intervals and the recommendation are computed anew from all samples.
     """
     place: Place = ctx.obj
-    if place.seat is not None and place.seat.rank:
-        return  # one process does it
+    if not place.is_first:
+        return
     if output is None:
         raise UsageError("merge: where to?", "name a new folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)

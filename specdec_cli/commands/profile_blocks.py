@@ -138,7 +138,7 @@ def profile_blocks(
     permissions = (trust_remote_code, allow_pickle)
     place: Place = ctx.obj
     if estimate:
-        if place.seat is not None and place.seat.rank:
+        if not place.is_first:
             return  # one process finds the same as all of them, and one writes it
         memory = parse_bytes(device_memory) if device_memory is not None else None
         with waiting("estimating", quiet=quiet):

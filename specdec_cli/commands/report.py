@@ -57,8 +57,8 @@ def report(
     report.html holds everything and needs nothing else. Prints the answer, then the files.
     """
     place: Place = ctx.obj
-    if place.seat is not None and place.seat.rank:
-        return  # one process does it
+    if not place.is_first:
+        return
     from specdec_cli.report.content import content_of
     from specdec_cli.report.folder import read_folder
     from specdec_cli.report.write import FORMATS, write_page, write_report

@@ -40,6 +40,11 @@ class Place:
     rank: Rank | None = None
     has_answered: bool = False
 
+    @property
+    def is_first(self) -> bool:
+        """Whether what one process is enough for is this one's to do."""
+        return self.seat is None or self.seat.rank == 0
+
     def must_start(self, num_ranks: int) -> bool:
         """Whether this process is to start ranks instead of running itself."""
         return self.seat is None and num_ranks > 1

@@ -162,8 +162,8 @@ def finish(
     Its warnings are `warnings` and what has shown itself since.
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
-    if folder is not None:
-        clock = clock.after(_earlier_clock(folder.path))
+    if folder is not None and not clock.measuring:  # all of it had been recorded
+        clock = _earlier_clock(folder.path)
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
     if folder is not None:
@@ -172,7 +172,7 @@ def finish(
 
 
 def _earlier_clock(path: Path) -> Clock:
-    """Of what was measured before the sweep was gone on with; zeros where no summary says so."""
+    """Of who measured a sweep that is complete; zeros where no summary says so."""
     try:
         found = json.loads((path / "summary.json").read_text(encoding="utf-8"))["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]

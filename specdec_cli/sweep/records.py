@@ -141,14 +141,6 @@ class Clock:
     measuring: float = 0.0
     processor: float = 0.0
 
-    def after(self, earlier: "Clock") -> "Clock":
-        """Both together, of a sweep that was gone on with."""
-        return Clock(
-            self.rounds + earlier.rounds,
-            self.measuring + earlier.measuring,
-            self.processor + earlier.processor,
-        )
-
     def as_dict(self) -> dict[str, Any]:
         outside = 1 - self.rounds / self.measuring if self.measuring else None
         return asdict(self) | {"share_outside_rounds": outside}
