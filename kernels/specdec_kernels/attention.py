@@ -250,8 +250,8 @@ def gather_attention(
             q = q[part.first_token : part.first_token + taken]
         if part.padded is not None:
             q = q.index_select(0, part.padded)
-        # [n, Q, Hkv, G, Dk] -> [n, Hkv, G * Q, Dk]
-        q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
+        if q_len > 1:  # [n, Q, Hkv, G, Dk] -> [n, Hkv, G, Q, Dk]
+            q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, group * q_len, dk)
         k, v = _visible(keys, part), _visible(values, part)
         if softcap or sinks is not None:
@@ -265,7 +265,8 @@ def gather_attention(
         else:
             mask = plan.mask(sliding_window, index, group, q.dtype)
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        out = out.reshape(n, kv_heads, group, q_len, dv).permute(0, 3, 1, 2, 4)
+        if q_len > 1:
+            out = out.reshape(n, kv_heads, group, q_len, dv).permute(0, 3, 1, 2, 4)
         out = out.reshape(n * q_len, num_heads, dv)
         if part.unpadded is not None:
             out = out.index_select(0, part.unpadded)

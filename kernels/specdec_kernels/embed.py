@@ -3,7 +3,8 @@
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels.linear import Normed, norm_reference
+from specdec_kernels.linear import Normed
+from specdec_kernels.linear_cpu import norm_cpu
 
 
 def embed_reference(
@@ -17,4 +18,5 @@ def embed_reference(
 ) -> tuple[Normed, Tensor, Tensor]:
     """See `ops.embed`."""
     hidden = F.embedding(token_ids, embedding)
-    return norm_reference(hidden, norm_weight, eps), cos_table[positions], sin_table[positions]
+    cos, sin = (table.index_select(0, positions) for table in (cos_table, sin_table))
+    return norm_cpu(hidden, norm_weight, eps), cos, sin

@@ -1,4 +1,4 @@
-"""The products of a decoder layer with what surrounds them: torch references.
+"""The products of a decoder layer and what surrounds them: torch references.
 
 A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
 attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
@@ -50,37 +50,15 @@ class Normed(NamedTuple):
         return Normed(self.hidden[rows], self.scaled[rows], squares, self.eps)
 
 
-def norm_reference(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] and its norm, as a product takes them."""
-    return Normed(x, rms_norm_reference(x, norm_weight, eps), None, eps)
-
-
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """See `ops.linear`."""
+    """See `ops.linear`: by torch's library, which on CUDA has the products of many rows."""
     if into is None:
         return F.linear(x, weight, bias)
     if bias is None:
         return torch.mm(x, weight.T, out=into)
     return torch.addmm(bias, x, weight.T, out=into)
-
-
-def add_norm_reference(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """See `ops.add_norm`."""
-    return norm_reference(residual + x, norm_weight, eps)
-
-
-def linear_add_norm_reference(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    bias: Tensor | None = None,
-) -> Normed:
-    """See `ops.linear_add_norm`."""
-    return norm_reference(residual + F.linear(x, weight, bias), norm_weight, eps)
 
 
 def norm_linear_reference(
@@ -89,8 +67,3 @@ def norm_linear_reference(
     """See `ops.norm_linear`."""
     assert x.squares is None
     return linear_reference(x.scaled, weight, bias, into)
-
-
-def norm_gate_up_reference(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
-    """See `ops.norm_gate_up`."""
-    return gate_reference(norm_linear_reference(x, weight), activation)

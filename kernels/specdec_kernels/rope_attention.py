@@ -16,11 +16,12 @@ from specdec_kernels.linear import rms_norm_reference
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], cos and sin [T, D]: [T, H, D]."""
-    half = x.shape[2] // 2
-    cos, sin = cos[:, None], sin[:, None]
-    out = x * cos
-    out[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-1)
-    out[..., half:].addcmul_(x[..., :half], sin[..., half:])
+    out = x * cos[:, None]
+    first, second = x.chunk(2, 2)
+    out_first, out_second = out.chunk(2, 2)
+    sin_first, sin_second = sin[:, None].chunk(2, 2)
+    out_first.addcmul_(second, sin_first, value=-1)
+    out_second.addcmul_(first, sin_second)
     return out
 
 

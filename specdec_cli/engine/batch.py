@@ -100,12 +100,15 @@ def make_batch(
             query_start_t,
             total=query_start[-1],
         )
-    slots = ops.slot_mapping(
-        block_tables, query_start_t, positions_t, None, block_size, widest * block_size
-    )
     plan = None
     if device.type == "cpu":
+        # The dozen operations of `ops.slot_mapping` take longer for the few tokens of a round.
+        slots = ints(_slots(spans, block_size), torch.int64)
         plan = ops.gather_plan(block_tables, query_start_t, context_lens, block_size)
+    else:
+        slots = ops.slot_mapping(
+            block_tables, query_start_t, positions_t, None, block_size, widest * block_size
+        )
     return ForwardBatch(
         token_ids=token_ids,
         positions=positions_t,
@@ -114,9 +117,20 @@ def make_batch(
         context_lens=context_lens,
         block_tables=block_tables,
         max_query_len=max(lengths),
-        logit_rows=ints(rows, torch.int64),
+        logit_rows=None if len(rows) == query_start[-1] else ints(rows, torch.int64),
         plan=plan,
     )
+
+
+def _slots(spans: list[Span], block_size: int) -> list[int]:
+    """Where the tokens' keys go, as `ops.slot_mapping` says: those past a table to block 0."""
+    slots = []
+    for span in spans:
+        table = span.seq.block_table
+        for position in range(span.start, span.context):
+            column, inside = divmod(position, block_size)
+            slots.append((table[column] if column < len(table) else 0) * block_size + inside)
+    return slots
 
 
 def _starts(lengths: list[int]) -> list[int]:

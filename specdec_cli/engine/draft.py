@@ -47,12 +47,12 @@ class DraftWorker:
 
         The first pass feeds `tokens[draft_kv:]`: one token, two after a bonus token, any number
         after rounds without proposals. Each further pass feeds the token just drawn. Only rank 0
-        keeps the distributions, since only it verifies.
+        keeps the distributions, since only it verifies, and greedy decoding has none.
         """
         k = max(lens)
         device = self.model.device
         token_ids = torch.zeros(len(seqs), k, dtype=torch.int64, device=device)
-        kept = k if self.parallel.is_first else 0
+        kept = k if self.parallel.is_first and not params.is_greedy else 0
         probs = torch.zeros(len(seqs), kept, self.target_vocab, device=device)
         for step in range(k):
             active = [b for b, n in enumerate(lens) if n > step]
@@ -68,7 +68,11 @@ class DraftWorker:
                 # A -1, from logits that are not finite, is reported by verification.
                 last = token_ids[rows, step - 1 : step].clamp(min=0)
                 logits = self.model.forward(spans, [1] * len(active), last)
-            q = to_probs(self.fit(logits), params)
+            logits = self.fit(logits)
+            if params.is_greedy:
+                token_ids[rows, step] = ops.greedy_argmax(logits)
+                continue
+            q = to_probs(logits, params)
             token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])
             if kept:
                 probs[rows, step] = q

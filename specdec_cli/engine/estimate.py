@@ -25,7 +25,7 @@ from specdec_cli.engine.profile import (
     total_memory,
 )
 from specdec_cli.models.attention import attach
-from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.loader import Description, describe
 
 # What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
@@ -100,9 +100,7 @@ def _talk(num_ranks: int) -> int:
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
     """What `engine.measure.measure_rank` would find, from configs alone."""
-    weights = [
-        _weight_bytes(m, m.spec.role in plan.compiled, plan.max_model_len) for m in plan.held
-    ]
+    weights = [_weight_bytes(model, plan) for model in plan.held]
     if weights[1:]:
         weights[1] -= plan.shared_bytes
     passes = estimate_passes(plan, need)
@@ -147,17 +145,20 @@ def draft_shares(plan: Plan, degree: int, describe: Describe = describe) -> list
         part = describe(
             plan.draft.spec, plan.device, TensorParallel(rank, degree, None, plan.device)
         )
-        weights = _weight_bytes(part, "draft" in plan.compiled, plan.max_model_len)
+        weights = _weight_bytes(part, plan)
         block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
         found[rank] = DraftShare(weights - check_shared(plan.target, part, plan.shared), block)
     return found
 
 
-def _weight_bytes(model: Description, is_compiled: bool, max_len: int) -> int:
-    """Of parameters and, for fused layers, of the table of rotary embeddings."""
+def _weight_bytes(model: Description, plan: Plan) -> int:
+    """Of parameters and, for fused layers, of the table of rotary embeddings and of what a CPU
+    keeps in two forms."""
     found = model.weight_bytes
-    if is_fusable(model.module) and not is_compiled:
-        found += 2 * max_len * model.layers[0].key_dim * model.dtype.itemsize
+    if is_fusable(model.module) and model.spec.role not in plan.compiled:
+        found += 2 * plan.max_model_len * model.layers[0].key_dim * model.dtype.itemsize
+        if plan.device.type == "cpu":
+            found += bytes_held_twice(model.module)
     return found
 
 
@@ -171,9 +172,9 @@ def _round_bytes(plan: Plan, batch: int) -> int:
         found = max(found, drafting)
     is_greedy, vocab = plan.recipe.sampling.temperature == 0.0, target.vocab_size
     if plan.no_cuda_graphs is not None:
-        # Ragged rounds hold distributions in fp32: those of proposals, and the target's with what
-        # they are made from.
-        return found + 4 * vocab * (batch * k + (2 if is_greedy else 4) * rows)
+        # Ragged rounds that sample hold distributions in fp32: those of proposals, and the target's
+        # with what they are made from.
+        return found if is_greedy else found + 4 * vocab * (batch * k + 4 * rows)
     if not is_greedy and plan.draft is not None:
         found += (
             2 * batch * k * vocab * target.dtype.itemsize

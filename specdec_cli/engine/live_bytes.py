@@ -23,7 +23,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        old = {t.untyped_storage()._cdata for t in before}
+        # Packed weights have no storage, and nothing that is made is a part of them.
+        old = {t.untyped_storage()._cdata for t in before if not t.is_mkldnn}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):

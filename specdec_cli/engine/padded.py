@@ -45,7 +45,7 @@ class RoundRule:
 
     @property
     def is_greedy(self) -> bool:
-        return self.params.temperature == 0.0
+        return self.params.is_greedy
 
     @property
     def filters(self) -> tuple[float, int, float]:

@@ -50,7 +50,7 @@ def round_noise(
     Rejection sampling reads no noise when decoding is greedy, so zeros serve, unless `even_greedy`.
     """
     batch = len(indices)
-    if params.temperature == 0.0 and not even_greedy:
+    if params.is_greedy and not even_greedy:
         zeros = torch.zeros(3, batch, k + 1, device=device)
         return RoundNoise(zeros[0, :, :k], zeros[1, :, :k], zeros[2])
     index = torch.tensor(indices, dtype=torch.int64)[:, None]

@@ -53,10 +53,14 @@ class SyntheticAcceptance:
 
     def verify(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
         """Like `verify`, with the places' rates in place of p / q."""
-        device, k = scores.probs.device, proposal.token_ids.shape[1]
-        batch = torch.arange(len(proposal.lens), device=device)
+        device, k = proposal.token_ids.device, proposal.token_ids.shape[1]
         lens = torch.tensor(proposal.lens).to(device, non_blocking=True)
         rates = torch.tensor(self.rates(k)).to(device, non_blocking=True)
+        if scores.best is not None:
+            args = (proposal.token_ids, scores.best, lens, noise.accept, rates)
+            return decision(*ops.accept(*args))
+        assert scores.probs is not None
+        batch = torch.arange(len(proposal.lens), device=device)
         drafted = torch.arange(k, device=device) < lens[:, None]
         accepted = (drafted & (noise.accept < rates)).long().cumprod(dim=1).sum(dim=1)
         own = ops.sample_categorical(scores.probs[batch, accepted], noise.sample[batch, accepted])

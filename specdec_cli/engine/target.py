@@ -1,6 +1,7 @@
 """The target's side of a round: prefill and scoring."""
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.sampling import to_probs
@@ -19,7 +20,7 @@ class TargetScorer:
         self.model.forward(spans, [0] * len(spans))
 
     def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
-        """Distributions after each sequence's last token and after each of its proposals.
+        """What the target says after each sequence's last token and after each of its proposals.
 
         All ranks compute them: while rank 0 does, the others have nothing else to do.
         """
@@ -30,10 +31,16 @@ class TargetScorer:
         # A -1, from a draft whose logits are not finite, is reported by verification.
         proposed = proposal.token_ids.clamp(min=0) if k else None
         logits = self.model.forward(spans, [n + 1 for n in proposal.lens], proposed)
-        probs = to_probs(logits, params)
-        if all(n == k for n in proposal.lens):
-            return Scores(probs.view(len(seqs), k + 1, -1))
-        padded = probs.new_zeros(len(seqs) * (k + 1), probs.shape[-1])
-        rows = [b * (k + 1) + i for b, n in enumerate(proposal.lens) for i in range(n + 1)]
-        padded[torch.tensor(rows).to(probs.device, non_blocking=True)] = probs
-        return Scores(padded.view(len(seqs), k + 1, -1))
+        if params.is_greedy:
+            return Scores(best=_by_sequence(ops.greedy_argmax(logits), proposal.lens, k))
+        return Scores(_by_sequence(to_probs(logits, params), proposal.lens, k))
+
+
+def _by_sequence(rows: torch.Tensor, lens: list[int], k: int) -> torch.Tensor:
+    """Rows [sum of lens + 1, ...] as [B, K + 1, ...], zero past each sequence's own."""
+    if any(n < k for n in lens):
+        places = [b * (k + 1) + i for b, n in enumerate(lens) for i in range(n + 1)]
+        padded = rows.new_zeros(len(lens) * (k + 1), *rows.shape[1:])
+        padded[torch.tensor(places).to(rows.device, non_blocking=True)] = rows
+        rows = padded
+    return rows.view(len(lens), k + 1, *rows.shape[1:])

@@ -28,6 +28,10 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     seed: int = 0
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:
@@ -88,8 +92,8 @@ class Proposal:
 
     token_ids: int64 [B, K]; entries past a sequence's length are valid ids without meaning.
     lens: k_i of each sequence, known to the host.
-    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero. On
-    ranks other than 0, which do not verify, [B, 0, V] will do.
+    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero. Where
+    decoding is greedy, and on ranks other than 0, which do not verify, [B, 0, V] will do.
     """
 
     token_ids: torch.Tensor
@@ -99,13 +103,15 @@ class Proposal:
 
 @dataclass(slots=True)
 class Scores:
-    """The target's distributions over one round.
+    """What the target says after each proposal of one round: distributions, or its choices.
 
     probs: fp32 [B, K + 1, V]; row i is the distribution of the token after the i-th proposal.
-    Rows past k_i are zero.
+    Rows past k_i are zero. best: int64 [B, K + 1], in their place where decoding is greedy: the
+    token of the highest logit, -1 where a logit is a NaN.
     """
 
-    probs: torch.Tensor
+    probs: torch.Tensor | None = None
+    best: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

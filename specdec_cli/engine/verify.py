@@ -12,10 +12,13 @@ def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tenso
 
     Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0));
     with every proposal accepted draw from the target's next distribution. Greedy decoding is the
-    one-hot case. Returns a decision, see `decision`.
+    one-hot case, for which its choices are enough. Returns a decision, see `decision`.
     """
-    device = scores.probs.device
+    device = proposal.token_ids.device
     lens = torch.tensor(proposal.lens, dtype=torch.int32).to(device, non_blocking=True)
+    if scores.best is not None:
+        return decision(*ops.accept(proposal.token_ids, scores.best, lens.long()))
+    assert scores.probs is not None
     proposed = proposal.token_ids.clamp(min=0)
     tokens, accepted = ops.rejection_sample(
         proposed, lens, proposal.probs, scores.probs, noise.accept, noise.sample

@@ -3,9 +3,10 @@
 A model's meaning stays transformers': only classes whose code is known to compute what is computed
 here have a fused form, and it is tested against the original. A layer is five kernels: norm and
 merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
-gated MLP; down projection and residual. The module itself stays whole: its weights become views of
-the merged ones. Split over ranks, the two projections that end in the residual stream are plain
-products, whose sum over ranks is added to it once. Legend: T packed tokens, D features of a head.
+gated MLP; down projection and residual. On CUDA the module itself stays whole: its weights become
+views of the merged ones. On a CPU large ones are packed, and the module's own given up. Split over
+ranks, the two projections that end in the residual stream are plain products, whose sum over ranks
+is added to it once. Legend: T packed tokens, D features of a head.
 """
 
 from dataclasses import dataclass
@@ -59,20 +60,21 @@ class FusedLayer:
     following_norm: Tensor
     query_norm: Tensor | None
     key_norm: Tensor | None
-    qkv: Tensor
+    qkv: ops.Weight
     qkv_bias: Tensor | None
-    output: Tensor
+    output: ops.Weight
     output_bias: Tensor | None
-    gate_up: Tensor
-    down: Tensor
+    gate_up: ops.Weight
+    down: ops.Weight
 
     @classmethod
     def of(
         cls, layer: Any, following_norm: Any, index: int, scale: float, sliding_window: int
     ) -> Self:
-        attention, mlp = layer.self_attn, layer.mlp
-        heads = [attention.q_proj, attention.k_proj, attention.v_proj]
+        attention = layer.self_attn
+        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        qkv, output, gate_up, down = map(_merged, _matrices(layer))
         return cls(
             index=index,
             scale=scale,
@@ -83,12 +85,12 @@ class FusedLayer:
             following_norm=following_norm.weight,
             query_norm=None if norms[0] is None else norms[0].weight,
             key_norm=None if norms[1] is None else norms[1].weight,
-            qkv=_merged([h.weight for h in heads]),
-            qkv_bias=None if heads[0].bias is None else torch.cat([h.bias for h in heads]),
-            output=_merged([attention.o_proj.weight]),
+            qkv=qkv,
+            qkv_bias=None if biases[0] is None else torch.cat(biases),
+            output=output,
             output_bias=attention.o_proj.bias,
-            gate_up=_merged([mlp.gate_proj.weight, mlp.up_proj.weight]),
-            down=_merged([mlp.down_proj.weight]),
+            gate_up=gate_up,
+            down=down,
         )
 
 
@@ -112,20 +114,26 @@ class FusedForward:
             if module.device.type == "cuda":
                 # As in the loader: pieces of what merging frees would hold the next layer's.
                 torch.cuda.empty_cache()
-        self.head = _merged([module.lm_head.weight])
+        # The head is looked up as an embedding where it is tied, and lent to drafts.
+        self.head = _merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = decoder.embed_tokens.weight
-        if module.lm_head.weight is decoder.embed_tokens.weight:
+        is_tied = module.lm_head.weight is decoder.embed_tokens.weight
+        if is_tied and isinstance(self.head, Tensor):
             self.embedding = self.head
         width = self.embedding.shape[1]
         self.shared = shared_memory(parallel, width, self.vocab_size, module.dtype)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """Everything that is held."""
-        own = [self.cos, self.sin, self.head, self.embedding]
-        fields = [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
-        return own + [value for value in fields if isinstance(value, Tensor)]
+    def storages(self) -> dict[int, int]:
+        """Bytes of each piece of memory that is held, by its address or another number."""
+        held: list[Any] = [self.cos, self.sin, self.head, self.embedding]
+        held += [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
+        packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
+        held += [weight.plain for weight in packed]
+        pieces = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
+        found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
+        return found | {id(weight): weight.num_bytes for weight in packed}
 
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
@@ -150,10 +158,12 @@ class FusedForward:
         """[M, V] on every rank; each computes a share of the vocabulary."""
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
-        room = None if peers is None else peers.take(0, num_rows, len(self.head))
-        if peers is not None and room is not None and num_rows:
-            ops.norm_linear(x, self.head, self.head_bias, into=room)
-            return ops.gather_columns(peers, num_rows)
+        if peers is not None and num_rows:
+            assert isinstance(self.head, Tensor), "ranks that share memory are on CUDA"
+            room = peers.take(0, num_rows, len(self.head))
+            if room is not None:
+                ops.norm_linear(x, self.head, self.head_bias, into=room)
+                return ops.gather_columns(peers, num_rows)
         logits = ops.norm_linear(x, self.head, self.head_bias)
         return self.parallel.all_gather(logits, self.vocab_size)
 
@@ -161,7 +171,7 @@ class FusedForward:
         self,
         place: int,
         x: Tensor,
-        weight: Tensor,
+        weight: ops.Weight,
         residual: Tensor,
         norm_weight: Tensor,
         eps: float,
@@ -186,7 +196,8 @@ class FusedForward:
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """The fused form of a loaded model, None where it has none.
 
-    Weights are held once: `module` keeps working, on views of what is merged here.
+    Weights are held once. On CUDA `module` keeps working, on views of what is merged here; on a CPU
+    large ones are packed, and the module's are NaN from then on but for the embedding and the head.
     """
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
@@ -236,18 +247,45 @@ def _attend(
     return mixed.view(qkv.shape[0], -1)
 
 
-def _merged(weights: list[torch.nn.Parameter]) -> Tensor:
-    """The weights [N_i, K] below each other; they become views of it.
+def bytes_held_twice(module: Any) -> int:
+    """Bytes of the weights that `fuse` keeps in two forms on a CPU; needs no weights."""
+    merged = [sum(p.numel() for p in m) for layer in module.model.layers for m in _matrices(layer)]
+    twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
+    head = module.lm_head.weight.numel()
+    twice += [head] * ops.forms_of(head, module.dtype).packed
+    return sum(twice) * int(module.dtype.itemsize)
 
-    On a CPU the result's columns lie in memory one after the other: products of a few rows then
-    take up to half the time (measured with MKL). The kernels for CUDA want rows.
+
+def _matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
+    """What is merged of a layer: queries, keys and values; output; gate and up; down."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+    return [[projection.weight for projection in group] for group in groups]
+
+
+def _merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
+    """The weights [N_i, K] below each other; the parameters become views of it.
+
+    What is packed has no plain form that they could be views of. They are then given up, of which
+    shapes remain, or left as they are with `keep`.
     """
-    whole = weights[0].data if len(weights) == 1 else torch.cat([w.data for w in weights])
-    if whole.device.type == "cpu":
-        whole = whole.T.contiguous().T
-    for weight, part in zip(weights, whole.split([len(w) for w in weights]), strict=True):
-        weight.data = part
-    return whole
+    whole = parameters[0].data
+    if len(parameters) > 1:
+        whole = torch.cat([parameter.data for parameter in parameters])
+    weight = ops.pack_weight(whole)
+    plain = weight if isinstance(weight, Tensor) else weight.plain
+    if plain is None and not keep:
+        plain = whole.new_full((), float("nan")).expand(whole.shape)
+    if plain is not None:
+        parts = plain.split([len(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part
+    return weight
 
 
 def _rotary_table(

@@ -51,10 +51,9 @@ class PagedModel:
     def storages(self) -> dict[int, int]:
         """Bytes of each piece of memory that holds weights and tables, by its address."""
         held = [*self.module.parameters(), *self.module.buffers()]
-        if self.fused is not None:
-            held += self.fused.tensors
         pieces = [tensor.untyped_storage() for tensor in held]
-        return {piece.data_ptr(): piece.nbytes() for piece in pieces}
+        found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
+        return found if self.fused is None else found | self.fused.storages
 
     @torch.inference_mode()
     def forward(

@@ -101,15 +101,15 @@ class FakeTarget(TargetScorer):
     def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
         self.batch_sizes.append(len(seqs))
         width = proposal.token_ids.shape[1] + 1
-        probs = torch.zeros(len(seqs), width, VOCAB)
+        best = torch.zeros(len(seqs), width, dtype=torch.int64)
         for b, (seq, k) in enumerate(zip(seqs, proposal.lens, strict=True)):
             n = len(seq.tokens)
             assert seq.target_kv == n - 1
             row = proposal.token_ids[b, :k].tolist()
             self.cache.feed(Span(seq, n - 1, n, k), row)
             for i in range(k + 1):
-                probs[b, i, self.rule(self.cache.read(seq, n + i))] = 1.0
-        return Scores(probs)
+                best[b, i] = self.rule(self.cache.read(seq, n + i))
+        return Scores(best=best)
 
 
 class FakeDraft:
@@ -133,7 +133,6 @@ class FakeDraft:
     ) -> Proposal:
         self.lens_seen.append(lens)
         token_ids = torch.zeros(len(seqs), max(lens), dtype=torch.int64)
-        probs = torch.zeros(len(seqs), max(lens), VOCAB)
         for b, (seq, k) in enumerate(zip(seqs, lens, strict=True)):
             if k == 0:
                 continue
@@ -143,10 +142,9 @@ class FakeDraft:
             for i in range(k):
                 token = self.rule(self.cache.read(seq, n + i))
                 token_ids[b, i] = token
-                probs[b, i, token] = 1.0
                 if i < k - 1:
                     self.cache.write(seq, n + i, [token])
-        return Proposal(token_ids, lens, probs)
+        return Proposal(token_ids, lens, torch.zeros(len(seqs), 0, VOCAB))
 
 
 def looping(prefix: list[int]) -> int:

@@ -5,12 +5,21 @@ from typing import Any
 
 import pytest
 import torch
+from specdec_kernels.linear_cpu import can_pack
 
-from specdec_cli.models.fused import fuse
+from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
+from specdec_cli.models.paged import PagedModel
 from tests.engine.test_families import BLOCK, TOLERANCE, Driver, drive, plain_reference
 from tests.support import description, paged_model, save_tiny
 
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 1100,
+    "vocab_size": 2100,
+    "initializer_range": 0.08,  # logits spread as those of the narrow ones
+}
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama-tied", {}),
@@ -24,6 +33,9 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
+    # Wide enough for every form that a weight has on a CPU.
+    "llama-wide": ("llama", WIDE),
+    "llama-wide-tied": ("llama-tied", WIDE),
 }
 
 
@@ -70,3 +82,28 @@ def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
     matrices = [p for p in module.parameters() if p.dim() == 2]
     assert {p.untyped_storage().data_ptr() for p in matrices} == storages
     assert sum(p.numel() for p in matrices) == sum(t.numel() for t in held)
+
+
+@pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN packs weights on x86-64 alone")
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_what_a_cpu_packs_the_module_gives_up(family: str, tmp_path: Path) -> None:
+    """All but the head, which drafts borrow and a tied embedding is looked up in."""
+    module = load(description(save_tiny(tmp_path, family, **WIDE)), torch.device("cpu"))
+    before = {name: p.clone() for name, p in module.named_parameters()}
+    form = fuse(module, 64)
+    assert form is not None
+    given_up = {name for name, p in module.named_parameters() if p.isnan().all()}
+    layers = range(len(module.model.layers))
+    both = [f"model.layers.{i}.mlp.{part}_proj.weight" for i in layers for part in ("gate", "up")]
+    assert given_up == set(both)
+    for name, parameter in module.named_parameters():
+        assert parameter.shape == before[name].shape
+        assert name in given_up or torch.equal(parameter, before[name]), name
+    # What is kept in both forms, and nothing else, is held twice.
+    numbers = sum(p.numel() for p in module.parameters())
+    tables = form.cos.numel() + form.sin.numel()
+    held = PagedModel(module, KVCache([], 0, 16, torch.float32, form.cos.device), fused=form)
+    stand_ins = len(layers)
+    assert sum(held.storages.values()) == 4 * (numbers + tables + stand_ins) + bytes_held_twice(
+        module
+    ) + 4 * sum(b.numel() for b in module.buffers())

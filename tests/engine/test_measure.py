@@ -17,6 +17,7 @@ from specdec_cli.engine.loop import Request
 from specdec_cli.engine.measure import rehearsal, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
+from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
 from tests.conftest import NEEDS_CUDA
 from tests.support import CPU, tiny_config
@@ -130,9 +131,10 @@ def test_weights_are_counted_as_they_lie_in_memory() -> None:
     held = weight_bytes(load_models(plan(demo())))
     guessed = (guess.target_weight_bytes, guess.draft_weight_bytes)
     assert held == pytest.approx(guessed, abs=256), "inverse frequencies are all that is missing"
-    described = [m.weight_bytes for m in plan(demo()).models]
-    tables = [2 * 2048 * m.layers[0].key_dim * 4 for m in plan(demo()).models]
-    assert list(guessed) == [own + table for own, table in zip(described, tables, strict=True)]
+    described = plan(demo()).models
+    own = [m.weight_bytes + bytes_held_twice(m.module) for m in described]
+    tables = [2 * 2048 * m.layers[0].key_dim * 4 for m in described]
+    assert list(guessed) == [sum(parts) for parts in zip(own, tables, strict=True)]
 
 
 def test_a_rehearsal_fills_a_chunk_with_a_full_batch() -> None:

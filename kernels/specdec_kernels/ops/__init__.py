@@ -1,4 +1,5 @@
-"""The public functions: CUDA tensors go to Triton kernels, CPU tensors to the torch references.
+"""The public functions: CUDA tensors go to Triton kernels, CPU tensors to torch: the references, or
+what `linear_cpu.py` has for the products of a layer.
 
 Triton is imported when a CUDA tensor first arrives, so CPU use needs no Triton. No function reads
 device data on the host when its tensors are on CUDA, so all can be captured in a CUDA graph;
@@ -10,6 +11,7 @@ of per-row counts, beginning at 0.
 
 from specdec_kernels.attention import GatherPlan, gather_attention, gather_plan
 from specdec_kernels.linear import Normed
+from specdec_kernels.linear_cpu import PackedWeight, Weight, forms_of
 from specdec_kernels.logits import LogitRows
 from specdec_kernels.ops.cache import paged_attention, slot_mapping, write_kv
 from specdec_kernels.ops.layers import (
@@ -21,6 +23,7 @@ from specdec_kernels.ops.layers import (
     linear_add_norm,
     norm_gate_up,
     norm_linear,
+    pack_weight,
     reduce_add_norm,
     rms_norm,
     rope_attention,
@@ -40,10 +43,13 @@ __all__ = [
     "GatherPlan",
     "LogitRows",
     "Normed",
+    "PackedWeight",
+    "Weight",
     "accept",
     "add_norm",
     "advance",
     "embed",
+    "forms_of",
     "gate",
     "gather_attention",
     "gather_columns",
@@ -55,6 +61,7 @@ __all__ = [
     "merge_tokens",
     "norm_gate_up",
     "norm_linear",
+    "pack_weight",
     "padded_pass",
     "paged_attention",
     "reduce_add_norm",

@@ -3,15 +3,17 @@
 from torch import Tensor
 
 from specdec_kernels.embed import embed_reference
-from specdec_kernels.linear import (
-    Normed,
-    add_norm_reference,
-    gate_reference,
-    linear_add_norm_reference,
-    linear_reference,
-    norm_gate_up_reference,
-    norm_linear_reference,
-    rms_norm_reference,
+from specdec_kernels.linear import Normed, gate_reference
+from specdec_kernels.linear_cpu import (
+    PackedWeight,
+    Weight,
+    add_norm_cpu,
+    linear_add_norm_cpu,
+    linear_cpu,
+    norm_gate_up_cpu,
+    norm_linear_cpu,
+    pack_weight_cpu,
+    rms_norm_cpu,
 )
 from specdec_kernels.peers import Peers
 from specdec_kernels.rope_attention import rope_attention_reference
@@ -60,7 +62,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         from specdec_kernels.norm_triton import rms_norm_triton
 
         return rms_norm_triton(x, weight, eps)
-    return rms_norm_reference(x, weight, eps)
+    return rms_norm_cpu(x, weight, eps)
 
 
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -72,69 +74,79 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return gate_reference(gate_up, activation)
 
 
+def pack_weight(weight: Tensor) -> Weight:
+    """The form in which products take a weight [N, K], made once at load.
+
+    On CUDA that is the contiguous tensor; a CPU has orders of its own, see `PackedWeight`.
+    """
+    return weight.contiguous() if weight.is_cuda else pack_weight_cpu(weight)
+
+
 def norm_linear(
-    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    x: Normed, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
 
     Args:
         x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
-        weight: [N, K], contiguous.
+        weight: [N, K] of `pack_weight`.
         bias: [N].
-        into: [T, N], contiguous, where to write it.
+        into: [T, N], contiguous, where to write it; CUDA only.
 
     Returns:
         [T, N] of x's dtype, contiguous.
     """
-    if weight.is_cuda:
-        from specdec_kernels.linear_triton import norm_linear_triton
+    if isinstance(weight, PackedWeight) or not weight.is_cuda:
+        assert into is None
+        return norm_linear_cpu(x, weight, bias)
+    from specdec_kernels.linear_triton import norm_linear_triton
 
-        return norm_linear_triton(x, weight, bias, into)
-    return norm_linear_reference(x, weight, bias, into)
+    return norm_linear_triton(x, weight, bias, into)
 
 
-def norm_gate_up(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
     """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
 
     Args:
         x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
-        weight: [2F, K], contiguous, the gate's rows first.
+        weight: [2F, K] of `pack_weight`, the gate's rows first.
         activation: "silu" or "gelu_tanh".
 
     Returns:
         [T, F], contiguous.
     """
-    if weight.is_cuda:
-        from specdec_kernels.linear_triton import norm_gate_up_triton
+    if isinstance(weight, PackedWeight) or not weight.is_cuda:
+        return norm_gate_up_cpu(x, weight, activation)
+    from specdec_kernels.linear_triton import norm_gate_up_triton
 
-        return norm_gate_up_triton(x, weight, activation)
-    return norm_gate_up_reference(x, weight, activation)
+    return norm_gate_up_triton(x, weight, activation)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+    x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """x @ weight^T (+ bias): one rank's part of an output or down projection.
 
     Args:
         x: [T, K], rows contiguous.
-        weight: [N, K], contiguous.
+        weight: [N, K] of `pack_weight`.
         bias: [N].
-        into: [T, N], contiguous, where to write it.
+        into: [T, N], contiguous, where to write it; CUDA only.
 
     Returns:
         [T, N], contiguous.
     """
-    if x.is_cuda:
-        from specdec_kernels.linear_triton import linear_triton
+    if isinstance(weight, PackedWeight) or not weight.is_cuda:
+        assert into is None
+        return linear_cpu(x, weight, bias)
+    from specdec_kernels.linear_triton import linear_triton
 
-        return linear_triton(x, weight, bias, into)
-    return linear_reference(x, weight, bias, into)
+    return linear_triton(x, weight, bias, into)
 
 
 def linear_add_norm(
     x: Tensor,
-    weight: Tensor,
+    weight: Weight,
     residual: Tensor,
     norm_weight: Tensor,
     eps: float,
@@ -145,7 +157,7 @@ def linear_add_norm(
 
     Args:
         x: [T, K], rows contiguous.
-        weight: [N, K], contiguous.
+        weight: [N, K] of `pack_weight`.
         residual: [T, N], rows contiguous.
         bias: [N].
         norm_weight: [N], of the next norm: the MLP's, the next layer's, or the last one.
@@ -154,11 +166,11 @@ def linear_add_norm(
     Returns:
         The new residual stream, in `hidden`, and what the next product reads.
     """
-    if x.is_cuda:
-        from specdec_kernels.linear_triton import linear_add_norm_triton
+    if isinstance(weight, PackedWeight) or not weight.is_cuda:
+        return linear_add_norm_cpu(x, weight, residual, norm_weight, eps, bias)
+    from specdec_kernels.linear_triton import linear_add_norm_triton
 
-        return linear_add_norm_triton(x, weight, residual, norm_weight, eps, bias)
-    return linear_add_norm_reference(x, weight, residual, norm_weight, eps, bias)
+    return linear_add_norm_triton(x, weight, residual, norm_weight, eps, bias)
 
 
 def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
@@ -168,7 +180,7 @@ def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> No
         from specdec_kernels.norm_triton import add_norm_triton
 
         return add_norm_triton(x, residual, norm_weight, eps)
-    return add_norm_reference(x, residual, norm_weight, eps)
+    return add_norm_cpu(x, residual, norm_weight, eps)
 
 
 def reduce_add_norm(

@@ -1,0 +1,156 @@
+"""The products of a decoder layer with what surrounds them, on a CPU.
+
+Torch hands products in fp32 to MKL, which for two to sixteen rows takes 2 to 4 times as long as
+oneDNN with weights in an order of its own (Zen 4, one and two threads). That order is opaque, so a
+packed weight is not kept as a plain tensor as well, unless it is small: oneDNN's calls take some
+15 us, within which a product of one row with a small weight is done.
+
+Legend: T packed tokens, K features read, N features written.
+"""
+
+import platform
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
+
+SMALL = 1 << 16  # numbers up to which a weight is not packed
+BOTH = 1 << 19  # numbers up to which a packed one in fp32 is kept plain too, for single rows
+_ROWS = 8  # that oneDNN's order is chosen for; from 2 to 64 it chooses the same
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A weight [N, K] of products on a CPU; made by `ops.pack_weight`.
+
+    blocks: in oneDNN's order, opaque. plain: the same as [N, K], or None; see `pack_weight_cpu`.
+    """
+
+    blocks: Tensor
+    plain: Tensor | None
+
+    @property
+    def num_bytes(self) -> int:
+        """Of `blocks`, but for what their last ones are filled up with."""
+        return self.blocks.numel() * self.blocks.dtype.itemsize
+
+
+Weight = Tensor | PackedWeight
+
+
+def can_pack(dtype: torch.dtype) -> bool:
+    """Whether oneDNN has products of this dtype on this machine that are worth packing for."""
+    if platform.machine() not in ("x86_64", "AMD64") or not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype == torch.float32
+
+
+class Forms(NamedTuple):
+    """In which forms a weight is held."""
+
+    packed: bool
+    plain: bool
+
+
+def forms_of(numel: int, dtype: torch.dtype) -> Forms:
+    """The forms of a weight of so many numbers on this machine."""
+    packed = numel > SMALL and can_pack(dtype)
+    return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
+
+
+@torch.no_grad()
+def pack_weight_cpu(weight: Tensor) -> Weight:
+    """[N, K] in the form in which products take it: packed, unless it is small.
+
+    The columns of the plain form lie in memory one after the other, by which MKL's products of a
+    few rows take up to half the time.
+    """
+    forms = forms_of(weight.numel(), weight.dtype)
+    plain = weight.T.contiguous().T if forms.plain else None
+    if not forms.packed:
+        assert plain is not None
+        return plain
+    return PackedWeight(torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS), plain)
+
+
+def linear_cpu(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """See `ops.linear`."""
+    plain = _plain(weight, x)
+    if plain is not None:
+        return linear(x, plain, bias)
+    assert isinstance(weight, PackedWeight)
+    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight.blocks, bias, "none", [], "")
+    return out
+
+
+def linear_add_cpu(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None) -> Tensor:
+    """residual + x @ weight^T (+ bias): [T, N]."""
+    plain = _plain(weight, x)
+    if plain is not None:
+        out = torch.addmm(residual, x, plain.T)
+        return out if bias is None else out.add_(bias)
+    assert isinstance(weight, PackedWeight)
+    fused = torch.ops.mkldnn._linear_pointwise.binary
+    summed: Tensor = fused(x, residual, weight.blocks, bias, "add")
+    return summed
+
+
+def _plain(weight: Weight, x: Tensor) -> Tensor | None:
+    """The weight as a tensor where the product is to take that."""
+    if isinstance(weight, Tensor):
+        return weight
+    return weight.plain if len(x) == 1 else None
+
+
+def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`: in five operations, of which torch's own takes eight on a CPU."""
+    if x.dtype != torch.float32:
+        return rms_norm_reference(x, weight, eps)
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    factor = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+    return (x * factor).mul_(weight)
+
+
+@lru_cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def add_norm_cpu(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """See `ops.add_norm`."""
+    return norm_cpu(residual + x, norm_weight, eps)
+
+
+def norm_cpu(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+    """x [T, K] and its norm, as a product takes them."""
+    return Normed(x, rms_norm_cpu(x, norm_weight, eps), None, eps)
+
+
+def linear_add_norm_cpu(
+    x: Tensor,
+    weight: Weight,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """See `ops.linear_add_norm`."""
+    return norm_cpu(linear_add_cpu(x, weight, residual, bias), norm_weight, eps)
+
+
+def norm_linear_cpu(x: Normed, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    """See `ops.norm_linear`."""
+    assert x.squares is None
+    return linear_cpu(x.scaled, weight, bias)
+
+
+def norm_gate_up_cpu(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
+    """See `ops.norm_gate_up`."""
+    return gate_reference(norm_linear_cpu(x, weight), activation)

@@ -1,0 +1,90 @@
+"""Products on a CPU, in every form that a weight can have, against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops_helpers import TOLERANCE, assert_close
+from specdec_kernels import ops
+from specdec_kernels.linear import gate_reference, rms_norm_reference
+from specdec_kernels.linear_cpu import BOTH, SMALL, PackedWeight, can_pack, forms_of
+from torch import Tensor
+
+EPS = 1e-5
+F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
+# N, K: not packed; packed and kept plain; packed alone. Odd, so that the last blocks are not full.
+SIZES = {"small": (75, 130), "both": (701, 257), "packed": (1031, 515)}
+packs = pytest.mark.skipif(not can_pack(F32), reason="oneDNN packs weights on x86-64 alone")
+
+
+def normal(*size: int, dtype: torch.dtype = F32, scale: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size))
+    return (torch.randn(size, generator=generator) * scale).to(dtype)
+
+
+@packs
+def test_the_sizes_have_all_forms() -> None:
+    numels = {name: n * k for name, (n, k) in SIZES.items()}
+    assert numels["small"] <= SMALL < numels["both"] <= BOTH < numels["packed"]
+    assert [tuple(forms_of(n, F32)) for n in numels.values()] == [
+        (False, True),
+        (True, True),
+        (True, False),
+    ]
+    assert forms_of(numels["packed"], F64) == (False, True), "oneDNN has no fp64"
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("rows", [0, 1, 2, 5, 17, 70])
+@pytest.mark.parametrize("size", SIZES)
+def test_products_match_fp64(size: str, rows: int, dtype: torch.dtype) -> None:
+    features, width = SIZES[size]
+    plain = normal(features, width, dtype=dtype, scale=width**-0.5)
+    weight = ops.pack_weight(plain)
+    assert isinstance(weight, PackedWeight) == forms_of(plain.numel(), dtype).packed
+    # Rows that lie apart, as those of a slice of a wider tensor.
+    x = normal(rows, 2 * width, dtype=dtype)[:, :width]
+    residual = normal(rows, 3 * features, dtype=dtype)[:, features : 2 * features]
+    before = residual.clone()
+    bias, norm = normal(features, dtype=dtype), 1 + normal(features, dtype=dtype, scale=0.3)
+    product = F.linear(x.double(), plain.double())
+    tolerance = TOLERANCE[dtype]
+    for b in (None, bias):
+        expected = product if b is None else product + b.double()
+        assert_close("linear", expected, ops.linear(x, weight, b), tolerance)
+        summed = ops.linear_add_norm(x, weight, residual, norm, EPS, b)
+        assert_close("hidden", residual.double() + expected, summed.hidden, tolerance)
+        normed = rms_norm_reference(summed.hidden.double(), norm.double(), EPS)
+        assert_close("scaled", normed, summed.scaled, tolerance)
+        assert torch.equal(residual, before), "the residual stream is read, not written"
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+@pytest.mark.parametrize("size", SIZES)
+def test_gated_mlp_matches_fp64(size: str, rows: int) -> None:
+    features, width = SIZES[size]
+    features -= features % 2
+    plain = normal(features, width, scale=width**-0.5)
+    hidden, norm = normal(rows, width), 1 + normal(width, scale=0.3)
+    x = ops.Normed(hidden, ops.rms_norm(hidden, norm, EPS), None, EPS)
+    normed = rms_norm_reference(hidden.double(), norm.double(), EPS)
+    for activation in ("silu", "gelu_tanh"):
+        expected = gate_reference(F.linear(normed, plain.double()), activation)
+        out = ops.norm_gate_up(x, ops.pack_weight(plain), activation)
+        assert_close(activation, expected, out, 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (2, 3, 24)], ids=str)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
+    x[..., 0, :] *= 1e-4  # where the epsilon counts
+    expected = rms_norm_reference(x.double(), weight.double(), EPS)
+    before = x.clone()
+    assert_close("out", expected, ops.rms_norm(x, weight, EPS), TOLERANCE[dtype])
+    assert torch.equal(x, before)
+
+
+@packs
+def test_bytes_are_those_of_the_numbers() -> None:
+    weight = ops.pack_weight(normal(1031, 515))
+    assert isinstance(weight, PackedWeight) and weight.num_bytes == 1031 * 515 * 4
