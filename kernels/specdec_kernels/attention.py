@@ -89,26 +89,29 @@ class GatherPlan:
     context_lens: list[int]
     block_size: int
     parts_by_window: dict[int, list[GatherPart]] = field(default_factory=dict)
-    masks: dict[tuple[int, int, int, torch.dtype], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
 
     def parts(self, sliding_window: int) -> list[GatherPart]:
-        if sliding_window >= max(self.context_lens, default=0):
-            sliding_window = 0
-        if sliding_window not in self.parts_by_window:
-            self.parts_by_window[sliding_window] = self._build_parts(sliding_window)
-        return self.parts_by_window[sliding_window]
+        found = self.parts_by_window.get(sliding_window)
+        if found is None:
+            sees_all = sliding_window > 0 and sliding_window >= max(self.context_lens, default=0)
+            found = self.parts(0) if sees_all else self._build_parts(sliding_window)
+            self.parts_by_window[sliding_window] = found
+        return found
 
     def mask(self, sliding_window: int, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
         """[n, 1, group * Q, C] additive mask of one part, in the dtype the attention runs in."""
-        visible = self.parts(sliding_window)[part].mask
-        if visible is None:
-            return None
         key = (sliding_window, part, group, dtype)
         if key not in self.masks:
-            mask = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
-            mask = mask.masked_fill_(~visible, float("-inf"))
-            self.masks[key] = mask.repeat(1, group, 1)[:, None]
+            self.masks[key] = self._build_mask(self.parts(sliding_window)[part], group, dtype)
         return self.masks[key]
+
+    def _build_mask(self, part: GatherPart, group: int, dtype: torch.dtype) -> Tensor | None:
+        if part.mask is None:
+            return None
+        mask = torch.zeros(part.mask.shape, dtype=dtype, device=part.mask.device)
+        mask = mask.masked_fill_(~part.mask, float("-inf"))
+        return mask.repeat(1, group, 1)[:, None]
 
     def _build_parts(self, sliding_window: int) -> list[GatherPart]:
         indices = [b for b, length in enumerate(self.query_lens) if length > 0]

@@ -106,7 +106,7 @@ def _plain(weight: Weight, x: Tensor) -> Tensor | None:
     """The weight as a tensor where the product is to take that."""
     if isinstance(weight, Tensor):
         return weight
-    return weight.plain if len(x) == 1 else None
+    return weight.plain if x.shape[0] == 1 else None
 
 
 def rms_norm_cpu(x: Tensor, weight: Tensor, eps: float) -> Tensor:

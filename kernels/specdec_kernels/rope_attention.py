@@ -16,12 +16,11 @@ from specdec_kernels.linear import rms_norm_reference
 
 def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D], cos and sin [T, D]: [T, H, D]."""
+    half = x.shape[2] // 2
+    sin = sin[:, None]
     out = x * cos[:, None]
-    first, second = x.chunk(2, 2)
-    out_first, out_second = out.chunk(2, 2)
-    sin_first, sin_second = sin[:, None].chunk(2, 2)
-    out_first.addcmul_(second, sin_first, value=-1)
-    out_second.addcmul_(first, sin_second)
+    out.narrow(2, 0, half).addcmul_(x.narrow(2, half, half), sin.narrow(2, 0, half), value=-1)
+    out.narrow(2, half, half).addcmul_(x.narrow(2, 0, half), sin.narrow(2, half, half))
     return out
 
 
