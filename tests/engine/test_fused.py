@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from specdec_kernels.linear_cpu import can_pack
+from specdec_kernels.linear_cpu import pays_to_pack
 
 from specdec_cli.engine.kv_cache import KVCache
 from specdec_cli.models.fused import bytes_held_twice, fuse
@@ -84,7 +84,9 @@ def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
     assert sum(p.numel() for p in matrices) == sum(t.numel() for t in held)
 
 
-@pytest.mark.skipif(not can_pack(torch.float32), reason="oneDNN packs weights on x86-64 alone")
+@pytest.mark.skipif(
+    not pays_to_pack(torch.float32), reason="weights in fp32 are packed on AMD processors alone"
+)
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_what_a_cpu_packs_the_module_gives_up(family: str, tmp_path: Path) -> None:
     """All but the head, which drafts borrow and a tied embedding is looked up in."""

@@ -1,24 +1,47 @@
 """Products on a CPU, in every form that a weight can have, against fp64."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import TOLERANCE, assert_close
-from specdec_kernels import ops
+from specdec_kernels import linear_cpu, ops
 from specdec_kernels.linear import gate_reference, rms_norm_reference
-from specdec_kernels.linear_cpu import BOTH, SMALL, PackedWeight, can_pack, forms_of
+from specdec_kernels.linear_cpu import BOTH, SMALL, PackedWeight, forms_of, pays_to_pack
 from torch import Tensor
 
 EPS = 1e-5
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
 # N, K: not packed; packed and kept plain; packed alone. Odd, so that the last blocks are not full.
 SIZES = {"small": (75, 130), "both": (701, 257), "packed": (1031, 515)}
-packs = pytest.mark.skipif(not can_pack(F32), reason="oneDNN packs weights on x86-64 alone")
+packs = pytest.mark.skipif(
+    not pays_to_pack(F32), reason="weights in fp32 are packed on AMD processors alone"
+)
 
 
 def normal(*size: int, dtype: torch.dtype = F32, scale: float = 1.0) -> Tensor:
     generator = torch.Generator().manual_seed(sum(size))
     return (torch.randn(size, generator=generator) * scale).to(dtype)
+
+
+@pytest.mark.parametrize(
+    "vendor, packed", [("AuthenticAMD", True), ("GenuineIntel", False), ("", False)]
+)
+def test_fp32_is_packed_where_mkl_is_slow(
+    vendor: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_cpu, "vendor", lambda: vendor)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    assert forms_of(BOTH + 1, F32) == (packed, not packed)
+    assert forms_of(SMALL, F32) == forms_of(BOTH + 1, F64) == (False, True)
+
+
+def test_the_vendor_is_that_of_the_machine() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        found = linear_cpu.vendor()
+        assert (f"vendor_id\t: {found}\n" in cpuinfo.read_text()) == (found != "")
 
 
 @packs
@@ -30,7 +53,6 @@ def test_the_sizes_have_all_forms() -> None:
         (True, True),
         (True, False),
     ]
-    assert forms_of(numels["packed"], F64) == (False, True), "oneDNN has no fp64"
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F64], ids=str)
