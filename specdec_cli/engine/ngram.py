@@ -76,11 +76,11 @@ class NgramProposer:
         ]
         k = max(map(len, found))
         padded = [tokens + [0] * (k - len(tokens)) for tokens in found]
-        is_proposed = [[place < len(tokens) for place in range(k)] for tokens in found]
         token_ids = torch.tensor(padded, dtype=torch.int64).to(self.device, non_blocking=True)
-        ones = torch.tensor(is_proposed, dtype=torch.float32).to(self.device, non_blocking=True)
         kept = 0 if params.is_greedy else k
         probs = torch.zeros(len(seqs), kept, self.vocab_size, device=self.device)
         if kept:
+            is_proposed = [[place < len(tokens) for place in range(k)] for tokens in found]
+            ones = torch.tensor(is_proposed, dtype=torch.float32).to(self.device, non_blocking=True)
             probs.scatter_(2, token_ids[..., None], ones[..., None])
         return Proposal(token_ids, list(map(len, found)), probs)

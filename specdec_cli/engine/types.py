@@ -107,7 +107,7 @@ class Scores:
 
     probs: fp32 [B, K + 1, V]; row i is the distribution of the token after the i-th proposal.
     Rows past k_i are zero. best: int64 [B, K + 1], in their place where decoding is greedy: the
-    token of the highest logit, -1 where a logit is a NaN.
+    token of the highest logit, -1 where logits are not finite.
     """
 
     probs: torch.Tensor | None = None
