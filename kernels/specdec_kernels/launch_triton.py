@@ -3,11 +3,12 @@
 Programmatic dependent launch: a kernel marked so starts while its predecessor in the stream still
 runs. Everything it does before `after_predecessor` may touch only what no recent kernel writes:
 weights, and what was ready when the predecessor itself began. `after_predecessor` waits until the
-predecessor has completed and its writes are visible. Every program of every kernel calls it, also
-one without work, so completion is transitive: the predecessor completed only after it had waited
-for its own. From there on order is that of an ordinary stream, and memory may be reused as freely.
-The successor is let in only after the wait, so at most one kernel runs ahead, and what it may read
-early includes all that was written before the predecessor.
+predecessor has completed and its writes are visible. Some program of every kernel calls it, so
+completion is transitive: the predecessor completed only after it had waited for its own. A program
+without work may return before it, and so makes room for the successor. From there on order is that
+of an ordinary stream, and memory may be reused as freely. The successor is let in only after the
+wait, so at most one kernel runs ahead, and what it may read early includes all that was written
+before the predecessor.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)

@@ -182,6 +182,10 @@ def rope_attention_kernel(
         first = begin + tl.where(split > 0, beside + (split - 1) * share, 0)
         high = tl.minimum(old, begin + beside + split * share)
         newest = split == 0
+        # Without work there is nothing to wait for, and room to make: part 0 waits, so the kernel
+        # ends after its predecessor all the same.
+        if (split > 0) & ((split >= parts) | (query_len <= 0)):
+            return
     else:
         parts = 1
         first = begin
@@ -243,8 +247,6 @@ def rope_attention_kernel(
                 for member in tl.static_range(GROUP):
                     place = (tl.full([], HEADS, tl.int64) * tail + kv_head * GROUP + member) * D
                     tl.store(out_ptr + place + dim, zeros, mask=dim < D)
-    if split >= parts:
-        return
     if query_len <= 0:
         return
 

@@ -1,6 +1,6 @@
 """How long calls take as a CUDA graph, which is how a round runs them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,17 +10,30 @@ def graph_times(step: Callable[[int], object], launches: int, replays: int) -> l
 
     Each call is given its number. Everything it needs must have been compiled and allocated.
     """
+    return alternated_times([step], launches, replays)[0]
+
+
+def alternated_times(
+    steps: Sequence[Callable[[int], object]], launches: int, replays: int
+) -> list[list[float]]:
+    """`graph_times` of each of `steps`, whose graphs take turns: their differences are small."""
+    graphs = [captured(step, launches) for step in steps]
+    times: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for graph, found in zip(graphs, times, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            graph.replay()
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            found.append(start.elapsed_time(end) * 1000 / launches)
+    return times
+
+
+def captured(step: Callable[[int], object], launches: int) -> torch.cuda.CUDAGraph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for number in range(launches):
             step(number)
-    graph.replay()
-    times = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / launches)
-    return times
+    return graph

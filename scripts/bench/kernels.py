@@ -3,10 +3,13 @@
     PYTHONPATH=.:kernels python scripts/bench/kernels.py --models 1b 8b --batches 1x1 1x6 16x1
 
 Needs a CUDA device; weights are random and of the real shapes. Every time is that of a CUDA graph
-over buffers larger together than the L2 cache. "bytes" counts weights, and the keys and values of
-the context; "of peak" is what moving them at --bandwidth would take, over the time. "library" is
-the same step from cuBLAS products, with our small kernels for the rest. Errors are against fp64.
+over buffers larger together than the L2 cache. "attention within a pass" is what a layer's costs
+there, by passes with and without it, and "copy" what a kernel would that only copies the queries.
+"bytes" counts weights, and the keys and values of the context; "of peak" is what moving them at
+--bandwidth would take, over the time. "library" is the same step from cuBLAS products, with our
+small kernels for the rest. Errors are against fp64.
 """
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
 import argparse
 from collections.abc import Callable
@@ -15,14 +18,18 @@ from statistics import median
 
 import torch
 import torch.nn.functional as F
-from graph_times import graph_times
+import triton
+import triton.language as tl
+from graph_times import alternated_times, graph_times
 from specdec_kernels import ops
+from specdec_kernels.launch_triton import after_predecessor
 from specdec_kernels.linear import gate_reference, rms_norm_reference
 from torch import Tensor
 
 BLOCK_SIZE = 16
 EPS = 1e-5
 L2_BYTES = 60e6
+COPIED = 512  # numbers of a program of a kernel that only copies
 
 
 @dataclass(frozen=True)
@@ -229,15 +236,28 @@ class Bench:
             hidden = self.normal(batch.rows, width)
             rotation = self.rotation(model, batch)
             moved = weight_bytes + model.layers * batch.cache_bytes(model, self.dtype)
-            times = [
-                timed(
-                    lambda _, *, f=f, args=(hidden, weights, head, norm, batch, rotation): f(*args),
-                    1,
-                )
-                for f in (fused_pass, library_pass)
+            arguments = (hidden, weights, head, norm, batch, rotation)
+            forwards = [
+                lambda _, *, attend=attend, arguments=arguments: fused_pass(attend, *arguments)
+                for attend in (attended, copied, untouched)
             ]
-            label = f"{name} pass {batch.sequences}x{batch.queries}"
-            self.rows.append(Row(label, batch.rows, batch.context, times[0], moved, times[1]))
+            forwards.append(lambda _, *, arguments=arguments: library_pass(*arguments))
+            for forward in forwards:
+                forward(0)
+            times = alternated_times(forwards, 1, 15)
+            whole, copying, stubbed, library = (median(found) for found in times)
+            size = f"{batch.sequences}x{batch.queries}"
+            self.rows.append(
+                Row(f"{name} pass {size}", batch.rows, batch.context, whole, moved, library)
+            )
+            # What each of a layer costs between other kernels, with which it overlaps.
+            for kernel, time, read in (
+                ("attention", whole, batch.cache_bytes(model, self.dtype)),
+                ("copy", copying, 0),
+            ):
+                label = f"{name} {kernel} within a pass {size}"
+                cost = (time - stubbed) / model.layers
+                self.rows.append(Row(label, batch.rows, batch.context, cost, read))
 
 
 class Batch:
@@ -294,7 +314,42 @@ class Batch:
 Layer = tuple[list[Tensor], tuple[Tensor, Tensor]]
 
 
+Attend = Callable[[Batch, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]], Tensor]
+
+
+def attended(
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    return batch.attend(qkv, *rotation, cache)
+
+
+def untouched(
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """In attention's place numbers of the product, as many as it returns; no kernel."""
+    width = qkv.shape[1] - 2 * cache[0].shape[2] * cache[0].shape[3]
+    return qkv.view(-1)[: batch.rows * width].view(batch.rows, width)
+
+
+def copied(
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """In attention's place a kernel that only copies."""
+    numbers = untouched(batch, qkv, rotation, cache)
+    out = torch.empty_like(numbers)
+    copy_kernel[(numbers.numel() // COPIED,)](numbers, out, COUNT=COPIED, launch_pdl=True)
+    return out
+
+
+@triton.jit
+def copy_kernel(numbers_ptr, out_ptr, COUNT: tl.constexpr):
+    after_predecessor(True)
+    place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    tl.store(out_ptr + place, tl.load(numbers_ptr + place))
+
+
 def fused_pass(
+    attend: Attend,
     hidden: Tensor,
     layers: list[Layer],
     head: Tensor,
@@ -304,8 +359,8 @@ def fused_pass(
 ) -> Tensor:
     x = ops.Normed(hidden, ops.rms_norm(hidden, norm, EPS), None, EPS)
     for (qkv, out, gate_up, down), cache in layers:
-        attended = batch.attend(ops.norm_linear(x, qkv), *rotation, cache)
-        x = ops.linear_add_norm(attended, out, x.hidden, norm, EPS)
+        values = attend(batch, ops.norm_linear(x, qkv), rotation, cache)
+        x = ops.linear_add_norm(values, out, x.hidden, norm, EPS)
         inner = ops.norm_gate_up(x, gate_up)
         x = ops.linear_add_norm(inner, down, x.hidden, norm, EPS)
     return ops.greedy_argmax(ops.norm_linear(x, head))
