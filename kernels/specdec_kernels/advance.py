@@ -15,19 +15,24 @@ def accept_reference(
     rates: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.accept`."""
-    width = proposed.shape[1]
-    place = torch.arange(width + 1, device=proposed.device)
-    drafted = place[:width] < lens[:, None]
     if rates is None or accept_noise is None:
-        stands = drafted & (proposed == best[:, :width])
+        stands = proposed == best[:, : proposed.shape[1]]
     else:
-        stands = drafted & (accept_noise < rates)
-    accepted = stands.long().cumprod(1).sum(1)
-    own = best.gather(1, accepted[:, None])
-    tokens = torch.nn.functional.pad(proposed, (0, 1)).scatter(1, accepted[:, None], own)
-    void = ((best < 0) & (place <= lens[:, None])).any(1)
-    spoilt = (drafted & (proposed < 0)).any(1)
-    return tokens, accepted.masked_fill(void, -1).masked_fill(spoilt, -2)
+        stands = accept_noise < rates
+    # Token by token: the many operations it would take otherwise cost more, of a few sequences.
+    tokens, accepted = [], []
+    rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
+    for drafted, own, length, stood in rows:
+        count = 0
+        while count < length and stood[count]:
+            count += 1
+        tokens.append([*drafted[:count], own[count], *drafted[count + 1 :], 0][: len(own)])
+        if min(drafted[:length], default=0) < 0:
+            count = -2
+        elif min(own[: length + 1]) < 0:
+            count = -1
+        accepted.append(count)
+    return proposed.new_tensor(tokens).view(best.shape), proposed.new_tensor(accepted)
 
 
 def advance_reference(

@@ -55,17 +55,16 @@ def greedy_argmax_kernel(
         better = (value > best) | ((value != value) & (best == best))
         best = tl.where(better, value, best)
         index = tl.where(better, at, index)
-    nan = tl.max((best != best).to(tl.int32), axis=0) > 0
     top, first = first_maximum(tl.where(best != best, float("inf"), best), index)
     tl.store(tops_ptr + row * PARTS + part, top)
-    tl.store(indices_ptr + row * PARTS + part, tl.where(nan, -1, first))
+    tl.store(indices_ptr + row * PARTS + part, first)
 
     if is_last(counters_ptr + row, PARTS):
         every = tl.arange(0, PARTS)
         tops = tl.load(tops_ptr + row * PARTS + every, cache_modifier=".cg")
         indices = tl.load(indices_ptr + row * PARTS + every, cache_modifier=".cg")
-        _, first = first_maximum(tops, indices)
-        first = tl.where(tl.min(indices, axis=0) < 0, -1, first)
+        top, first = first_maximum(tops, indices)
+        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # a NaN counts as inf by now
         tl.store(out_ptr + row, first.to(tl.int64))
 
 

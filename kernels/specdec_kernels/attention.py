@@ -241,8 +241,8 @@ def gather_attention(
     """
     (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, value_cache.shape[2:]
     group = num_heads // kv_heads
-    keys = key_cache.view(-1, kv_heads, dk)
-    values = value_cache.view(-1, kv_heads, dv)
+    keys = key_cache.view(1, -1, kv_heads, dk)
+    values = value_cache.view(1, -1, kv_heads, dv)
     outs = []
     done = 0
     for index, part in enumerate(plan.parts(sliding_window)):
@@ -281,10 +281,12 @@ def gather_attention(
 
 
 def _visible(pool: Tensor, part: GatherPart) -> Tensor:
-    """[n, Hkv, C, D] of the part's keys or values, from a cache [slots, Hkv, D]."""
+    """[n, Hkv, C, D] of the part's keys or values, from a cache [1, slots, Hkv, D]."""
     slots = part.slots
-    found = pool[slots] if isinstance(slots, slice) else pool.index_select(0, slots)
-    return found.view(part.num_sequences, -1, *pool.shape[1:]).transpose(1, 2)
+    if isinstance(slots, slice):
+        return pool[:, slots].transpose(1, 2)
+    found = pool.index_select(1, slots)
+    return found.view(part.num_sequences, -1, *pool.shape[2:]).transpose(1, 2)
 
 
 def _explicit_attention(

@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
 
-SMALL = 1 << 16  # numbers up to which a weight is not packed
+SMALL = 3 << 15  # numbers up to which a weight is not packed
 BOTH = 1 << 19  # numbers up to which a packed one in fp32 is kept plain too, for single rows
 _ROWS = 8  # that oneDNN's order is chosen for; from 2 to 64 it chooses the same
 

@@ -7,6 +7,9 @@ Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features o
 of BS slots, MB block-table columns.
 """
 
+from typing import NamedTuple, Self
+
+import torch
 from torch import Tensor
 
 from specdec_kernels.attention import gather_attention, gather_plan
@@ -14,20 +17,28 @@ from specdec_kernels.kv import write_kv_reference
 from specdec_kernels.linear import rms_norm_reference
 
 
-def rotate_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D], cos and sin [T, D]: [T, H, D]."""
-    half = x.shape[2] // 2
-    sin = sin[:, None]
-    out = x * cos[:, None]
-    out.narrow(2, 0, half).addcmul_(x.narrow(2, half, half), sin.narrow(2, 0, half), value=-1)
-    out.narrow(2, half, half).addcmul_(x.narrow(2, 0, half), sin.narrow(2, half, half))
-    return out
+class Rotation(NamedTuple):
+    """What rotates the heads of T tokens, for all layers of a pass."""
+
+    cos: Tensor
+    """[T, 1, D]."""
+    sin: Tensor
+    """[T, 1, D], the first half negated."""
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor) -> Self:
+        """cos, sin: [T, D]."""
+        first, second = sin.chunk(2, dim=1)
+        return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """x [T, H, D]: [T, H, D]."""
+        return (x * self.cos).addcmul_(x.roll(x.shape[2] // 2, 2), self.sin)
 
 
 def split_heads_reference(
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    rotation: Rotation,
     kv_heads: int,
     head_dim: int,
     query_norm: Tensor | None = None,
@@ -38,14 +49,14 @@ def split_heads_reference(
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * kv_heads
     if query_norm is None and key_norm is None:
-        rotated = rotate_reference(heads[:, : num_heads + kv_heads], cos, sin)
+        rotated = rotation.rotate(heads[:, : num_heads + kv_heads])
         return rotated[:, :num_heads], rotated[:, num_heads:], heads[:, num_heads + kv_heads :]
     query, key, value = heads.split((num_heads, kv_heads, kv_heads), dim=1)
     if query_norm is not None:
         query = rms_norm_reference(query, query_norm, eps)
     if key_norm is not None:
         key = rms_norm_reference(key, key_norm, eps)
-    return rotate_reference(query, cos, sin), rotate_reference(key, cos, sin), value
+    return rotation.rotate(query), rotation.rotate(key), value
 
 
 def rope_attention_reference(
@@ -69,7 +80,7 @@ def rope_attention_reference(
     """See `ops.rope_attention`."""
     _, block_size, kv_heads, head_dim = key_cache.shape
     query, key, value = split_heads_reference(
-        qkv, cos, sin, kv_heads, head_dim, query_norm, key_norm, eps
+        qkv, Rotation.of(cos, sin), kv_heads, head_dim, query_norm, key_norm, eps
     )
     write_kv_reference(key, value, key_cache, value_cache, slots)
     plan = gather_plan(block_tables, query_start, context_lens, block_size)

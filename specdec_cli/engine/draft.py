@@ -10,7 +10,7 @@ from specdec_kernels import ops
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.parallel import ALONE, TensorParallel
-from specdec_cli.engine.sampling import greedy_tokens, to_probs
+from specdec_cli.engine.sampling import to_probs
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence
 from specdec_cli.models.paged import PagedModel
 
@@ -70,7 +70,7 @@ class DraftWorker:
                 logits = self.model.forward(spans, [1] * len(active), last)
             logits = self.fit(logits)
             if params.is_greedy:
-                token_ids[rows, step] = greedy_tokens(logits)
+                token_ids[rows, step] = ops.greedy_argmax(logits)
                 continue
             q = to_probs(logits, params)
             token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])

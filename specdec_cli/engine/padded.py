@@ -274,5 +274,5 @@ def _decide(
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
-    """The first maximum of each row of `logits` [..., V], int64 [...]; -1 where one is a NaN."""
+    """`ops.greedy_argmax` of each row of `logits` [..., V]: int64 [...]."""
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])

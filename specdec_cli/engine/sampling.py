@@ -3,7 +3,6 @@
 from enum import IntEnum
 
 import torch
-from specdec_kernels import ops
 from specdec_kernels.logits import to_probs as logits_to_probs
 from specdec_kernels.noise import uniform_reference
 
@@ -24,14 +23,6 @@ def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     See `specdec_kernels.logits.to_probs`, the one definition.
     """
     return logits_to_probs(logits, params.temperature, params.top_k, params.top_p)
-
-
-def greedy_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The first maximum of each row of [R, V], int64 [R]; -1 where `to_probs` would have a NaN: the
-    row holds a NaN or +inf, or -inf alone."""
-    best = ops.greedy_argmax(logits)
-    top = logits.gather(1, best.clamp(min=0)[:, None])[:, 0]
-    return best.masked_fill(~top.isfinite(), -1)
 
 
 def uniform(

@@ -1,9 +1,10 @@
 """The target's side of a round: prefill and scoring."""
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.engine.batch import Span
-from specdec_cli.engine.sampling import greedy_tokens, to_probs
+from specdec_cli.engine.sampling import to_probs
 from specdec_cli.engine.types import Proposal, SamplingParams, Scores, Sequence
 from specdec_cli.models.paged import PagedModel
 
@@ -31,7 +32,7 @@ class TargetScorer:
         proposed = proposal.token_ids.clamp(min=0) if k else None
         logits = self.model.forward(spans, [n + 1 for n in proposal.lens], proposed)
         if params.is_greedy:
-            return Scores(best=_by_sequence(greedy_tokens(logits), proposal.lens, k))
+            return Scores(best=_by_sequence(ops.greedy_argmax(logits), proposal.lens, k))
         return Scores(_by_sequence(to_probs(logits, params), proposal.lens, k))
 
 

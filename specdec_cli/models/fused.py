@@ -11,12 +11,13 @@ is added to it once. Legend: T packed tokens, D features of a head.
 
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
+from functools import partial
 from typing import Any, Self
 
 import torch
 from specdec_kernels import ops
 from specdec_kernels.linear import Normed
-from specdec_kernels.rope_attention import split_heads_reference
+from specdec_kernels.rope_attention import Rotation, split_heads_reference
 from torch import Tensor
 
 from specdec_cli.engine.batch import ForwardBatch
@@ -142,9 +143,13 @@ class FusedForward:
         x, cos, sin = ops.embed(
             token_ids, batch.positions, *tables, first.attention_norm, first.eps
         )
+        if batch.plan is None:
+            attend = partial(_attend, cos=cos, sin=sin)
+        else:
+            attend = partial(_attend_by_plan, rotation=Rotation.of(cos, sin), plan=batch.plan)
         for layer in self.layers:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
-            mixed = _attend(layer, qkv, cos, sin, cache, batch)
+            mixed = attend(layer, qkv, cache, batch)
             x = self._add_norm(
                 *(0, mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias)
             )
@@ -205,35 +210,45 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
 def _attend(
     layer: FusedLayer,
     qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
     cache: KVCache,
     batch: ForwardBatch,
+    *,
+    cos: Tensor,
+    sin: Tensor,
 ) -> Tensor:
     """Rotate, store keys and values, attend: [T, H * D]. cos, sin: [T, D]."""
-    key_cache, value_cache = cache.layers[layer.index]
-    if batch.plan is None:
-        return ops.rope_attention(
-            qkv,
-            cos,
-            sin,
-            key_cache,
-            value_cache,
-            batch.slots,
-            batch.block_tables,
-            batch.query_start,
-            batch.context_lens,
-            layer.scale,
-            batch.max_query_len,
-            layer.sliding_window,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=layer.eps,
-        )
-    query, key, value = split_heads_reference(
+    return ops.rope_attention(
         qkv,
         cos,
         sin,
+        *cache.layers[layer.index],
+        batch.slots,
+        batch.block_tables,
+        batch.query_start,
+        batch.context_lens,
+        layer.scale,
+        batch.max_query_len,
+        layer.sliding_window,
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        eps=layer.eps,
+    )
+
+
+def _attend_by_plan(
+    layer: FusedLayer,
+    qkv: Tensor,
+    cache: KVCache,
+    batch: ForwardBatch,
+    *,
+    rotation: Rotation,
+    plan: ops.GatherPlan,
+) -> Tensor:
+    """The same on a CPU, where what all layers share is worth preparing once."""
+    key_cache, value_cache = cache.layers[layer.index]
+    query, key, value = split_heads_reference(
+        qkv,
+        rotation,
         key_cache.shape[2],
         key_cache.shape[3],
         layer.query_norm,
@@ -242,7 +257,7 @@ def _attend(
     )
     ops.write_kv(key, value, key_cache, value_cache, batch.slots)
     mixed = ops.gather_attention(
-        query, key_cache, value_cache, batch.plan, layer.scale, layer.sliding_window
+        query, key_cache, value_cache, plan, layer.scale, layer.sliding_window
     )
     return mixed.view(qkv.shape[0], -1)
 

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 from specdec_kernels.noise import philox
 
-from specdec_cli.engine.sampling import Purpose, greedy_tokens, round_noise, to_probs, uniform
+from specdec_cli.engine.sampling import Purpose, round_noise, to_probs, uniform
 from specdec_cli.engine.types import SamplingParams
 from tests.lossless import warped
 from tests.support import CPU
@@ -247,14 +247,3 @@ def test_greedy_reads_no_noise() -> None:
 def test_a_temperature_below_any_fp32_number_is_greedy(temperature: float) -> None:
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert to_probs(logits, SamplingParams(temperature)).tolist() == [[0.0, 1.0, 0.0]]
-
-
-def test_greedy_tokens_say_what_is_not_finite() -> None:
-    """As the sum of the one-hot distribution does."""
-    rows = torch.zeros(6, 5)
-    rows[0, 2], rows[1, 3], rows[2, 1], rows[3] = 1.0, NAN, INF, -INF
-    rows[4, :4] = -INF
-    found = greedy_tokens(rows)
-    assert found.tolist() == [2, -1, -1, -1, 4, 0]
-    sums = to_probs(rows, SamplingParams()).sum(1)
-    assert torch.equal(found < 0, sums.isnan())

@@ -4,6 +4,7 @@ from ops_helpers import DTYPES, needs_cuda
 from specdec_kernels.argmax import greedy_argmax_reference
 from specdec_kernels.argmax_triton import greedy_argmax_triton
 from specdec_kernels.launch_triton import counters
+from specdec_kernels.logits import to_probs
 from torch import Tensor
 
 ARGMAX = [
@@ -37,7 +38,8 @@ def test_first_maximum(size, argmax, dtype, device):
 
 @pytest.mark.parametrize("argmax", ARGMAX)
 def test_special_values(argmax, device):
-    logits = logits_of(7, 9000, torch.float32, device)
+    """A maximum that is not finite is none, as the one-hot distribution of its row has NaNs."""
+    logits = logits_of(8, 9000, torch.float32, device)
     logits[0, 8999] = float("nan")
     logits[1, 0] = float("nan")
     logits[1, 1] = float("inf")
@@ -47,10 +49,12 @@ def test_special_values(argmax, device):
     logits[4, 4500] = -3e38
     logits[5] = -logits[5].abs() - 1
     logits[6] = float("nan")
+    logits[7, 8999] = 3e38
     expected = first_maximum(logits)
-    expected[[0, 1, 6]] = -1
-    assert expected[2:5].tolist() == [5000, 0, 4500]
+    assert expected[[4, 7]].tolist() == [4500, 8999]
+    expected[[0, 1, 2, 3, 6]] = -1
     assert torch.equal(argmax(logits), expected)
+    assert torch.equal(expected < 0, to_probs(logits, 0.0, 0, 1.0).sum(1).isnan())
 
 
 @pytest.mark.parametrize("argmax", ARGMAX)

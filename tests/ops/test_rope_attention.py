@@ -6,7 +6,11 @@ from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, ne
 from specdec_kernels.attention import paged_attention_reference
 from specdec_kernels.kv import write_kv_reference
 from specdec_kernels.launch_triton import epochs
-from specdec_kernels.rope_attention import rope_attention_reference, split_heads_reference
+from specdec_kernels.rope_attention import (
+    Rotation,
+    rope_attention_reference,
+    split_heads_reference,
+)
 from specdec_kernels.rope_attention_triton import rope_attention_triton
 from specdec_kernels.rope_cut import num_splits
 from torch import Tensor
@@ -71,7 +75,12 @@ def make_layer(
     wide = problem.double()
     doubled = [None if t is None else t.double() for t in (query_norm, key_norm)]
     query, key, value = split_heads_reference(
-        qkv.double(), cos.double(), sin.double(), shape.kv_heads, dim, *doubled, EPS
+        qkv.double(),
+        Rotation.of(cos.double(), sin.double()),
+        shape.kv_heads,
+        dim,
+        *doubled,
+        EPS,
     )
     write_kv_reference(key, value, wide.key_cache, wide.value_cache, slots)
     expected = paged_attention_reference(

@@ -14,7 +14,8 @@ from specdec_kernels.rejection import rejection_sample_reference, sample_categor
 
 
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where a row holds a NaN."""
+    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not finite: the
+    row holds a NaN or +inf, or -inf alone."""
     if logits.is_cuda:
         from specdec_kernels.argmax_triton import greedy_argmax_triton
 
