@@ -255,7 +255,10 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
     if asked is None:
         return found
     lifted = " --set cache.num_blocks=null"
-    return [re.sub(r"^(-\S+ [^\s:,]+)", rf"\1{lifted}", line) for line in found]
+    return [
+        re.sub(r"^(-\S+ [^\s:,]+)", rf"\1{lifted}", line) + "; leave out --num-blocks"
+        for line in found
+    ]
 
 
 def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:

@@ -225,6 +225,7 @@ def test_a_recipe_with_another_number_of_blocks_than_fits(
     assert profile(capsys, *asked, *count).document["fit"]["fits"]
     more = profile(capsys, *asked, "--batch-size", "3").document["fit"]
     advised = next(line for line in more["advice"] if line.startswith("--set cache.max_model_len"))
+    assert advised.endswith("; leave out --num-blocks")
     options = ("--batch-size", "3", *advised.partition(":")[0].split())
     shorter = [a for a in asked if a not in ("--context", "200", "--num-blocks", blocks)]
     assert profile(capsys, *shorter, *options).document["fit"]["fits"]

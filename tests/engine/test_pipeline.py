@@ -187,14 +187,20 @@ def test_few_sequences_run_in_few_slots(pair: tuple[Path, Path], device: torch.d
     assert used == sorted(used, reverse=True) and set(used) == {9, 3, 1}
 
 
+@pytest.mark.parametrize("is_padded", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("is_nan", [False, True], ids=["inf", "nan"])
 @pytest.mark.parametrize("who", ["target", "draft"])
 def test_logits_that_are_not_finite(
-    pair: tuple[Path, Path], device: torch.device, who: str
+    pair: tuple[Path, Path], device: torch.device, who: str, is_nan: bool, is_padded: bool
 ) -> None:
-    engine = engines(pair, device, batch_size=2)[1]
+    engine = engines(pair, device, batch_size=2)[is_padded]
     worker = engine.target if who == "target" else engine.draft
     with torch.no_grad():
-        worker.model.module.lm_head.weight[11] = float("nan")  # type: ignore[union-attr]
+        head = worker.model.module.lm_head.weight  # type: ignore[union-attr]
+        if is_nan:
+            head[11] = float("nan")
+        else:  # of two tokens one or the other has the highest logit, which is infinite
+            head[11:13, 0] = torch.tensor([float("inf"), -float("inf")])
     with pytest.raises(RunError, match=f"the {who} produced logits that are not finite"):
         run(engine, 3, max_new_tokens=10)
     assert engine.allocator.num_used == 0
