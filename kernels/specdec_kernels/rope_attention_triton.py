@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention_triton import paged_attention_triton
+from specdec_kernels.cached_tile_triton import cached_tile
 from specdec_kernels.launch_triton import (
     EPOCHS,
     after_predecessor,
@@ -33,58 +34,6 @@ from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sin
 
 COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
 MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
-
-
-@triton.jit
-def cached_tile(
-    key_ptr,  # of one key head
-    value_ptr,
-    table,
-    start,
-    low,
-    high,
-    query_position,  # [M]; only with WINDOW
-    key_stride_b,
-    key_stride_s,
-    value_stride_b,
-    value_stride_s,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Keys as halves [N, D / 2] and values [N, D] from position `start` on, and who sees them.
-
-    That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
-    """
-    half = tl.arange(0, BLOCK_D // 2)
-    dim = tl.arange(0, BLOCK_D)
-    step = tl.arange(0, BLOCK_N)
-    position = start + step
-    stored = position < high
-    if WINDOW > 0:
-        stored = stored & (position >= low)
-    if BLOCK_N % BLOCK_SIZE == 0:  # `start` begins a block then, and places within blocks are known
-        column = start // BLOCK_SIZE + step // BLOCK_SIZE
-        inside = step % BLOCK_SIZE
-    else:
-        column = position // BLOCK_SIZE
-        inside = position % BLOCK_SIZE
-    block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    key_at = key_ptr + (inside * key_stride_s)[:, None] + half[None, :]
-    key_at += (block * key_stride_b)[:, None]
-    # Keys behind the last are loaded from where nothing faults, and not looked at.
-    key_mask = (half < D // 2)[None, :]
-    key_first = tl.load(key_at, mask=key_mask, other=0.0)
-    key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
-    value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
-    value_at += (block * value_stride_b)[:, None]
-    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
-    visible = stored[None, :]
-    if WINDOW > 0:
-        visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-    return visible, key_first, key_second, value
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])

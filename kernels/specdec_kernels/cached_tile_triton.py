@@ -1,0 +1,58 @@
+"""A tile of keys and values from the paged cache."""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def cached_tile(
+    key_ptr,  # of one key head
+    value_ptr,
+    table,
+    start,
+    low,
+    high,
+    query_position,  # [M]; only with WINDOW
+    key_stride_b,
+    key_stride_s,
+    value_stride_b,
+    value_stride_s,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Keys as halves [N, D / 2] and values [N, D] from position `start` on, and who sees them.
+
+    That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
+    """
+    half = tl.arange(0, BLOCK_D // 2)
+    dim = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, BLOCK_N)
+    position = start + step
+    stored = position < high
+    if WINDOW > 0:
+        stored = stored & (position >= low)
+    if BLOCK_N % BLOCK_SIZE == 0:  # `start` begins a block then, and places within blocks are known
+        column = start // BLOCK_SIZE + step // BLOCK_SIZE
+        inside = step % BLOCK_SIZE
+    else:
+        column = position // BLOCK_SIZE
+        inside = position % BLOCK_SIZE
+    block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
+    key_at = key_ptr + (inside * key_stride_s)[:, None] + half[None, :]
+    key_at += (block * key_stride_b)[:, None]
+    # Keys behind the last are loaded from where nothing faults, and not looked at.
+    key_mask = (half < D // 2)[None, :]
+    key_first = tl.load(key_at, mask=key_mask, other=0.0)
+    key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
+    value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
+    value_at += (block * value_stride_b)[:, None]
+    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    visible = stored[None, :]
+    if WINDOW > 0:
+        visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+    return visible, key_first, key_second, value
