@@ -4,8 +4,8 @@ Torch hands products in fp32 to MKL, which on AMD's processors takes 2 to 5 time
 sixteen rows as oneDNN with weights in an order of its own (Zen 4), and on Intel's 0.6 to 0.9 times
 (Sapphire Rapids). In bf16 oneDNN has them anyway, and takes 0.4 to 0.8 times as long with its own
 order on both. That order is opaque, so a packed weight is not kept as a plain tensor as well,
-unless it is small: oneDNN's calls take some 15 us, and a product of one row with a small weight is
-done in less.
+unless it is small: oneDNN's calls take some 15 us, 60 where nothing of them is in the caches, and a
+product of one row with a small weight is done in less.
 
 Legend: T packed tokens, K features read, N features written.
 """
@@ -22,7 +22,7 @@ from torch.nn.functional import linear
 
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
 
-SMALL = 3 << 15  # numbers up to which a weight is not packed
+SMALL = 3 << 15  # numbers up to which a weight is not packed: products of 1 to 5 rows are quicker
 BOTH = 1 << 19  # numbers up to which a packed one in fp32 is kept plain too, for single rows
 _ROWS = 8  # that oneDNN's order is chosen for; from 2 to 64 it chooses the same
 

@@ -32,7 +32,7 @@ class Rotation(NamedTuple):
         return cls(cos[:, None], torch.cat((-first, second), dim=1)[:, None])
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [T, H, D]: [T, H, D]."""
+        """x [T, H, D]: a new tensor of its shape."""
         return (x * self.cos).addcmul_(x.roll(x.shape[2] // 2, 2), self.sin)
 
 
