@@ -86,21 +86,33 @@ def is_last(counter_ptr, expected):
 
 
 @triton.jit
-def arrive(epochs_ptr, expected):
-    """Count this program, one of a group of `expected`; what it stored before goes before that.
+def epoch_of(epochs_ptr, expected):
+    """The count at which all of a group of `expected` programs will have arrived.
 
-    Returns the count at which all have arrived, and whether this program was the last. A group's
-    counters, [2], go on from call to call: who arrived, and who had arrived before this call.
+    A group's counters, [2], go on from call to call: who arrived, and who had arrived before this
+    call. To be called after the predecessor.
     """
-    epoch = tl.load(epochs_ptr + 1) + expected
+    return tl.load(epochs_ptr + 1) + expected
+
+
+@triton.jit
+def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
+    """Count this program, one of a group; what it stored before goes before that.
+
+    With COUNTED returns whether it was the last. An answer takes as long as the way to memory and
+    back, so who waits does without.
+    """
     tl.debug_barrier()  # the stores of all threads come before the count
-    last = tl.atomic_add(epochs_ptr, 1, sem="acq_rel", scope="gpu") + 1 == epoch
-    return epoch, last
+    if COUNTED:
+        return tl.atomic_add(epochs_ptr, 1, sem="acq_rel", scope="gpu") + 1 == epoch
+    else:
+        tl.atomic_add(epochs_ptr, 1, sem="release", scope="gpu")
+        return False
 
 
 @triton.jit
 def wait_for(epochs_ptr, epoch):
-    """Wait until a group's count has come to `epoch`, which `arrive` returned.
+    """Wait until a group's count has come to `epoch`, which `epoch_of` returned.
 
     Programs start in the order of their ids. A group's must be neighbours and few, so that all run
     at once. What the others stored must be loaded past L1 (".cg").

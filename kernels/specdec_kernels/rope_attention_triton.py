@@ -18,21 +18,23 @@ from torch import Tensor
 
 from specdec_kernels.attention_triton import paged_attention_triton
 from specdec_kernels.cached_tile_triton import cached_tile
+from specdec_kernels.join_triton import join_new, join_tiles
 from specdec_kernels.launch_triton import (
     EPOCHS,
     after_predecessor,
     arrive,
     dependent_launch,
+    epoch_of,
     epochs,
     finish,
     wait_for,
 )
 from specdec_kernels.rope_cut import ALONE, MIN_KEYS, choose_cut
-from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated, store_heads
+from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated
 from specdec_kernels.rope_kv_triton import rope_kv
-from specdec_kernels.softmax_triton import LOG2E, attend, combine_rows, with_sink
+from specdec_kernels.softmax_parts_triton import combine_rows, packed_stats
+from specdec_kernels.softmax_triton import LOG2E, attend, with_sink
 
-COMBINED = tl.constexpr(2**13)  # numbers that a program combines at a time, of many parts
 MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
 
 
@@ -51,8 +53,8 @@ def rope_attention_kernel(
     context_lens_ptr,  # [B] int32
     sinks_ptr,  # [H]; only with HAS_SINKS
     out_ptr,  # [T, H, D], out
-    partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, D] fp32, out; only with SPLITS > 1
-    stats_ptr,  # [B, Hkv, SPLITS, 2, BLOCK_M] fp32, maxima, sums, out; only with SPLITS > 1
+    partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
+    stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
     epochs_ptr,  # [>= B Hkv, 2] int32, in and out: `arrive` and `wait_for`; only with SPLITS > 1
     scale,
     softcap,
@@ -83,12 +85,13 @@ def rope_attention_kernel(
     HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS
-    MANY_PARTS: tl.constexpr,  # at least SPLITS, a power of two
+    FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
+    MANY_ROWS: tl.constexpr,  # of more
     WAITS: tl.constexpr,  # or the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,  # new keys are loaded with the queries, or else once the older are done
+    EARLY: tl.constexpr,  # with SPLITS = 1: new keys are loaded with the queries, or at the end
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -96,9 +99,6 @@ def rope_attention_kernel(
     HALF: tl.constexpr = D // 2
     UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
     HEADS: tl.constexpr = KV_HEADS * GROUP
-    # Rows combined at a time, of at most FEW_PARTS parts and of more.
-    FEW_ROWS: tl.constexpr = BLOCK_M // 4
-    MANY_ROWS: tl.constexpr = max(1, COMBINED // (MANY_PARTS * BLOCK_D))
     split = tl.program_id(0)
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
@@ -182,7 +182,15 @@ def rope_attention_kernel(
     fresh_token = (query_begin + fresh).to(tl.int64)
     new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
     new_value_ptr = new_key_ptr + KV_HEADS * D
-    if EARLY:
+    if SPLITS > 1:
+        new_cos = tl.zeros([BLOCK_NEW, BLOCK_HALF], cos_ptr.dtype.element_ty)
+        new_sin = new_cos
+        slot = tl.zeros([BLOCK_NEW], tl.int64)
+        if newest:
+            new_cos, new_sin, slot = load_places(
+                cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
+            )
+    elif EARLY:
         new_cos, new_sin, slot = load_places(
             cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
         )
@@ -199,10 +207,22 @@ def rope_attention_kernel(
     if query_len <= 0:
         return
 
+    if SPLITS > 1:
+        own = (sequence * KV_HEADS + kv_head).to(tl.int64)
+        epochs_ptr += 2 * own
+        epoch = epoch_of(epochs_ptr, parts)
     query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
     query_first = tl.load(query_at, mask=row_mask, other=0.0)
     query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0)
-    if EARLY:
+    if SPLITS > 1:
+        new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
+        new_second = new_first
+        new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
+        if newest:
+            new_first, new_second, new_value = load_heads(
+                new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
+            )
+    elif EARLY:
         new_first, new_second, new_value = load_heads(
             new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
@@ -219,11 +239,49 @@ def rope_attention_kernel(
     )
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    # Summed over threads at the end only: that takes shuffles and barriers.
-    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if SPLITS > 1:
+        # The new keys first, which for most are all that part 0 has.
+        if newest:
+            row_max, row_sum, acc = join_new(
+                row_max,
+                row_sum,
+                acc,
+                query_first,
+                query_second,
+                new_first,
+                new_second,
+                new_value,
+                new_cos,
+                new_sin,
+                slot,
+                key_norm_ptr,
+                key_cache_head,
+                value_cache_head,
+                token,
+                fresh,
+                query_len,
+                early,
+                scale,
+                softcap,
+                eps,
+                key_stride_b,
+                key_stride_s,
+                value_stride_b,
+                value_stride_s,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                WINDOW,
+                HAS_SOFTCAP,
+                HAS_KEY_NORM,
+                PRECISION,
+                UPCAST,
+            )
     if first < high:
-        row_max, keep, weights, acc = attend(
+        row_max, keep, sums, acc = attend(
             row_max,
             acc,
             query_first,
@@ -238,16 +296,57 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
-        sums = weights
-    for start in range(first + BLOCK_N, high, BLOCK_N):
-        visible, key_first, key_second, value = cached_tile(
+        if SPLITS > 1:
+            # In some column of theirs, what joined before.
+            column = tl.arange(0, BLOCK_N)[None, :]
+            sums += tl.where(column == 0, (row_sum * keep)[:, None], 0.0)
+            # A pipelined loop of no turns takes half a microsecond.
+            if first + BLOCK_N < high:
+                row_max, sums, acc = join_tiles(
+                    row_max,
+                    sums,
+                    acc,
+                    query_first,
+                    query_second,
+                    key_cache_head,
+                    value_cache_head,
+                    table,
+                    first + BLOCK_N,
+                    low,
+                    high,
+                    query_position,
+                    scale,
+                    softcap,
+                    key_stride_b,
+                    key_stride_s,
+                    value_stride_b,
+                    value_stride_s,
+                    D,
+                    BLOCK_D,
+                    BLOCK_SIZE,
+                    BLOCK_N,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    PRECISION,
+                    UPCAST,
+                )
+            row_sum = tl.sum(sums, axis=1)
+    if SPLITS == 1:
+        row_max, sums, acc = join_tiles(
+            row_max,
+            sums,
+            acc,
+            query_first,
+            query_second,
             key_cache_head,
             value_cache_head,
             table,
-            start,
+            first + BLOCK_N,
             low,
             high,
             query_position,
+            scale,
+            softcap,
             key_stride_b,
             key_stride_s,
             value_stride_b,
@@ -257,86 +356,67 @@ def rope_attention_kernel(
             BLOCK_SIZE,
             BLOCK_N,
             WINDOW,
-        )
-        row_max, keep, weights, acc = attend(
-            row_max,
-            acc,
-            query_first,
-            query_second,
-            key_first,
-            key_second,
-            value,
-            visible,
-            scale,
-            softcap,
             HAS_SOFTCAP,
             PRECISION,
             UPCAST,
         )
-        sums = sums * keep[:, None] + weights
-    row_sum = tl.sum(sums, axis=1)
-    if newest:
-        if not EARLY:
-            new_cos, new_sin, slot = load_places(
-                cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
+        row_sum = tl.sum(sums, axis=1)
+        if newest:
+            if not EARLY:
+                new_cos, new_sin, slot = load_places(
+                    cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
+                )
+                new_first, new_second, new_value = load_heads(
+                    new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
+                )
+            row_max, row_sum, acc = join_new(
+                row_max,
+                row_sum,
+                acc,
+                query_first,
+                query_second,
+                new_first,
+                new_second,
+                new_value,
+                new_cos,
+                new_sin,
+                slot,
+                key_norm_ptr,
+                key_cache_head,
+                value_cache_head,
+                token,
+                fresh,
+                query_len,
+                early,
+                scale,
+                softcap,
+                eps,
+                key_stride_b,
+                key_stride_s,
+                value_stride_b,
+                value_stride_s,
+                D,
+                BLOCK_D,
+                BLOCK_SIZE,
+                WINDOW,
+                HAS_SOFTCAP,
+                HAS_KEY_NORM,
+                PRECISION,
+                UPCAST,
             )
-            new_first, new_second, new_value = load_heads(
-                new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
-            )
-        new_first, new_second = rotated(
-            new_first, new_second, new_cos, new_sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM
-        )
-        store_heads(
-            key_cache_head,
-            value_cache_head,
-            new_first,
-            new_second,
-            new_value,
-            slot,
-            fresh_live,
-            half,
-            dim,
-            key_stride_b,
-            key_stride_s,
-            value_stride_b,
-            value_stride_s,
-            D,
-            BLOCK_SIZE,
-        )
-        seen = (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
-        if WINDOW > 0:
-            seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
-        row_max, keep, weights, acc = attend(
-            row_max,
-            acc,
-            query_first,
-            query_second,
-            new_first,
-            new_second,
-            new_value,
-            seen,
-            scale,
-            softcap,
-            HAS_SOFTCAP,
-            PRECISION,
-            UPCAST,
-        )
-        row_sum = row_sum * keep + tl.sum(weights, axis=1)
 
     out_mask = row_live[:, None] & (dim < D)[None, :]
     if SPLITS > 1:
         if parts > 1:
-            own = (sequence * KV_HEADS + kv_head).to(tl.int64)
-            epochs_ptr += 2 * own
-            stats_ptr += own * (SPLITS * 2 * BLOCK_M)
-            partial_ptr += own * (SPLITS * BLOCK_M * D)
-            stat_at = stats_ptr + split * (2 * BLOCK_M) + row
-            tl.store(stat_at, row_max)
-            tl.store(stat_at + BLOCK_M, row_sum)
-            inside = row[:, None] * D + dim[None, :]
-            tl.store(partial_ptr + split * (BLOCK_M * D) + inside, acc, mask=out_mask)
+            stats_ptr += own * (SPLITS * BLOCK_M)
+            partial_ptr += own * (SPLITS * BLOCK_M * BLOCK_D)
+            tl.store(stats_ptr + split * BLOCK_M + row, packed_stats(row_max, row_sum))
+            inside = row[:, None] * BLOCK_D + dim[None, :]
+            tl.store(
+                partial_ptr + split * (BLOCK_M * BLOCK_D) + inside, acc, mask=row_live[:, None]
+            )
             rows = query_len * GROUP
-            epoch, last = arrive(epochs_ptr, parts)
+            last = arrive(epochs_ptr, epoch, not WAITS)
             out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
             few = parts <= FEW_PARTS
             at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
@@ -387,7 +467,7 @@ def rope_attention_kernel(
                     BLOCK_M,
                     HAS_SINKS,
                     False,
-                    MANY_PARTS,
+                    SPLITS,
                     MANY_ROWS,
                 )
             if mine == 0:
@@ -479,8 +559,8 @@ def rope_attention_triton(
         assert programs <= EPOCHS
         parts = cut.splits
         size = (num_sequences, kv_heads, parts)
-        partial = torch.empty((*size, cut.block_m, head_dim), dtype=torch.float32, device=device)
-        stats = torch.empty((*size, 2, cut.block_m), dtype=torch.float32, device=device)
+        partial = torch.empty((*size, cut.block_m, cut.block_d), dtype=torch.float32, device=device)
+        stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
         counts = epochs(device)
     dependent = dependent_launch(qkv)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
@@ -525,7 +605,8 @@ def rope_attention_triton(
         HAS_KEY_NORM=key_norm is not None,
         SPLITS=cut.splits,
         FEW_PARTS=cut.few_parts,
-        MANY_PARTS=cut.many_parts,
+        FEW_ROWS=cut.few_rows,
+        MANY_ROWS=cut.many_rows,
         WAITS=qkv.is_cuda,
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,

@@ -10,6 +10,7 @@ from specdec_kernels.hopper import MULTIPROCESSORS
 MAX_SPLITS = 33
 FEW_SPLITS = 9
 MIN_KEYS = 128  # the shortest part, and how many older keys the new ones count for
+COMBINED = 64  # numbers that a thread combines at a time
 ALONE = 128  # older keys that one program takes together with the new ones: nothing to combine
 SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
 
@@ -18,8 +19,9 @@ class Cut(NamedTuple):
     """How one attention is cut; see `rope_attention_triton.rope_attention_kernel`."""
 
     splits: int  # parts of the context, at most
-    few_parts: int  # as many as are combined part by part
-    many_parts: int  # as many as there can be, rounded up to a power of 2
+    few_parts: int  # up to which a program combines `few_rows` at a time, otherwise `many_rows`
+    few_rows: int
+    many_rows: int
     block_m: int  # rows: query tokens times query heads of a key head
     block_new: int  # new keys
     block_n: int  # older keys at a time
@@ -70,6 +72,7 @@ def choose_cut(
     if crowded:
         each = 3
     splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
+    few_parts = min(splits, FEW_SPLITS)
     num_stages = 3
     if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
         # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
@@ -77,8 +80,9 @@ def choose_cut(
         num_stages = 5 if deep else 2 if block_m == 16 else 3
     return Cut(
         splits=splits,
-        few_parts=min(splits, FEW_SPLITS),
-        many_parts=power_of_2_from(splits),
+        few_parts=few_parts,
+        few_rows=rows_combined(few_parts, block_m, block_d, num_warps),
+        many_rows=rows_combined(splits, block_m, block_d, num_warps),
         block_m=block_m,
         block_new=max(16, power_of_2_from(max_query_len)),
         block_n=block_n,
@@ -88,6 +92,12 @@ def choose_cut(
         num_stages=num_stages,
         maxnreg=168 if crowded and splits > 1 else None,
     )
+
+
+def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
+    """Rows whose `parts` parts a program can have in registers; several programs share BLOCK_M."""
+    fitting = COMBINED * 32 * num_warps // (parts * block_d)
+    return min(block_m // 4, 1 << max(fitting, 1).bit_length() - 1)
 
 
 def power_of_2_from(number: int) -> int:

@@ -16,7 +16,14 @@ import torch
 import triton
 import triton.language as tl
 from graph_times import graph_times
-from specdec_kernels.launch_triton import after_predecessor, arrive, epochs, finish, wait_for
+from specdec_kernels.launch_triton import (
+    after_predecessor,
+    arrive,
+    epoch_of,
+    epochs,
+    finish,
+    wait_for,
+)
 
 KEY_HEADS, HEAD_DIM = 8, 128  # of the 8B model
 # Programs, rows of a tile, warps. Those that wait for each other must all run at once.
@@ -43,6 +50,9 @@ def reading_kernel(
     at += tl.arange(0, ROWS)[:, None] * D + dim[None, :]
     tile = tl.load(at)
     after_predecessor(True)
+    if MEMBERS > 1:
+        epochs_ptr += 2 * (program // MEMBERS)
+        epoch = epoch_of(epochs_ptr, MEMBERS)
     before = tl.load(before_ptr + dim).to(tl.float32)
     total = tl.sum(tile.to(tl.float32) * before[None, :], axis=0)
     for index in range(1, TILES):
@@ -50,8 +60,7 @@ def reading_kernel(
         total += tl.sum(tile.to(tl.float32) * before[None, :], axis=0)
     if MEMBERS > 1:
         tl.store(rows_ptr + program * D + dim, total)
-        epochs_ptr += 2 * (program // MEMBERS)
-        epoch, _ = arrive(epochs_ptr, MEMBERS)
+        arrive(epochs_ptr, epoch, False)
         if program % MEMBERS >= 4:  # as many as a key head has query heads combine
             return
         wait_for(epochs_ptr, epoch)

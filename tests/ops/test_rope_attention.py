@@ -131,7 +131,7 @@ def test_kernel(shape, norms, dtype, device):
     assert_close("out", layer.expected, out, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("splits", [1, 2, 8, 13])
+@pytest.mark.parametrize("splits", [1, 2, 8, 33])
 @pytest.mark.parametrize(
     "shape",
     [

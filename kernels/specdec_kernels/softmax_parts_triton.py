@@ -1,0 +1,142 @@
+"""A softmax whose keys were taken in parts, by programs that then combine some rows each.
+
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
+# grow.)
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.softmax_triton import LOG2E, with_sink
+
+BESIDE = tl.constexpr(8)
+NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf and a sum of 0
+
+
+@triton.jit
+def packed_stats(row_max, row_sum):
+    """A maximum and a sum, of which a part has one a row, as 64 bits: one load for both."""
+    upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return upper | (row_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def few_parts(
+    partial_ptr,  # [parts, M, BLOCK_D] fp32
+    stats_ptr,  # [parts, M] int64: `packed_stats`
+    parts,
+    row,  # [R], below M
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # at least `parts`
+):
+    """Maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax of parts.
+
+    Part by part in every thread: no load depends on another, so all are under way together, and
+    threads exchange nothing.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    maxima, sums, values = (), (), ()
+    row_max = tl.full(row.shape, float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        there = row < tl.where(part < parts, BLOCK_M, 0)
+        at = part * BLOCK_M + row
+        stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
+        part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        row_max = tl.maximum(row_max, part_max)
+        maxima += (part_max,)
+        sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
+        at = partial_ptr + at[:, None] * BLOCK_D + dim[None, :]
+        values += (tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    row_sum = tl.zeros(row.shape, tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        weight = tl.exp2(maxima[part] - base)
+        row_sum += sums[part] * weight
+        acc += values[part] * weight[:, None]
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def many_parts(
+    partial_ptr,
+    stats_ptr,
+    parts,
+    row,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """As `few_parts`, BESIDE parts at a time over threads: unrolled, many take long to compile."""
+    beside = tl.arange(0, BESIDE)
+    dim = tl.arange(0, BLOCK_D)
+    maxima, sums, values = (), (), ()
+    top = tl.full([row.shape[0], BESIDE], float("-inf"), tl.float32)
+    for first in tl.static_range(0, PARTS, BESIDE):
+        part = first + beside[None, :]
+        there = (part < parts) & (row < BLOCK_M)[:, None]
+        at = part * BLOCK_M + row[:, None]
+        stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
+        part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        top = tl.maximum(top, part_max)
+        maxima += (part_max,)
+        sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
+        at = partial_ptr + at[:, :, None] * BLOCK_D + dim[None, None, :]
+        values += (tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"),)
+    row_max = tl.max(top, axis=1)
+    base = tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]
+    total = tl.zeros([row.shape[0], BESIDE], tl.float32)
+    acc = tl.zeros([row.shape[0], BESIDE, BLOCK_D], tl.float32)
+    for index in tl.static_range(0, (PARTS + BESIDE - 1) // BESIDE):
+        weight = tl.exp2(maxima[index] - base)
+        total += sums[index] * weight
+        acc += values[index] * weight[:, :, None]
+    return row_max, tl.sum(total, axis=1), tl.sum(acc, axis=1)
+
+
+@triton.jit
+def combine_rows(
+    partial_ptr,
+    stats_ptr,
+    sinks_ptr,  # [GROUP] of this key head; only with HAS_SINKS
+    out_ptr,  # of the sequence's first token and the key head's first query head, out
+    parts,
+    first,
+    rows,
+    step,
+    token_stride,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FEW: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on.
+
+    See `few_parts` and `many_parts`, by FEW.
+    """
+    for start in range(first, rows, step):
+        row = start + tl.arange(0, ROWS)
+        dim = tl.arange(0, BLOCK_D)
+        if FEW:
+            row_max, row_sum, acc = few_parts(
+                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
+            )
+        else:
+            row_max, row_sum, acc = many_parts(
+                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
+            )
+        live = row < rows
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
+            row_sum, keep = with_sink(row_max, row_sum, sink)
+            acc *= keep[:, None]
+        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        out_at = out_ptr + (row // GROUP * token_stride + row % GROUP * D)[:, None] + dim[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
