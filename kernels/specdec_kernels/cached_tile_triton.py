@@ -8,27 +8,25 @@ import triton.language as tl
 
 @triton.jit
 def cached_tile(
-    key_ptr,  # of one key head
-    value_ptr,
+    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
+    value_cache,
     table,
     start,
     low,
     high,
     query_position,  # [M]; only with WINDOW
-    key_stride_b,
-    key_stride_s,
-    value_stride_b,
-    value_stride_s,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Keys as halves [N, D / 2] and values [N, D] from position `start` on, and who sees them.
+    """Keys, as halves [N, D / 2], and values [N, D] from position `start` on, and who sees them.
 
     That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
     """
+    key_ptr, key_stride_b, key_stride_s = key_cache
+    value_ptr, value_stride_b, value_stride_s = value_cache
     half = tl.arange(0, BLOCK_D // 2)
     dim = tl.arange(0, BLOCK_D)
     step = tl.arange(0, BLOCK_N)
@@ -55,4 +53,4 @@ def cached_tile(
     visible = stored[None, :]
     if WINDOW > 0:
         visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-    return visible, key_first, key_second, value
+    return visible, (key_first, key_second), value

@@ -15,17 +15,12 @@ def join_new(
     row_max,
     row_sum,
     acc,
-    query_first,
-    query_second,
-    new_first,
-    new_second,
-    new_value,
-    new_cos,
-    new_sin,
-    slot,
+    query,  # halves [M, D / 2], turned
+    new,  # keys, as halves [N, D / 2], and values [N, D]
+    places,  # cosines and sines [N, D / 2] and slots [N]
     key_norm_ptr,
-    key_cache_head,
-    value_cache_head,
+    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
+    value_cache,
     token,
     fresh,
     query_len,
@@ -33,10 +28,6 @@ def join_new(
     scale,
     softcap,
     eps,
-    key_stride_b,
-    key_stride_s,
-    value_stride_b,
-    value_stride_s,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -49,23 +40,19 @@ def join_new(
     """New keys are turned and stored with their values, and join the softmax."""
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_D // 2)
-    new_first, new_second = rotated(
-        new_first, new_second, new_cos, new_sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM
-    )
+    first, second, value = new
+    cos, sin, slot = places
+    first, second = rotated(first, second, cos, sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
     store_heads(
-        key_cache_head,
-        value_cache_head,
-        new_first,
-        new_second,
-        new_value,
+        key_cache,
+        value_cache,
+        first,
+        second,
+        value,
         slot,
         fresh < query_len,
         half,
         dim,
-        key_stride_b,
-        key_stride_s,
-        value_stride_b,
-        value_stride_s,
         D,
         BLOCK_SIZE,
     )
@@ -75,11 +62,9 @@ def join_new(
     row_max, keep, weights, acc = attend(
         row_max,
         acc,
-        query_first,
-        query_second,
-        new_first,
-        new_second,
-        new_value,
+        query,
+        (first, second),
+        value,
         seen,
         scale,
         softcap,
@@ -95,10 +80,9 @@ def join_tiles(
     row_max,
     sums,  # [M, N]: summed over threads at the end only, which takes shuffles and barriers
     acc,
-    query_first,
-    query_second,
-    key_cache_head,
-    value_cache_head,
+    query,
+    key_cache,
+    value_cache,
     table,
     begin,
     low,
@@ -106,10 +90,6 @@ def join_tiles(
     query_position,
     scale,
     softcap,
-    key_stride_b,
-    key_stride_s,
-    value_stride_b,
-    value_stride_s,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -121,18 +101,14 @@ def join_tiles(
 ):
     """Keys from the cache, from `begin` on, join the softmax."""
     for start in range(begin, high, BLOCK_N):
-        visible, key_first, key_second, value = cached_tile(
-            key_cache_head,
-            value_cache_head,
+        visible, key, value = cached_tile(
+            key_cache,
+            value_cache,
             table,
             start,
             low,
             high,
             query_position,
-            key_stride_b,
-            key_stride_s,
-            value_stride_b,
-            value_stride_s,
             D,
             BLOCK_D,
             BLOCK_SIZE,
@@ -142,10 +118,8 @@ def join_tiles(
         row_max, keep, weights, acc = attend(
             row_max,
             acc,
-            query_first,
-            query_second,
-            key_first,
-            key_second,
+            query,
+            key,
             value,
             visible,
             scale,

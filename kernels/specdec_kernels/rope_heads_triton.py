@@ -59,8 +59,8 @@ def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.con
 
 @triton.jit
 def store_heads(
-    key_cache_ptr,  # of one key head
-    value_cache_ptr,
+    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
+    value_cache,
     first,
     second,
     value,
@@ -68,19 +68,17 @@ def store_heads(
     live,
     half,
     dim,
-    key_stride_b,
-    key_stride_s,
-    value_stride_b,
-    value_stride_s,
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
     """Keys, turned, and values of new tokens to their slots."""
     mask = live[:, None] & (half < D // 2)[None, :]
+    key_ptr, key_stride_b, key_stride_s = key_cache
     to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s
-    to = key_cache_ptr + to[:, None] + half[None, :]
+    to = key_ptr + to[:, None] + half[None, :]
     tl.store(to, first, mask=mask)
     tl.store(to + D // 2, second, mask=mask)
+    value_ptr, value_stride_b, value_stride_s = value_cache
     to = slot // BLOCK_SIZE * value_stride_b + slot % BLOCK_SIZE * value_stride_s
-    to = value_cache_ptr + to[:, None] + dim[None, :]
+    to = value_ptr + to[:, None] + dim[None, :]
     tl.store(to, value, mask=live[:, None] & (dim < D)[None, :])

@@ -15,10 +15,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def attend(
     row_max,  # [M], in units of log2
     acc,  # [M, D]
-    query_first,  # [M, D / 2]
-    query_second,
-    key_first,  # [N, D / 2]
-    key_second,
+    query,  # halves [M, D / 2]
+    key,  # halves [N, D / 2]
     value,  # [N, D]
     visible,  # [M, N]
     scale,  # positive
@@ -27,11 +25,13 @@ def attend(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of keys, as halves, joins the softmax.
+    """One tile of keys joins the softmax.
 
     Returns the new maxima, the factor [M] of what was summed before, the tile's weights [M, N],
     which are still to be summed, and the new `acc`.
     """
+    query_first, query_second = query
+    key_first, key_second = key
     if UPCAST:
         query_first = query_first.to(tl.float32)
         query_second = query_second.to(tl.float32)
