@@ -24,6 +24,7 @@ from specdec_cli import __version__
 from specdec_cli.commands import (
     compare_tp,
     generate,
+    inputs,
     merge,
     profile_blocks,
     recipe,
@@ -50,9 +51,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate.generate)
-app.command("sweep-k")(sweep_k.sweep_k)
-app.command("compare-tp")(compare_tp.compare_tp)
+app.command("generate", cls=inputs.OneSource)(generate.generate)
+app.command("sweep-k", cls=inputs.OneSource)(sweep_k.sweep_k)
+app.command("compare-tp", cls=inputs.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge")(merge.merge)
 app.command("profile-blocks")(profile_blocks.profile_blocks)
@@ -221,8 +222,10 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     elif isinstance(error, BrokenPipeError):
         outcome.fail(ExitCode.RUN_FAILED, None)
     elif isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
-        where = f": {error.filename}" if error.filename else ""
-        outcome.fail(ExitCode.ENVIRONMENT, f"{error.strerror}{where}")
+        said = f"{error.strerror}: {error.filename}"
+        if not error.filename:  # of an open stream: files of our own say their names
+            said = f"cannot write the result: {error.strerror}"
+        outcome.fail(ExitCode.ENVIRONMENT, said)
     else:
         outcome.fail(
             ExitCode.RUN_FAILED,

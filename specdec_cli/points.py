@@ -11,6 +11,7 @@ from typing import Any
 
 from specdec_cli import stats
 from specdec_cli.engine.metrics import Acceptance, Metrics, Spread
+from specdec_cli.errors import ExitCode
 from specdec_cli.predict import Rounds, Text, expected_rounds, iid_length
 from specdec_cli.stats import SumRatio
 
@@ -118,9 +119,17 @@ def measured_point(
         point |= _gain(faster, key.k, seed)
         point["mean_acceptance_length_ci"] = [1.0, 1.0]
         if length is not None:
-            point["mean_acceptance_length_ci"] = _length_interval(length, key.k, seed)
+            mean = point["metrics"]["mean_acceptance_length"]
+            point["mean_acceptance_length_ci"] = _length_interval(length, mean, key.k, seed)
         point["per_category"] = _per_category(usable, baseline, key.k, seed)
     return point
+
+
+def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
+    """The contract's `error` of a result in which no point has been measured."""
+    reason = next((str(p["reason"]) for p in points if p["status"] in ("failed", "oom")), "")
+    what = f"no point could be measured: {reason}".removesuffix(": ")
+    return {"code": int(code), "message": what, "hint": "every point's reason is in the result"}
 
 
 def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
@@ -270,16 +279,19 @@ def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
 
 
-def _length_interval(length: SumRatio, k: int, seed: int) -> list[float] | None:
+def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[float] | None:
     """The 95 % interval of a mean length, which is nowhere below 1 or above k + 1.
+
+    mean: `length` as the point has it, which differs from this one's by a rounding.
 
     Prompts that are all alike are still as many observations, unlike their times in one batch: the
     interval is then that length alone.
     """
     found = stats.interval(length, seed)
     if found is None:
-        return [length.value, length.value] if len(length.columns) > 1 else None
-    return [min(max(end, 1.0), k + 1.0) for end in found]
+        return [mean, mean] if len(length.columns) > 1 else None
+    low, high = (min(max(end, 1.0), k + 1.0) for end in found)
+    return [min(low, mean), max(high, mean)]
 
 
 def _speed(samples: Iterable[Sample]) -> SumRatio:

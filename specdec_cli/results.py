@@ -154,6 +154,12 @@ class RunFolder:
                 f"{path} holds the results of an earlier run ({earlier[0]})",
                 "name another folder with -o, or move that one away",
             )
+        if _is_foreign(path / "recipe.yaml"):
+            folder.close()
+            raise UsageError(
+                f"{path / 'recipe.yaml'} was not written by a run, and would be replaced",
+                "name another folder with -o, or move that file away",
+            )
         folder.write("recipe.yaml", dump_recipe(found_from_anywhere(recipe)))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
@@ -253,6 +259,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
         records.append(record)
     return records
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a recipe is of somebody's own writing: ours have every section, and no comments."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return False
+    sections = {line.partition(b":")[0].decode(errors="replace") for line in lines}
+    is_commented = any(line.lstrip().startswith(b"#") for line in lines)
+    return bool(lines) and (is_commented or not sections >= Recipe.model_fields.keys())
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -14,8 +14,8 @@ import typer
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import waiting
-from specdec_cli.errors import UsageError
+from specdec_cli.commands.status import say_error, waiting
+from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -160,6 +160,7 @@ def compare_tp(
 
     from specdec_cli.compare.run import document_of, exit_code, run_pairs, write_summary
     from specdec_cli.compare.view import print_results, watcher
+    from specdec_cli.points import error_of
 
     view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
     with kept:
@@ -176,6 +177,9 @@ def compare_tp(
             view.close()
             folder.close()
         document = document_of(plan, records, warnings)
+        code = exit_code(plan, records, codes, document["tokens"])
+        if code in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
+            document["error"] = error_of(records.points, code)
         if output is not None:
             write_summary(folder, document)
             write_pictures(output, quiet=quiet)
@@ -185,7 +189,8 @@ def compare_tp(
         typer.echo(to_json(document))
     else:
         print_results(document)
-    raise typer.Exit(exit_code(plan, records, codes, document["tokens"]))
+    say_error(document)
+    raise typer.Exit(code)
 
 
 def compare_tp_ranks(

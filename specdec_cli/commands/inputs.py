@@ -4,9 +4,11 @@ Imports nothing heavy.
 """
 
 import os
-from typing import Annotated
+from collections import Counter
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 import specdec_cli
 from specdec_cli.errors import UsageError
@@ -31,6 +33,21 @@ Dataset = Annotated[
         "--dataset", metavar="PATH[:SPLIT[:COLUMN]]", help="Prompts, in place of the recipe's data."
     ),
 ]
+
+
+class OneSource(TyperCommand):
+    """A command that refuses a second file of prompts, which would take the first one's place."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        counts = Counter(parameter.name for parameter in given)
+        for name in ("prompt_file", "dataset"):
+            if counts[name] > 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} was given {counts[name]} times",
+                    "put the prompts in one file",
+                )
+        return super().parse_args(ctx, args)
 
 
 def from_data(

@@ -275,6 +275,7 @@ def _show(
         assert isinstance(where, dict)
         folder = RunFolder.create(output, resolved, where)
         folder.write("summary.json", to_json(document) + "\n")
+        folder.close()
         try:
             import matplotlib  # noqa: F401
 

@@ -1,8 +1,20 @@
-"""What a terminal shows while a command is getting ready. Imports nothing heavy."""
+"""What a command says on stderr beside its results. Imports nothing heavy."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
+
+import typer
+
+from specdec_cli.text import inert
+
+
+def say_error(document: Mapping[str, Any]) -> None:
+    """The error of a result in which nothing was measured, if it is one."""
+    if "error" in document:
+        typer.echo(inert(f"error: {document['error']['message']}"), err=True)
+        typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
 
 
 class Stages:

@@ -16,7 +16,7 @@ import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import waiting
+from specdec_cli.commands.status import say_error, waiting
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.world import Place, World, join
 
@@ -270,6 +270,7 @@ def _sweep(
                 typer.echo(to_json(document))
             else:
                 print_results(document)
+            say_error(document)
         return exit_code(document, records)
 
     return world.once(end)

@@ -143,8 +143,10 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
 
 
 def _reason(problem: Exception) -> str:
-    """The first line of what an exception says."""
-    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+    """The first line of what an exception says, or more where that announces a list."""
+    lines = str(problem).splitlines() or [type(problem).__name__]
+    said = " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
+    return said[:200]
 
 
 @contextmanager

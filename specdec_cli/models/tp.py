@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.errors import ExitCode
 from specdec_cli.models.gate import Unsupported, probe
 from specdec_cli.models.weights import Part
 
@@ -182,8 +183,14 @@ def _split(
     return parts
 
 
-def _indivisible(name: str, what: str, size: int) -> Unsupported:
-    return Unsupported(name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks")
+class Indivisible(Unsupported):
+    """A number of ranks that a supported model does not take: bad usage."""
+
+    code = ExitCode.USAGE
+
+
+def _indivisible(name: str, what: str, size: int) -> Indivisible:
+    return Indivisible(name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks")
 
 
 def _narrowed(whole: Tensor, part: Part) -> nn.Parameter:

@@ -484,6 +484,15 @@ def test_truncated_weights(run: Run, tmp_path: Path) -> None:
     refused_both_ways(run, 5, "cannot read the weights in ", "--target", model, "-k", "0")
 
 
+def test_a_second_file_of_prompts_is_refused(run: Run, tmp_path: Path) -> None:
+    """The last one used to be run alone, and no word said of the others."""
+    files = [tmp_path / name for name in ("a.txt", "b.txt")]
+    for file in files:
+        file.write_text("w1 w2\n")
+    twice = [argument for file in files for argument in ("--prompt-file", file)]
+    refused_both_ways(run, 2, "--prompt-file was given 2 times", *twice)
+
+
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_weights_that_are_no_numbers(role: str, run: Run, tmp_path: Path) -> None:
     good, bad = tiny_model(tmp_path / "good"), tiny_model(tmp_path / "bad")

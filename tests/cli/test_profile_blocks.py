@@ -130,7 +130,7 @@ def test_a_degree_over_which_the_draft_cannot_be_split_is_a_row(
     assert rows[4].keys() == rows[3].keys()
     assert found.document["num_blocks"] == rows[1]["num_blocks"]
     alone = profile(capsys, *asked, "--draft-tp", "4")
-    assert alone.code == 5 and "cannot be divided" in alone.document["error"]["message"]
+    assert alone.code == 2 and "cannot be divided" in alone.document["error"]["message"]
 
 
 @pytest.mark.parametrize("share", ["[]", "[embeddings]"])
@@ -310,3 +310,22 @@ def test_a_draft_that_the_method_does_not_use_is_told(
     result = profile(capsys, "demo-ngram", "--draft", "demo:draft", *SMALL, "-q", *way)
     said = "warning: --draft is not used: speculation.method is ngram\n"
     assert (result.code, result.err) == (0, said)
+
+
+def test_a_recipe_of_ones_own_is_not_replaced(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """`-o` into the folder that the recipe lies in; what a run has kept is written again."""
+    own = tmp_path / "recipe.yaml"
+    text = "# mine\ntarget: {model: demo:target}\ndraft: {model: demo:draft}\n"
+    own.write_text(text)
+    refused = profile(
+        capsys, str(own), "--estimate", "--device-memory", "24GiB", "-o", str(tmp_path)
+    )
+    assert refused.code == 2 and "would be replaced" in refused.err
+    assert own.read_text() == text and not (tmp_path / "summary.json").exists()
+    kept = tmp_path / "run"
+    for length in ("2", "3"):
+        asked = ("--estimate", "--device-memory", "24GiB", "-k", length, "-o", str(kept))
+        assert profile(capsys, str(own), *asked).code == 0
+        assert f"num_speculative_tokens: {length}" in (kept / "recipe.yaml").read_text()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
 from specdec_cli.report.folder import read_folder
 from specdec_cli.results import RunFolder
@@ -399,6 +400,24 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
     assert merged.code == 3 and f"warning: {said}" in merged.err
     assert any(said in one for one in result.document["warnings"])
+
+
+def test_where_no_point_can_be_measured_the_result_has_an_error(
+    capsys: Capture, tmp_path: Path
+) -> None:
+    drafts = [shutil.copytree(demo_path("demo:draft"), tmp_path / name) for name in "ab"]
+    for draft in drafts:
+        with open(draft / "model.safetensors", "r+b") as file:
+            file.truncate(5000)
+    chosen = [argument for draft in drafts for argument in ("--draft", str(draft))]
+    arguments = [*SWEEP, *chosen, "--json", "-q", "-o", tmp_path / "run"]
+    result = specdec(capsys, *arguments)
+    document = result.document
+    assert result.code == 1 and {p["status"] for p in document["points"]} == {"failed"}
+    assert document["error"]["code"] == 1 and document["error"]["hint"]
+    assert "no point could be measured: cannot read the weights" in document["error"]["message"]
+    assert result.err.count("error: no point could be measured") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == document
 
 
 def test_several_drafts_load_the_target_once(

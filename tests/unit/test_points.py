@@ -57,3 +57,16 @@ def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
     _, point = points_of(samples)
     assert point["mean_acceptance_length_ci"] == [1.0, 2.0]  # of two prompts, t says 0.03 to 60
     assert point["speedup_ci"][0] < point["speedup"] < point["speedup_ci"][1]
+
+
+def test_a_mean_length_lies_in_its_interval() -> None:
+    """Prompts that are alike leave an interval without width, and rounding is not to move it."""
+    for accepted in range(1, 7):
+        rounds = [(3, 1)] * accepted + [(3, 2)] * 5
+        samples = {
+            Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(3)},
+            Key("d", 4, 3): {i: sample(i, rounds, 0.5 + i) for i in range(3)},
+        }
+        _, point = points_of(samples)
+        low, high = point["mean_acceptance_length_ci"]
+        assert low <= point["metrics"]["mean_acceptance_length"] <= high
