@@ -222,9 +222,9 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     elif isinstance(error, BrokenPipeError):
         outcome.fail(ExitCode.RUN_FAILED, None)
     elif isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
-        said = f"{error.strerror}: {error.filename}"
-        if not error.filename:  # of an open stream: files of our own say their names
-            said = f"cannot write the result: {error.strerror}"
+        said = f"cannot write the result: {error.strerror}"  # files of our own say their names
+        if error.filename:
+            said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)
     else:
         outcome.fail(

@@ -126,10 +126,13 @@ def measured_point(
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """The contract's `error` of a result in which no point has been measured."""
+    """What a document says more where no point has been measured, as `code` tells: its `error`."""
+    if code not in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
+        return {}
     reason = next((str(p["reason"]) for p in points if p["status"] in ("failed", "oom")), "")
     what = f"no point could be measured: {reason}".removesuffix(": ")
-    return {"code": int(code), "message": what, "hint": "every point's reason is in the result"}
+    hint = "every point's reason is in the result"
+    return {"error": {"code": int(code), "message": what, "hint": hint}}
 
 
 def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
@@ -282,10 +285,9 @@ def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
 def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[float] | None:
     """The 95 % interval of a mean length, which is nowhere below 1 or above k + 1.
 
-    mean: `length` as the point has it, which differs from this one's by a rounding.
-
     Prompts that are all alike are still as many observations, unlike their times in one batch: the
-    interval is then that length alone.
+    interval is then that length alone. mean: the length as the point has it, which can differ from
+    that of `length` by a rounding.
     """
     found = stats.interval(length, seed)
     if found is None:

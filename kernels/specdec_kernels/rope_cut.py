@@ -16,7 +16,7 @@ SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are f
 
 
 class Cut(NamedTuple):
-    """How one attention is cut; see `rope_attention_triton.rope_attention_kernel`."""
+    """How one attention is cut; see `rope_attention_kernel_triton.rope_attention_kernel`."""
 
     splits: int  # parts of the context, at most
     few_parts: int  # up to which a program combines `few_rows` at a time, otherwise `many_rows`

@@ -15,7 +15,7 @@ from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import say_error, waiting
-from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -178,8 +178,7 @@ def compare_tp(
             folder.close()
         document = document_of(plan, records, warnings)
         code = exit_code(plan, records, codes, document["tokens"])
-        if code in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
-            document["error"] = error_of(records.points, code)
+        document |= error_of(records.points, code)
         if output is not None:
             write_summary(folder, document)
             write_pictures(output, quiet=quiet)

@@ -39,6 +39,7 @@ class OneSource(TyperCommand):
     """A command that refuses a second file of prompts, which would take the first one's place."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As typer's; raises `UsageError` for a second file."""
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         counts = Counter(parameter.name for parameter in given)
         for name in ("prompt_file", "dataset"):

@@ -7,7 +7,7 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import waiting
+from specdec_cli.commands.status import say_error, waiting
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
 
@@ -51,4 +51,5 @@ def merge(
         typer.echo(to_json(document))
     else:
         print_results(document)
+    say_error(document)
     raise typer.Exit(exit_code(document, records))

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec_cli.errors import ExitCode
 from specdec_cli.lossless import compare_tokens, is_broken, tokens_line
-from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points
+from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points, error_of
 from specdec_cli.predict import Text, with_recorded
 from specdec_cli.sweep.recommend import recommend
 from specdec_cli.sweep.records import Clock, Records
@@ -115,14 +115,14 @@ def sweep_document(
     warnings: Sequence[str],
     clock: Clock | None = None,
 ) -> dict[str, Any]:
-    """`sweep-k --json`, and summary.json."""
+    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured."""
     best = {
         b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
         for b in settings.batch_sizes
     }
     tokens = tokens_of(settings, records)
     broken = [tokens_line(tokens)] if is_broken(tokens) else []
-    return {
+    document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
         "environment": where,
@@ -139,6 +139,7 @@ def sweep_document(
         "warnings": [*warnings, *broken],
         "measuring": clock.as_dict() if clock is not None else None,
     }
+    return document | error_of(points, exit_code(document, records))
 
 
 def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from specdec_cli.errors import ExitCode, SetupError, UsageError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import Job
-from specdec_cli.points import Point, error_of
+from specdec_cli.points import Point
 from specdec_cli.recipe import dump_recipe
 from specdec_cli.results import RunFolder, environment, found_from_anywhere, to_json
-from specdec_cli.sweep.document import exit_code, prompts_that_failed, sweep_document
+from specdec_cli.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records
 from specdec_cli.sweep.settings import SweepSettings
@@ -166,9 +166,6 @@ def finish(
         clock = _earlier_clock(folder.path)
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
-    code = exit_code(document, records)
-    if code in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
-        document["error"] = error_of(points, code)
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")
     return document

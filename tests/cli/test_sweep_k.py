@@ -402,6 +402,11 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     assert any(said in one for one in result.document["warnings"])
 
 
+def test_a_second_dataset_is_refused(capsys: Capture) -> None:
+    twice = ["--dataset", "demo:prompts", "--dataset", "demo:prompts"]
+    refused(specdec(capsys, *SWEEP, *twice), 2, "--dataset was given 2 times")
+
+
 def test_where_no_point_can_be_measured_the_result_has_an_error(
     capsys: Capture, tmp_path: Path
 ) -> None:

@@ -282,7 +282,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     ),
     **{
         f"rope_attention-{name}": (
-            *("rope_attention_triton", "rope_attention_kernel", pointer, constants),
+            *("rope_attention_kernel_triton", "rope_attention_kernel", pointer, constants),
             {"stats_ptr": "*i64", **types},
         )
         for name, pointer, constants, types in [
