@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from specdec_kernels.cached_tile_triton import cached_tile
-from specdec_kernels.join_triton import join_new, join_tiles
+from specdec_kernels.join_triton import join_tiles
 from specdec_kernels.launch_triton import (
     after_predecessor,
     arrive,
@@ -23,9 +23,9 @@ from specdec_kernels.launch_triton import (
     finish,
     wait_for,
 )
-from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated
-from specdec_kernels.softmax_parts_triton import combine_rows, packed_stats
-from specdec_kernels.softmax_triton import LOG2E, attend, with_sink
+from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated, store_heads
+from specdec_kernels.softmax_parts_triton import combine_rows, packed_stats, part_of
+from specdec_kernels.softmax_triton import LOG2E, attend, attend_both, finite, with_sink
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
@@ -81,7 +81,6 @@ def rope_attention_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    EARLY: tl.constexpr,  # with SPLITS = 1: new keys are loaded with the queries, or at the end
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -102,8 +101,7 @@ def rope_attention_kernel(
     end_of_all = tl.load(query_start_ptr + num_sequences)
     context = tl.load(context_lens_ptr + sequence)
 
-    # Older keys that some query sees: [low, old). Split, they are in parts of a share each. Part 0
-    # has the new keys and fewer of the older ones: the new are there later, and need more work.
+    # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding before the first token; nobody sees it
     low = 0
@@ -114,13 +112,9 @@ def rope_attention_kernel(
         begin = low // BLOCK_SIZE * BLOCK_SIZE
     keys = old - begin
     if SPLITS > 1:
-        least = tl.cdiv(min_keys, UNIT) * UNIT
-        share = tl.cdiv(tl.maximum(tl.cdiv(keys + least, SPLITS), least), UNIT) * UNIT
-        beside = tl.where(keys <= alone, keys, share - least)
-        parts = tl.cdiv(tl.maximum(keys - beside, 0), share) + 1
-        first = begin + tl.where(split > 0, beside + (split - 1) * share, 0)
-        high = tl.minimum(old, begin + beside + split * share)
-        newest = split == 0
+        parts, first, high = part_of(keys, split, alone, min_keys, SPLITS, UNIT, BLOCK_N)
+        first += begin
+        high += begin
         # Without work there is nothing to wait for, and room to make: part 0 waits, so the kernel
         # ends after its predecessor all the same.
         if (split > 0) & ((split >= parts) | (query_len <= 0)):
@@ -129,7 +123,6 @@ def rope_attention_kernel(
         parts = 1
         first = begin
         high = old
-        newest = end_of_all > 0  # always, yet a branch: it keeps later loads from coming early
 
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
@@ -164,22 +157,16 @@ def rope_attention_kernel(
     query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0)
 
     fresh = tl.arange(0, BLOCK_NEW)
-    fresh_live = fresh < query_len
+    num_fresh = query_len  # of this part
+    if SPLITS > 1:
+        num_fresh = tl.where(split == 0, query_len, 0)
+    fresh_live = fresh < num_fresh
     fresh_token = (query_begin + fresh).to(tl.int64)
     new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
     new_value_ptr = new_key_ptr + KV_HEADS * D
-    if SPLITS > 1:
-        new_cos = tl.zeros([BLOCK_NEW, BLOCK_HALF], cos_ptr.dtype.element_ty)
-        new_sin = new_cos
-        slot = tl.zeros([BLOCK_NEW], tl.int64)
-        if newest:
-            new_cos, new_sin, slot = load_places(
-                cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
-            )
-    elif EARLY:
-        new_cos, new_sin, slot = load_places(
-            cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
-        )
+    new_cos, new_sin, slot = load_places(
+        cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
+    )
     after_predecessor(DEPENDENT)
 
     if split == 0:
@@ -200,15 +187,10 @@ def rope_attention_kernel(
     query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
     query_first = tl.load(query_at, mask=row_mask, other=0.0)
     query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0)
-    if SPLITS > 1:
-        new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
-        new_second = new_first
-        new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
-        if newest:
-            new_first, new_second, new_value = load_heads(
-                new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
-            )
-    elif EARLY:
+    new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
+    new_second = new_first
+    new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
+    if num_fresh > 0:
         new_first, new_second, new_value = load_heads(
             new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
@@ -227,39 +209,63 @@ def rope_attention_kernel(
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if SPLITS > 1:
-        # The new keys first, which for most are all that part 0 has.
-        if newest:
-            row_max, row_sum, acc = join_new(
-                row_max,
-                row_sum,
-                acc,
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Without parts that is always so, yet a branch: else queries and new keys would be turned in a
+    # product's layout, in which every warp has all of them.
+    if num_fresh > 0:
+        new_first, new_second = rotated(
+            new_first, new_second, new_cos, new_sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM
+        )
+        store_heads(
+            key_cache,
+            value_cache,
+            new_first,
+            new_second,
+            new_value,
+            slot,
+            fresh_live,
+            half,
+            dim,
+            D,
+            BLOCK_SIZE,
+        )
+        seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
+        if WINDOW > 0:
+            seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
+        new = (new_first, new_second)
+        if first < high:
+            row_max, sums, fresh_weights, acc = attend_both(
                 query,
-                (new_first, new_second, new_value),
-                (new_cos, new_sin, slot),
-                key_norm_ptr,
-                key_cache,
-                value_cache,
-                token,
-                fresh,
-                query_len,
-                early,
+                key,
+                value,
+                visible,
+                new,
+                new_value,
+                seen,
                 scale,
                 softcap,
-                eps,
-                D,
-                BLOCK_D,
-                BLOCK_SIZE,
-                WINDOW,
                 HAS_SOFTCAP,
-                HAS_KEY_NORM,
                 PRECISION,
                 UPCAST,
             )
-    if first < high:
-        row_max, keep, sums, acc = attend(
+        else:
+            row_max, _, fresh_weights, acc = attend(
+                row_max,
+                acc,
+                query,
+                new,
+                new_value,
+                seen,
+                scale,
+                softcap,
+                HAS_SOFTCAP,
+                PRECISION,
+                UPCAST,
+            )
+        row_sum = tl.sum(fresh_weights, axis=1)
+    elif SPLITS > 1:
+        row_max, _, sums, acc = attend(
             row_max,
             acc,
             query,
@@ -272,37 +278,9 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
-        if SPLITS > 1:
-            # In some column of theirs, what joined before.
-            column = tl.arange(0, BLOCK_N)[None, :]
-            sums += tl.where(column == 0, (row_sum * keep)[:, None], 0.0)
-            # A pipelined loop of no turns takes half a microsecond.
-            if first + BLOCK_N < high:
-                row_max, sums, acc = join_tiles(
-                    row_max,
-                    sums,
-                    acc,
-                    query,
-                    key_cache,
-                    value_cache,
-                    table,
-                    first + BLOCK_N,
-                    low,
-                    high,
-                    query_position,
-                    scale,
-                    softcap,
-                    D,
-                    BLOCK_D,
-                    BLOCK_SIZE,
-                    BLOCK_N,
-                    WINDOW,
-                    HAS_SOFTCAP,
-                    PRECISION,
-                    UPCAST,
-                )
-            row_sum = tl.sum(sums, axis=1)
-    if SPLITS == 1:
+    # A pipelined loop of no turns takes half a microsecond.
+    if (SPLITS == 1) | (first + BLOCK_N < high):
+        before = row_max
         row_max, sums, acc = join_tiles(
             row_max,
             sums,
@@ -326,41 +304,8 @@ def rope_attention_kernel(
             PRECISION,
             UPCAST,
         )
-        row_sum = tl.sum(sums, axis=1)
-        if newest:
-            if not EARLY:
-                new_cos, new_sin, slot = load_places(
-                    cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
-                )
-                new_first, new_second, new_value = load_heads(
-                    new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
-                )
-            row_max, row_sum, acc = join_new(
-                row_max,
-                row_sum,
-                acc,
-                query,
-                (new_first, new_second, new_value),
-                (new_cos, new_sin, slot),
-                key_norm_ptr,
-                key_cache,
-                value_cache,
-                token,
-                fresh,
-                query_len,
-                early,
-                scale,
-                softcap,
-                eps,
-                D,
-                BLOCK_D,
-                BLOCK_SIZE,
-                WINDOW,
-                HAS_SOFTCAP,
-                HAS_KEY_NORM,
-                PRECISION,
-                UPCAST,
-            )
+        row_sum *= tl.exp2(before - finite(row_max))
+    row_sum += tl.sum(sums, axis=1)
 
     out_mask = row_live[:, None] & (dim < D)[None, :]
     if SPLITS > 1:

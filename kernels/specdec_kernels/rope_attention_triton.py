@@ -141,7 +141,6 @@ def rope_attention_triton(
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,
         BLOCK_N=cut.block_n,
-        EARLY=cut.early,
         DEPENDENT=dependent,
         PRECISION="ieee",
         # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.

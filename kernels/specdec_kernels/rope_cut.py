@@ -26,7 +26,6 @@ class Cut(NamedTuple):
     block_new: int  # new keys
     block_n: int  # older keys at a time
     block_d: int  # numbers of a head
-    early: bool  # new keys are loaded with the queries, for which there must be registers
     num_warps: int
     num_stages: int
     maxnreg: int | None  # registers a thread
@@ -76,8 +75,13 @@ def choose_cut(
     num_stages = 3
     if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
         # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
-        deep = block_d * itemsize <= 128 or programs <= MULTIPROCESSORS
-        num_stages = 5 if deep else 2 if block_m == 16 else 3
+        # Less ahead than 7 leaves room for a third program where two are meant to be.
+        if block_d * itemsize <= 128:
+            num_stages = 7 if block_m == 16 else 5
+        elif programs <= MULTIPROCESSORS:
+            num_stages = 5
+        else:
+            num_stages = 2 if block_m == 16 else 3
     return Cut(
         splits=splits,
         few_parts=few_parts,
@@ -87,7 +91,6 @@ def choose_cut(
         block_new=max(16, power_of_2_from(max_query_len)),
         block_n=block_n,
         block_d=block_d,
-        early=splits == 1 and block_m == 16,
         num_warps=num_warps,
         num_stages=num_stages,
         maxnreg=168 if crowded and splits > 1 else None,

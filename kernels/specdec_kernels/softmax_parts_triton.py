@@ -16,6 +16,36 @@ NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf
 
 
 @triton.jit
+def part_of(
+    keys,
+    part,
+    alone,
+    min_keys,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """How many parts `keys` older keys are in, at most SPLITS, and where one begins and ends.
+
+    Each has a share, of at least `min_keys`. Part 0, which has the new keys, has `min_keys` fewer
+    of the older ones: the new are there later, and need more work. But no part has a tile of
+    BLOCK_N more for that. Up to `alone` keys are all its own.
+    """
+    least = tl.cdiv(min_keys, UNIT) * UNIT
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), least), UNIT) * UNIT
+    wider = tl.cdiv(tl.maximum(tl.cdiv(keys + least, SPLITS), least), UNIT) * UNIT
+    fewer = least
+    if tl.cdiv(wider, BLOCK_N) > tl.cdiv(share, BLOCK_N):
+        fewer = 0
+    else:
+        share = wider
+    own = tl.where(keys <= alone, keys, share - fewer)
+    parts = tl.cdiv(tl.maximum(keys - own, 0), share) + 1
+    first = tl.where(part > 0, own + (part - 1) * share, 0)
+    return parts, first, tl.minimum(keys, own + part * share)
+
+
+@triton.jit
 def packed_stats(row_max, row_sum):
     """A maximum and a sum, of which a part has one a row, as 64 bits: one load for both."""
     upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32

@@ -30,6 +30,59 @@ def attend(
     Returns the new maxima, the factor [M] of what was summed before, the tile's weights [M, N],
     which are still to be summed, and the new `acc`.
     """
+    scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    base = finite(new_max)
+    weights = tl.exp2(scores * scale - base[:, None])
+    keep = tl.exp2(row_max - base)
+    acc = weighted(weights, value, acc * keep[:, None], PRECISION, UPCAST)
+    return new_max, keep, weights, acc
+
+
+@triton.jit
+def attend_both(
+    query,
+    key,
+    value,
+    visible,
+    fresh_key,
+    fresh_value,
+    seen,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The first two tiles of keys, at once: their steps do not wait for each other.
+
+    Returns maxima [M], the weights of both, [M, N] and [M, F], still to be summed, and the weighted
+    values [M, D].
+    """
+    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
+    base = finite(row_max)[:, None]
+    weights = tl.exp2(scores * unit - base)
+    fresh_weights = tl.exp2(fresh * unit - base)
+    acc = tl.zeros([scores.shape[0], value.shape[1]], tl.float32)
+    acc = weighted(weights, value, acc, PRECISION, UPCAST)
+    acc = weighted(fresh_weights, fresh_value, acc, PRECISION, UPCAST)
+    return row_max, weights, fresh_weights, acc
+
+
+@triton.jit
+def scored(
+    query,
+    key,
+    visible,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Scores [M, N], -inf where not visible, and their unit in terms of log2."""
     query_first, query_second = query
     key_first, key_second = key
     if UPCAST:
@@ -37,22 +90,27 @@ def attend(
         query_second = query_second.to(tl.float32)
         key_first = key_first.to(tl.float32)
         key_second = key_second.to(tl.float32)
-        value = value.to(tl.float32)
     scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
     scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
         scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
         scale = 1.0
-    scores = tl.where(visible, scores, float("-inf"))
-    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * (scale * LOG2E))
-    # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
-    base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    weights = tl.exp2(scores * (scale * LOG2E) - base[:, None])
-    keep = tl.exp2(row_max - base)
-    acc = acc * keep[:, None]
-    acc = tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
-    return new_max, keep, weights, acc
+    return tl.where(visible, scores, float("-inf")), scale * LOG2E
+
+
+@triton.jit
+def weighted(weights, value, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + weights @ value."""
+    if UPCAST:
+        value = value.to(tl.float32)
+    return tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def finite(row_max):
+    """What scores count from. A row that sees no key is at -inf, and inf - inf would be NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit

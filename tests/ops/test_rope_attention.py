@@ -1,7 +1,10 @@
 from dataclasses import dataclass
+from itertools import pairwise
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, needs_cuda
 from specdec_kernels.attention import paged_attention_reference
 from specdec_kernels.kv import write_kv_reference
@@ -13,6 +16,7 @@ from specdec_kernels.rope_attention import (
 )
 from specdec_kernels.rope_attention_triton import rope_attention_triton
 from specdec_kernels.rope_cut import num_splits
+from specdec_kernels.softmax_parts_triton import part_of
 from torch import Tensor
 
 EPS = 1e-6
@@ -184,6 +188,33 @@ def test_wide_tables_and_strided_rows(device):
     apart[:, : qkv.shape[1]] = qkv
     out = layer.run(block_tables=wide, qkv=apart[:, : qkv.shape[1]], max_query_len=7)
     assert_close("out", layer.expected, out, 1e-5)
+
+
+@triton.jit
+def parts_kernel(out_ptr, keys, alone, min_keys, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    part = tl.program_id(0)
+    parts, first, high = part_of(keys, part, alone, min_keys, SPLITS, 16, BLOCK_N)
+    tl.store(out_ptr + 3 * part, parts)
+    tl.store(out_ptr + 3 * part + 1, first)
+    tl.store(out_ptr + 3 * part + 2, high)
+
+
+@pytest.mark.parametrize("splits", [3, 4, 33])
+def test_parts_are_few_even_and_whole(splits, device):
+    tile = 128
+    for keys in (0, 1, 128, 129, 299, 383, 384, 1000, 4095, 4096, 4224, 16383):
+        found = torch.full((splits, 3), -1, dtype=torch.int32, device=device)
+        parts_kernel[(splits,)](found, keys, 128, 128, SPLITS=splits, BLOCK_N=tile)
+        number = int(found[0, 0])
+        assert (found[:, 0] == number).all() and 1 <= number <= splits
+        bounds = found[:number, 1:].tolist()
+        assert bounds[0][0] == 0 and bounds[-1][1] == keys
+        assert all(end == begin for (_, end), (begin, _) in pairwise(bounds))
+        assert all(begin < end for begin, end in bounds[1:])
+        least = max(1, -(-keys // (splits * tile)))
+        assert max(-(-(end - begin) // tile) for begin, end in bounds) <= least, "a tile too many"
+        if keys <= 128:
+            assert number == 1
 
 
 def test_number_of_splits_fills_the_device_once():
