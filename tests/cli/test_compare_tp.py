@@ -5,6 +5,7 @@ Ranks take seconds to start, so few comparisons are run and each is looked at fr
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.demo import demo_path
 from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import specdec
 from tests.launch.helpers import ROOT, living, marked, start, wait_until_gone
@@ -248,6 +250,19 @@ def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     told = "not every prompt could run, and those count for nothing: prompt 1: the prompt has"
     assert result.code == 3 and result.document["points"][0]["status"] == "ok"
     assert told in result.document["warnings"][-1] and told in result.err
+
+
+def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -> None:
+    draft = shutil.copytree(demo_path("demo:draft"), tmp_path / "draft")
+    with open(draft / "model.safetensors", "r+b") as file:
+        file.truncate(5000)
+    result = compare(*COMPARE, "--draft", draft, "--json", "-o", tmp_path / "run")
+    document = result.document
+    assert result.code == 5 and {p["status"] for p in document["points"]} == {"failed"}
+    assert document["error"]["code"] == 5
+    assert "no point could be measured: " in document["error"]["message"]
+    assert result.err.count("error: no point could be measured") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == document
 
 
 @pytest.mark.parametrize(

@@ -484,6 +484,18 @@ def test_truncated_weights(run: Run, tmp_path: Path) -> None:
     refused_both_ways(run, 5, "cannot read the weights in ", "--target", model, "-k", "0")
 
 
+def test_a_model_without_its_tokenizer(run: Run, tmp_path: Path) -> None:
+    """transformers announces a list of what it looked for; the line does not end there."""
+    target = copy_of_demo(tmp_path / "target")
+    (target / "tokenizer.json").unlink()
+    result = run("--prompt", "x", "--target", target, *SHORT)
+    assert result.code == 5 and result.err.count("error: ") == 1
+    (line,) = [one for one in result.err.splitlines() if one.startswith("error: ")]
+    assert line.startswith(f"error: cannot load the tokenizer of {target}: ")
+    assert not line.endswith(":")
+    assert "tokenizer.json" in result.err
+
+
 def test_a_second_file_of_prompts_is_refused(run: Run, tmp_path: Path) -> None:
     """The last one used to be run alone, and no word said of the others."""
     files = [tmp_path / name for name in ("a.txt", "b.txt")]

@@ -99,7 +99,7 @@ def test_output_to_a_full_disk() -> None:
             timeout=120,
         )
     assert done.returncode == 5 and done.stderr.count("\n") == 1
-    assert "No space left on device" in done.stderr
+    assert done.stderr == "error: cannot write the result: No space left on device\n"
 
 
 # On a terminal
