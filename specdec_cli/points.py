@@ -277,8 +277,8 @@ def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
 
 def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
     """Mean acceptance length over prompts; None where nothing was proposed."""
-    accepted = [sum(s["accepted_per_round"]) for s in samples.values()]
-    drafts = [len(s["accepted_per_round"]) for s in samples.values()]
+    rounds = [samples[index]["accepted_per_round"] for index in sorted(samples)]  # as in every run
+    accepted, drafts = list(map(sum, rounds)), list(map(len, rounds))
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
 
 

@@ -6,8 +6,9 @@ Knows what points are computed from; computes nothing.
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from specdec_cli.engine.types import FinishReason
 from specdec_cli.errors import SetupError
 from specdec_cli.results import read_records
 
@@ -45,6 +46,7 @@ def _problem(record: Record, fields: Fields) -> str | None:
     return None
 
 
+_LONGEST = 1e12
 _MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 
 
@@ -60,6 +62,11 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (type(value) is float and math.isfinite(value))
 
 
+def is_time(value: Any) -> bool:
+    """Seconds, milliseconds or a share; sums of many are still finite."""
+    return is_number(value) and 0 <= value < _LONGEST
+
+
 def is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -73,7 +80,7 @@ def or_none(check: Check) -> Check:
 
 
 def is_stages(value: Any) -> bool:
-    return isinstance(value, dict) and all(map(list_of(is_number), value.values()))
+    return isinstance(value, dict) and all(map(list_of(is_time), value.values()))
 
 
 KEY: Fields = {"draft": or_none(is_text), "k": is_count, "batch_size": is_count}
@@ -91,14 +98,22 @@ SAMPLE: Fields = {
         list_of(is_count),
     ),
     **dict.fromkeys(
-        ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms"), list_of(is_number)
+        ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms"), list_of(is_time)
     ),
 }
 
 
-def problem_of_rounds(sample: Record) -> str | None:
-    """What cannot be in the rounds of a sample that has all fields."""
+def problem_of_sample(sample: Record, num_prompts: int, repeats: int) -> str | None:
+    """What cannot be in a sample that has all fields, of so many prompts, each measured `repeats`
+    times."""
     proposed, accepted = sample["proposed_per_round"], sample["accepted_per_round"]
+    if sample["index"] >= num_prompts:
+        return f"its index is {sample['index']}, of {num_prompts} prompts"
+    if sample["finish_reason"] not in get_args(FinishReason):
+        return f"its finish_reason is {sample['finish_reason']}"
+    for name in ("seconds", "decode_seconds", "round_share"):
+        if len(sample[name]) != repeats:
+            return f"{name} has not {repeats} numbers, one a repeat"
     if len(proposed) != len(accepted):
         return "accepted_per_round and proposed_per_round differ in length"
     if any(a > p or p > sample["k"] for p, a in zip(proposed, accepted, strict=True)):

@@ -23,7 +23,7 @@ from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.types import FinishReason
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe import Recipe, dump_recipe
-from specdec_cli.text import inert_json
+from specdec_cli.text import inert_json, is_unicode, one_line
 
 _log = logging.getLogger("specdec")
 _RECORDS = ("samples.jsonl", "points.jsonl")
@@ -140,6 +140,7 @@ class RunFolder:
     @classmethod
     def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
         folder = cls(path)
+        recipe = found_from_anywhere(recipe)
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder._claim()
@@ -160,7 +161,7 @@ class RunFolder:
                 f"{path / 'recipe.yaml'} was not written by a run, and would be replaced",
                 "name another folder with -o, or move that file away",
             )
-        folder.write("recipe.yaml", dump_recipe(found_from_anywhere(recipe)))
+        folder.write("recipe.yaml", dump_recipe(recipe))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
 
@@ -229,12 +230,22 @@ class RunFolder:
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:
-    """`recipe` with full paths of what lies on this machine: it may be run again from elsewhere."""
+    """`recipe` with full paths of what lies on this machine: it may be run again from elsewhere.
+
+    Raises `UsageError` for a path that no recipe can name.
+    """
     changes = {}
     for section, key in (("target", "model"), ("draft", "model"), ("data", "path")):
         values = getattr(recipe, section)
         if values is not None and os.path.exists(path := getattr(values, key)):
-            changes[section] = values.model_copy(update={key: os.path.abspath(path)})
+            full = os.path.abspath(path)
+            if not is_unicode(full):
+                raise UsageError(
+                    f"{section}.{key}: {one_line(full)} is not valid Unicode, so no recipe could "
+                    "name it",
+                    "rename that folder",
+                )
+            changes[section] = values.model_copy(update={key: full})
     return recipe.model_copy(update=changes)
 
 

@@ -140,15 +140,19 @@ def compare_tp(
             )
             from specdec_cli.engine.plan import Permissions
             from specdec_cli.results import RunFolder, to_json
+            from specdec_cli.sweep import earlier_environment, read_warnings
 
         permissions = Permissions(trust_remote_code, allow_pickle)
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, permissions)
         warnings = warnings_of(plan)
-        records = Records(plan.settings, plan.skips)
+        records, where = Records(plan.settings, plan.skips), plan.where
         if dry_run:
             document = describe_plan(plan, warnings)
         elif output is not None:
             folder = open_folder(output, plan, records, resume=resume)
+            warnings += [one for one in read_warnings(output) if one not in warnings]
+            if not any(map(records.open_sizes, plan.to_run)):  # all of it had been recorded
+                where = earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
         kept = scratch.pop_all()
@@ -176,7 +180,7 @@ def compare_tp(
         finally:
             view.close()
             folder.close()
-        document = document_of(plan, records, warnings)
+        document = document_of(plan, records, warnings, where)
         code = exit_code(plan, records, codes, document["tokens"])
         document |= error_of(records.points, code)
         if output is not None:

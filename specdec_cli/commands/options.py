@@ -5,6 +5,7 @@ schema checks them). Imports nothing heavy: `specdec --help` reads this module.
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.errors import UsageError
-from specdec_cli.text import inert
+from specdec_cli.text import inert, is_unicode, one_line
 
 _MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Writing", "Running", "Recipe and output"
 
@@ -193,6 +194,9 @@ def run_folder(text: str) -> Path:
 def _folder(text: str, name: str) -> Path:
     if not text.strip():
         raise typer.BadParameter("the name is empty", param_hint=name)
+    if not is_unicode(os.path.abspath(text)):
+        said = f"{one_line(os.path.abspath(text))} is not valid Unicode, so no recipe could name it"
+        raise typer.BadParameter(said, param_hint=name)
     return Path(text)
 
 

@@ -8,6 +8,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from specdec_cli import points, stats
@@ -19,7 +20,7 @@ from specdec_cli.reading import (
     is_count,
     list_of,
     or_none,
-    problem_of_rounds,
+    problem_of_sample,
     read_checked,
 )
 from specdec_cli.results import RunFolder
@@ -56,7 +57,12 @@ class Records:
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; of two records of one prompt the last counts."""
         self.samples.clear()
-        for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, problem_of_rounds):
+        further = partial(
+            problem_of_sample,
+            num_prompts=self.settings.prompts["count"],
+            repeats=self.settings.recipe["run"]["repeats"],
+        )
+        for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, further):
             self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
         facts = read_checked(folder.path / "pairs.jsonl", _FACT)
         self.facts = {Pair.of(fact): fact for fact in facts}

@@ -85,8 +85,10 @@ def _failure(report: Report | None) -> Failure:
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
 
 
-def document_of(plan: Plan, records: Records, warnings: Sequence[str]) -> dict[str, Any]:
-    """`compare-tp --json`, and summary.json."""
+def document_of(
+    plan: Plan, records: Records, warnings: Sequence[str], where: dict[str, Any]
+) -> dict[str, Any]:
+    """`compare-tp --json`, and summary.json. where: its environment."""
     verdict = verdict_of(records)
     said = [*warnings, *prompts_that_failed(records.samples.values())]
     if is_broken(verdict["tokens"]):
@@ -94,7 +96,7 @@ def document_of(plan: Plan, records: Records, warnings: Sequence[str]) -> dict[s
     return {
         "schema": "specdec.compare-tp/1",
         "recipe": plan.recipe.model_dump(mode="json"),
-        "environment": plan.where,
+        "environment": where,
         "comparison": plan.settings.as_dict() | {"settings_hash": plan.settings.digest},
         "points": records.points,
         **verdict,

@@ -28,9 +28,9 @@ from specdec_cli.sweep import (
     device_name,
     few_prompts,
     for_engine,
+    keep_environment_warning,
     read_settings_file,
     reopened,
-    warn_of_another_environment,
     write_settings,
 )
 
@@ -231,7 +231,8 @@ def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> Ru
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
         check_same(path, "comparison", theirs, plan.settings.as_dict())
         folder = reopened(path, records.load)
-        warn_of_another_environment(path, where)
+        if any(map(records.open_sizes, plan.to_run)):
+            keep_environment_warning(folder, plan.settings, where)
         return folder
     folder = RunFolder.create(path, plan.recipe, where)
     write_settings(folder, plan.settings, warnings_of(plan))

@@ -13,8 +13,17 @@ from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.loop import Engine, Proposer, Request
 from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.ngram import NgramProposer
+from specdec_cli.engine.parallel import local_world_size
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, borrowed_weights
-from specdec_cli.engine.profile import CacheNeed, RankMemory, Split, on_host, room_now
+from specdec_cli.engine.profile import (
+    CacheNeed,
+    RankMemory,
+    Split,
+    available_memory,
+    mib,
+    on_host,
+    room_now,
+)
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError
@@ -54,9 +63,10 @@ def build(
     rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
     try:
         models = load_models(plan, on_stage, loaded_target)
-        num_blocks = recipe.cache.num_blocks or _choose_num_blocks(
-            plan, models, need, rough, on_stage
-        )
+        if (num_blocks := recipe.cache.num_blocks) is None:
+            num_blocks = _choose_num_blocks(plan, models, need, rough, on_stage)
+        elif plan.device.type != "cuda":
+            _check_host_room(plan, num_blocks)
         _log.info("the caches have %d blocks of %d tokens", num_blocks, need.block_size)
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
@@ -174,6 +184,20 @@ def _choose_num_blocks(
     split = Split(tuple(plan.parallel.gather_objects(mine)))
     split.check(need.block_size)
     return min(split.num_blocks, need.num_blocks)
+
+
+def _check_host_room(plan: Plan, num_blocks: int) -> None:
+    """Raise `SetupError` on all ranks where caches on a host would not fit on one: the system gives
+    out more memory than there is, and ends who uses it."""
+    wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
+    short = (wanted, free) if wanted > free else None
+    for found in plan.parallel.gather_objects(short):
+        if found is not None:
+            raise SetupError(
+                f"out of memory: {num_blocks} blocks of the caches take {mib(found[0])} MiB, and "
+                f"{mib(found[1])} MiB are free",
+                "set fewer with --num-blocks (cache.num_blocks), or none: what fits is found out",
+            )
 
 
 def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from specdec_cli import demo
 from specdec_cli.errors import SetupError
+from specdec_cli.text import one_line
 
 
 def model_folder(name: str, revision: str | None) -> Path:
@@ -24,12 +25,17 @@ def model_folder(name: str, revision: str | None) -> Path:
                 f"bundled are {', '.join(demo.PREFIX + n for n in known)}",
             )
         return folder
-    path = Path(name).expanduser()
-    if path.is_dir():
+    try:
+        path = Path(name).expanduser()
+        is_folder, is_there = path.is_dir(), path.exists()
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, or nobody's home
+        why = getattr(problem, "strerror", None) or problem
+        raise SetupError(f"no such model: {one_line(name)}: {why}", "is the path right?") from None
+    if is_folder:
         if not (path / "config.json").is_file():
             raise SetupError(f"no config.json in the model folder {name}", "is the path right?")
         return path
-    if path.exists():
+    if is_there:
         raise SetupError(
             f"the model {name} is a file",
             "name the folder that holds config.json and the weights",

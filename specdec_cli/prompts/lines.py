@@ -83,6 +83,7 @@ def _items(text: str, name: str) -> Rows:
     decoder = JSONDecoder(object_pairs_hook=unique)
     place, line, seen = _skip_space(text, text.index("[") + 1), 1, 0
     if text[place : place + 1] == "]":
+        _check_end(text, place + 1, name)
         return
     while True:
         line, seen = line + text.count("\n", seen, place), place
@@ -100,11 +101,22 @@ def _items(text: str, name: str) -> Rows:
         place = _skip_space(text, place)
         separator = text[place : place + 1]
         if separator == "]":
+            _check_end(text, place + 1, name)
             return
         if separator != ",":
             line += text.count("\n", seen, place)
             raise UsageError(f"{name}:{line}: not JSON: expected a comma or the end of the list")
         place = _skip_space(text, place + 1)
+
+
+def _check_end(text: str, place: int, name: str) -> None:
+    place = _skip_space(text, place)
+    if place < len(text):
+        line = text.count("\n", 0, place) + 1
+        raise UsageError(
+            f"{name}:{line}: not JSON: there is more after the end of the list",
+            "make one list of several, or a .jsonl file with an object a line",
+        )
 
 
 def _skip_space(text: str, place: int) -> int:

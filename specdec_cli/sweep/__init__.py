@@ -5,9 +5,11 @@ The names below serve other commands that measure points too.
 
 from specdec_cli.sweep.folder import (
     check_same,
+    earlier_environment,
+    keep_environment_warning,
     read_settings_file,
+    read_warnings,
     reopened,
-    warn_of_another_environment,
     write_settings,
 )
 from specdec_cli.sweep.order import units_of
@@ -17,14 +19,16 @@ from specdec_cli.sweep.records import peak_memory, sample_of
 __all__ = [
     "check_same",
     "device_name",
+    "earlier_environment",
     "few_prompts",
     "for_engine",
+    "keep_environment_warning",
     "only",
     "peak_memory",
     "read_settings_file",
+    "read_warnings",
     "reopened",
     "sample_of",
     "units_of",
-    "warn_of_another_environment",
     "write_settings",
 ]

@@ -1,7 +1,6 @@
 """The run folder of a sweep: begun, gone on with, and read again."""
 
 import json
-import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records
 from specdec_cli.sweep.settings import SweepSettings
 
-_log = logging.getLogger("specdec")
 _SETTINGS = "settings.json"
 
 
@@ -33,10 +31,10 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
         if not (path / "recipe.yaml").exists():
             folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
         is_open = sum(map(len, records.samples.values())) < plan.num_samples
-        found = another_environment(path, where)
-        if is_open and found is not None and found not in (said := read_warnings(path)):
-            # Kept there, so that whoever goes on with it or merges it says so too.
-            write_settings(folder, plan.settings, [*said, found])
+        if is_open:
+            keep_environment_warning(folder, plan.settings, where)
+        if not (path / "environment.json").exists():
+            folder.write("environment.json", to_json(earlier_environment(path, where)) + "\n")
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
@@ -79,12 +77,15 @@ def read_warnings(path: Path) -> list[str]:
 def read_settings(path: Path) -> SweepSettings:
     """The settings of a sweep's folder. Raises `UsageError` when it is none, and `SetupError` when
     they are damaged."""
-    found = read_settings_file(path).get("settings")
+    file = read_settings_file(path)
+    found = file.get("settings")
     if isinstance(found, dict) and "ks" not in found:
         raise UsageError(f"{path} is no folder of a sweep: its {_SETTINGS} is another command's")
     try:
         settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
         settings.check()
+        if file.get("hash") != settings.digest:
+            raise ValueError("not the settings that were written")
     except (KeyError, TypeError, ValueError):
         raise SetupError(
             f"{path / _SETTINGS}: no settings of a sweep", "the file was damaged or edited"
@@ -143,10 +144,25 @@ def another_environment(path: Path, where: dict[str, Any]) -> str | None:
     return f"samples are of two environments: {key} was {to_json(there)} and is {to_json(now)}"
 
 
-def warn_of_another_environment(path: Path, where: dict[str, Any]) -> None:
-    """Say so in the log."""
-    if (found := another_environment(path, where)) is not None:
-        _log.warning("%s: %s", path, found)
+def keep_environment_warning(folder: RunFolder, settings: Settings, where: dict[str, Any]) -> None:
+    """Add it to the folder's warnings, so that whoever goes on with it or merges it says so too."""
+    found, said = another_environment(folder.path, where), read_warnings(folder.path)
+    if found is not None and found not in said:
+        write_settings(folder, settings, [*said, found])
+
+
+def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
+    """What a folder's summary says of where its samples were measured, else of where it was begun;
+    else `where`."""
+    for name, key in (("summary.json", "environment"), ("environment.json", None)):
+        try:
+            found = json.loads((path / name).read_text(encoding="utf-8"))
+            found = found if key is None else found[key]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return where
 
 
 def finish(
@@ -162,10 +178,11 @@ def finish(
     Its warnings are `warnings` and what has shown itself since.
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
+    where = _where(plan)
     if folder is not None and not clock.measuring:  # all of it had been recorded
-        clock = _earlier_clock(folder.path)
+        clock, where = _earlier_clock(folder.path), earlier_environment(folder.path, where)
     recipe = plan.recipe.model_dump(mode="json")
-    document = sweep_document(plan.settings, recipe, _where(plan), records, points, warnings, clock)
+    document = sweep_document(plan.settings, recipe, where, records, points, warnings, clock)
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")
     return document

@@ -122,7 +122,8 @@ def _missing(whole: SweepSettings, records: Records) -> list[str]:
     ]
     if not short:
         return []
-    return [f"{len(short)} points lack prompts: at most {most} of {count} are there"]
+    lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
+    return [f"{lack} prompts: at most {most} of {count} are there"]
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from specdec_cli.reading import (
     is_whole,
     list_of,
     or_none,
-    problem_of_rounds,
+    problem_of_sample,
     read_checked,
 )
 from specdec_cli.sweep.settings import SweepSettings
@@ -42,7 +42,8 @@ def _problem(record: Record, name: str, settings: SweepSettings) -> str | None:
     if "batch_size" in record and record["batch_size"] not in settings.batch_sizes:
         return f"its batch_size is {record['batch_size']}"
     if name == "samples.jsonl":
-        return problem_of_rounds(record)
+        repeats = settings.recipe["run"]["repeats"]
+        return problem_of_sample(record, settings.prompts["count"], repeats)
     if name == "replay.jsonl":
         known = [record[field] is not None for field in ("accept", "chains", "draws")]
         return None if sum(known) == 1 else "it has not one of accept, chains and draws"

@@ -55,7 +55,8 @@ class SweepSettings:
     def check(self) -> None:
         """Raises `KeyError`, `TypeError` or `ValueError` for what a sweep cannot have."""
         recipe = self.recipe
-        numbers = (*self.ks, *self.batch_sizes, self.prompts["count"], recipe["run"]["seed"])
+        run, count = recipe["run"], self.prompts["count"]
+        numbers = (*self.ks, *self.batch_sizes, count, run["seed"], run["repeats"])
         is_sound = (
             all(type(number) is int and number >= 0 for number in numbers)
             and 0 in self.ks

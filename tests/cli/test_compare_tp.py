@@ -211,6 +211,13 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     table = specdec(capsys, *again)
     assert table.code == 0 and "at target TP 2 the best draft TP is" in table.out
     assert before == {name: (folder / name).read_bytes() for name in before}
+    summary, text = folder / "summary.json", (folder / "summary.json").read_text()
+    where = json.loads(text)["environment"]
+    summary.write_text(json.dumps(json.loads(text) | {"environment": where | {"cpu_count": 99}}))
+    document = specdec(capsys, *again, "--json").document  # of where it was measured
+    assert document["environment"]["cpu_count"] == 99
+    assert json.loads(summary.read_text()) == document
+    summary.write_text(text)
     other = specdec(capsys, *again, "-k", "2")
     assert other.code == 2 and "num_speculative_tokens is 4 there and 2 now" in other.err
     fewer = specdec(capsys, *again, "--target-tp", "1")
@@ -235,12 +242,16 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     kept = [s for s in records(folder, "samples.jsonl") if s["batch_size"] == 1]
     assert len(kept) == 4 and not (folder / "summary.json").exists()
 
+    where = json.loads((folder / "environment.json").read_text())
+    (folder / "environment.json").write_text(json.dumps(where | {"cpu_count": 99}))
     result = compare(*asked, "--resume", "--json")
     assert result.code == 0, result.err
     assert {p["status"] for p in result.document["points"]} == {"ok"}
     samples = records(folder, "samples.jsonl")
     assert [s for s in samples if s["batch_size"] == 1] == kept  # none again
     assert len(records(folder, "pairs.jsonl")) == 2
+    said = f"samples are of two environments: cpu_count was 99 and is {where['cpu_count']}"
+    assert said in result.document["warnings"] and f"warning: {said}\n" in result.err
 
 
 def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:

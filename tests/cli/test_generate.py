@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -390,6 +391,8 @@ OPTIONS: dict[str, tuple[int, str, list[str]]] = {
     "unknown folder": (5, "no such model folder: /no/such", ["--target", "/no/such"]),
     "unknown draft": (5, "no such model folder: ./nope", ["--draft", "./nope"]),
     "hub id offline": (5, "some-one/nothing is neither", ["--target", "some-one/nothing"]),
+    "long name": (5, "no such model: a{80}…: File name too long", ["--target", "a" * 300]),
+    "nobody's home": (5, "no such model: ~no-one-here/x: ", ["--target", "~no-one-here/x"]),
     "no demo model": (5, "no bundled model demo:x", ["--target", "demo:x"]),
     "k": (2, "num_speculative_tokens", ["-k", "-1"]),
     "k no number": (2, "Invalid value for '-k'", ["-k", "two"]),
@@ -482,6 +485,29 @@ def test_truncated_weights(run: Run, tmp_path: Path) -> None:
     with open(model / "model.safetensors", "r+b") as file:
         file.truncate(5000)
     refused_both_ways(run, 5, "cannot read the weights in ", "--target", model, "-k", "0")
+
+
+def test_more_blocks_than_there_is_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that gives out more memory than there is would kill the process without a word."""
+    monkeypatch.setattr(specdec_cli.engine.build, "available_memory", lambda: 2**20)
+    message = r"out of memory: 1000 blocks of the caches take \S+ MiB, and 1.0 MiB are free"
+    refused_both_ways(run, 5, message, "--num-blocks", "1000")
+
+
+def test_paths_that_no_recipe_can_name(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "bad\udcff"
+    folder.mkdir()
+    wrong = "is not valid Unicode, so no recipe could name it"
+    refused_both_ways(run, 2, wrong, "-o", folder / "run")
+    shutil.move(tiny_model(tmp_path / "m"), folder / "m")
+    monkeypatch.chdir(folder)
+    refused_both_ways(run, 2, wrong, "-o", "run")
+    options = ("--target", "m", "-k", "0", "-o", tmp_path / "run")
+    refused_both_ways(run, 2, f"target.model: .* {wrong}", *options)
+    assert not (tmp_path / "run").exists()
+    assert run("--prompt", "w1 w2", "--target", "m", "-k", "0", *SHORT).code == 0
 
 
 def test_a_model_without_its_tokenizer(run: Run, tmp_path: Path) -> None:

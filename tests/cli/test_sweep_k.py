@@ -672,6 +672,11 @@ def test_an_edited_sample_is_refused(
         ({"stage_ms": {"draft": 1.0}}, "stage_ms is damaged"),
         ({"seconds": "1"}, "seconds is damaged"),
         ({"token_ids": [1, None]}, "token_ids is damaged"),
+        ({"index": 77}, "its index is 77, of "),
+        ({"finish_reason": "banana"}, "its finish_reason is banana"),
+        ({"decode_seconds": []}, "decode_seconds has not "),
+        ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
+        ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms is damaged"),
     ]:
         text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
         (folder / "samples.jsonl").write_text(text)
@@ -701,7 +706,9 @@ def test_damaged_settings(
     refused(specdec(capsys, *SWEEP, "--resume", "-o", folder), code, message)
     refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), code, message)
     settings = json.loads((whole[0] / "settings.json").read_text())
-    for key, value in [("ks", ["a"]), ("batch_sizes", []), ("prompts", {}), ("recipe", {})]:
+    damage = [("ks", ["a"]), ("batch_sizes", []), ("prompts", {}), ("recipe", {})]
+    damage += [("ks", [0, 1, 2, 9]), ("predict_only", "x"), ("device", "other")]  # not its hash
+    for key, value in damage:
         changed = settings | {"settings": settings["settings"] | {key: value}}
         (folder / "settings.json").write_text(json.dumps(changed))
         refused(
@@ -730,6 +737,7 @@ def test_another_environment_is_told_wherever_its_samples_go(
     (folder / "environment.json").write_text(json.dumps(where | {"cpu_count": 99}))
     resume = [*SWEEP, "-q", "--resume", "-o", folder]
     assert "environments" not in specdec(capsys, *resume).err  # nothing was left to measure
+    assert json.loads((folder / "summary.json").read_text())["environment"] == where
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (folder / "samples.jsonl").write_text("".join(lines[:-1]))
     (folder / "recipe.yaml").unlink()

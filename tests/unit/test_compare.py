@@ -27,7 +27,7 @@ from specdec_cli.sweep import read_settings_file
 
 SETTINGS = Settings(
     recipe={
-        "run": {"seed": 0},
+        "run": {"seed": 0, "repeats": 1},
         "sampling": {"temperature": 0.0},
         "speculation": {"acceptance": "rejection"},
     },

@@ -183,6 +183,8 @@ BAD: dict[str, tuple[str, str]] = {
     "open.json": ('[{"prompt": "a"}\n', ":2: not JSON: expected a comma or the end of the list"),
     "no-comma.json": ('[{"prompt": "a"}\n{"prompt": "b"}]', ":2: not JSON: expected a comma"),
     "last-comma.json": ('["a",\n]', ":2: not JSON: Expecting value"),
+    "more.json": ('["a"]\n["b"]\n', ":2: not JSON: there is more after the end of the list"),
+    "more-after-none.json": ("[]\n\n x", ":3: not JSON: there is more after the end"),
     "empty.json": ("", ":1: no prompts in it"),
     "empty-list.json": (" [\n]", ":1: no prompts in it"),
     "deep.json": ("[" * 100_000, ":1: not usable JSON: nested too deeply"),

@@ -70,3 +70,18 @@ def test_a_mean_length_lies_in_its_interval() -> None:
         _, point = points_of(samples)
         low, high = point["mean_acceptance_length_ci"]
         assert low <= point["metrics"]["mean_acceptance_length"] <= high
+
+
+def test_the_order_of_prompts_changes_nothing() -> None:
+    """Prompts end in another order in another batch size, or in a sweep of shards."""
+    drawn = [sample(i, [(3, i % 4)] * (3 + i % 2), 0.4 + i / 10) for i in range(9)]
+    found = []
+    for order in (drawn, drawn[::-1], drawn[4:] + drawn[:4]):
+        samples = {
+            Key("d", 4, 0): {s["index"]: sample(s["index"], [], 1.0) for s in order},
+            Key("d", 4, 3): {s["index"]: s for s in order},
+        }
+        found.append(points_of(samples)[1])
+    for interval in ("mean_acceptance_length_ci", "speedup_ci"):
+        assert found[0][interval] is not None
+        assert found[0][interval] == found[1][interval] == found[2][interval]
