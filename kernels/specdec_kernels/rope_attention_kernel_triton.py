@@ -332,17 +332,13 @@ def rope_attention_kernel(
                 wait_for(epochs_ptr, epoch)
             elif not last:
                 return
+            memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
+            span = (mine, rows, step, parts)
             if few:
                 combine_rows(
-                    partial_ptr,
-                    stats_ptr,
-                    sinks_ptr + kv_head * GROUP,
-                    out_ptr,
-                    parts,
-                    mine,
-                    rows,
-                    step,
-                    HEADS * D,
+                    memory,
+                    span,
+                    HEADS,
                     GROUP,
                     D,
                     BLOCK_D,
@@ -354,15 +350,9 @@ def rope_attention_kernel(
                 )
             elif SPLITS > FEW_PARTS:
                 combine_rows(
-                    partial_ptr,
-                    stats_ptr,
-                    sinks_ptr + kv_head * GROUP,
-                    out_ptr,
-                    parts,
-                    mine,
-                    rows,
-                    step,
-                    HEADS * D,
+                    memory,
+                    span,
+                    HEADS,
                     GROUP,
                     D,
                     BLOCK_D,

@@ -129,28 +129,24 @@ def many_parts(
 
 @triton.jit
 def combine_rows(
-    partial_ptr,
-    stats_ptr,
-    sinks_ptr,  # [GROUP] of this key head; only with HAS_SINKS
-    out_ptr,  # of the sequence's first token and the key head's first query head, out
-    parts,
-    first,
-    rows,
-    step,
-    token_stride,
+    memory,  # partial_ptr, stats_ptr, sinks_ptr of this key head, and out_ptr of its first row
+    span,  # first, rows, step; and in how many parts they are
+    HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     HAS_SINKS: tl.constexpr,
     FEW: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr,  # at least as many as there are
     ROWS: tl.constexpr,
 ):
     """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on.
 
     See `few_parts` and `many_parts`, by FEW.
     """
+    partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory
+    first, rows, step, parts = span
     for start in range(first, rows, step):
         row = start + tl.arange(0, ROWS)
         dim = tl.arange(0, BLOCK_D)
@@ -168,5 +164,5 @@ def combine_rows(
             row_sum, keep = with_sink(row_max, row_sum, sink)
             acc *= keep[:, None]
         acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        out_at = out_ptr + (row // GROUP * token_stride + row % GROUP * D)[:, None] + dim[None, :]
+        out_at = out_ptr + (row // GROUP * (HEADS * D) + row % GROUP * D)[:, None] + dim[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])

@@ -151,7 +151,7 @@ def compare_tp(
         elif output is not None:
             folder = open_folder(output, plan, records, resume=resume)
             warnings += [one for one in read_warnings(output) if one not in warnings]
-            if not any(map(records.open_sizes, plan.to_run)):  # all of it had been recorded
+            if not records.is_open(plan.to_run):  # all of it had been recorded
                 where = earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))

@@ -73,6 +73,10 @@ class Records:
         """Batch sizes at which a pair is not measured in full."""
         return [b for b in self.settings.batch_sizes if not self.is_complete(pair, b)]
 
+    def is_open(self, pairs: Iterable[Pair]) -> bool:
+        """Whether one of them is not measured in full."""
+        return any(map(self.open_sizes, pairs))
+
     def is_complete(self, pair: Pair, batch_size: int) -> bool:
         needed = self.settings.num_prompts(batch_size)
         return all(len(self.of(pair, batch_size, k)) >= needed for k in (0, self.settings.k))

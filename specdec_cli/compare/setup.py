@@ -231,7 +231,7 @@ def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> Ru
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
         check_same(path, "comparison", theirs, plan.settings.as_dict())
         folder = reopened(path, records.load)
-        if any(map(records.open_sizes, plan.to_run)):
+        if records.is_open(plan.to_run):
             keep_environment_warning(folder, plan.settings, where)
         return folder
     folder = RunFolder.create(path, plan.recipe, where)
