@@ -234,4 +234,7 @@ def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
     assert found.held_bytes + found.kv_budget_bytes + found.free_bytes == found.total_bytes
     assert found.kv_budget_bytes == int(0.9 * found.total_bytes) - found.held_bytes
     assert found.graph_bytes > 0 and found.activation_bytes > 0
-    assert guess.fits == pytest.approx(found.fits, rel=0.05)
+    # Other processes on this GPU may take more or less of it from one to the other.
+    moved = found.other_bytes - guess.other_bytes
+    budget = found.kv_budget_bytes + moved
+    assert guess.kv_budget_bytes == pytest.approx(budget, rel=0.05)
