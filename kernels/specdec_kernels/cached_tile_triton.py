@@ -21,7 +21,7 @@ def cached_tile(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Keys, as halves [N, D / 2], and values [N, D] from position `start` on, and who sees them.
+    """Keys, as halves [D / 2, N], and values [N, D] from position `start` on, and who sees them.
 
     That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
     """
@@ -41,10 +41,12 @@ def cached_tile(
         column = position // BLOCK_SIZE
         inside = position % BLOCK_SIZE
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    key_at = key_ptr + (inside * key_stride_s)[:, None] + half[None, :]
-    key_at += (block * key_stride_b)[:, None]
+    # Loaded as the columns that a product takes. Rows turned afterwards would pass shared memory in
+    # eight pieces, with barriers between them, before the program can wait for its predecessor.
+    key_at = key_ptr + (inside * key_stride_s)[None, :] + half[:, None]
+    key_at += (block * key_stride_b)[None, :]
     # Keys behind the last are loaded from where nothing faults, and not looked at.
-    key_mask = (half < D // 2)[None, :]
+    key_mask = (half < D // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
     value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]

@@ -233,7 +233,7 @@ def rope_attention_kernel(
         seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
         if WINDOW > 0:
             seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
-        new = (new_first, new_second)
+        new = (tl.trans(new_first), tl.trans(new_second))
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
                 query,

@@ -16,7 +16,7 @@ def attend(
     row_max,  # [M], in units of log2
     acc,  # [M, D]
     query,  # halves [M, D / 2]
-    key,  # halves [N, D / 2]
+    key,  # halves [D / 2, N]
     value,  # [N, D]
     visible,  # [M, N]
     scale,  # positive
@@ -90,8 +90,8 @@ def scored(
         query_second = query_second.to(tl.float32)
         key_first = key_first.to(tl.float32)
         key_second = key_second.to(tl.float32)
-    scores = tl.dot(query_first, tl.trans(key_first), input_precision=PRECISION)
-    scores = tl.dot(query_second, tl.trans(key_second), scores, input_precision=PRECISION)
+    scores = tl.dot(query_first, key_first, input_precision=PRECISION)
+    scores = tl.dot(query_second, key_second, scores, input_precision=PRECISION)
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
         scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
