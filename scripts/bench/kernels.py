@@ -4,7 +4,8 @@
 
 Needs a CUDA device; weights are random and of the real shapes. Every time is that of a CUDA graph
 over buffers larger together than the L2 cache. "attention within a pass" is what a layer's costs
-there, by passes with and without it, and "copy" what a kernel would that only copies the queries.
+there, by passes with and without it, "copy" what a kernel would that only copies the queries, and
+"read" one that also reads the cache, as early as it can, and does nothing with it.
 "bytes" counts weights, and the keys and values of the context; "of peak" is what moving them at
 --bandwidth would take, over the time. "library" is the same step from cuBLAS products, with our
 small kernels for the rest. Errors are against fp64.
@@ -30,6 +31,7 @@ BLOCK_SIZE = 16
 EPS = 1e-5
 L2_BYTES = 60e6
 COPIED = 512  # numbers of a program of a kernel that only copies
+READERS, READ = 128, 1 << 14  # programs of a kernel that also reads, and numbers of each at a time
 
 
 @dataclass(frozen=True)
@@ -239,25 +241,27 @@ class Bench:
             arguments = (hidden, weights, head, norm, batch, rotation)
             forwards = [
                 lambda _, *, attend=attend, arguments=arguments: fused_pass(attend, *arguments)
-                for attend in (attended, copied, untouched)
+                for attend in (attended, copied, reading, untouched)
             ]
             forwards.append(lambda _, *, arguments=arguments: library_pass(*arguments))
             for forward in forwards:
                 forward(0)
             times = alternated_times(forwards, 1, 15)
-            whole, copying, stubbed, library = (median(found) for found in times)
+            whole, copying, with_reads, stubbed, library = (median(found) for found in times)
             size = f"{batch.sequences}x{batch.queries}"
             self.rows.append(
                 Row(f"{name} pass {size}", batch.rows, batch.context, whole, moved, library)
             )
             # What each of a layer costs between other kernels, with which it overlaps.
-            for kernel, time, read in (
-                ("attention", whole, batch.cache_bytes(model, self.dtype)),
+            read = batch.cache_bytes(model, self.dtype)
+            for kernel, time, num_bytes in (
+                ("attention", whole, read),
                 ("copy", copying, 0),
+                ("read", with_reads, read),
             ):
                 label = f"{name} {kernel} within a pass {size}"
                 cost = (time - stubbed) / model.layers
-                self.rows.append(Row(label, batch.rows, batch.context, cost, read))
+                self.rows.append(Row(label, batch.rows, batch.context, cost, num_bytes))
 
 
 class Batch:
@@ -346,6 +350,48 @@ def copy_kernel(numbers_ptr, out_ptr, COUNT: tl.constexpr):
     after_predecessor(True)
     place = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
     tl.store(out_ptr + place, tl.load(numbers_ptr + place))
+
+
+def reading(
+    batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
+) -> Tensor:
+    """In attention's place a kernel that reads the cache before it waits, and copies."""
+    numbers = untouched(batch, qkv, rotation, cache)
+    out = torch.empty_like(numbers)
+    read_kernel[(READERS,)](
+        *(*cache, numbers, out, cache[0].numel(), numbers.numel()),
+        COUNT=COPIED,
+        TILE=READ,
+        num_warps=8,
+        launch_pdl=True,
+    )
+    return out
+
+
+@triton.jit
+def read_kernel(
+    keys_ptr,
+    values_ptr,
+    numbers_ptr,
+    out_ptr,
+    cached,
+    numbers,
+    COUNT: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    program = tl.program_id(0)
+    inside = tl.arange(0, TILE)
+    total = tl.zeros([TILE], keys_ptr.dtype.element_ty)
+    for start in tl.range(program * TILE, cached, tl.num_programs(0) * TILE, num_stages=3):
+        there = start + inside < cached
+        total += tl.load(keys_ptr + start + inside, mask=there, other=0.0)
+        total += tl.load(values_ptr + start + inside, mask=there, other=0.0)
+    nearly_nothing = tl.sum(total.to(tl.float32)) * 1e-30  # or nothing would be read
+    after_predecessor(True)
+    for start in range(program * COUNT, numbers, tl.num_programs(0) * COUNT):
+        place = start + tl.arange(0, COUNT)
+        copied = tl.load(numbers_ptr + place).to(tl.float32) + nearly_nothing
+        tl.store(out_ptr + place, copied.to(out_ptr.dtype.element_ty))
 
 
 def fused_pass(

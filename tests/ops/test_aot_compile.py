@@ -32,6 +32,12 @@ def test_kernel_compiles_for_sm_90(case, sizes):
     assert sizes[case]["shared"] <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("case", [c for c in aot_compile.CASES if c.startswith("rope_attention-")])
+def test_attention_begins_to_wait_soon(case, sizes):
+    """Keys that were turned in pieces before it, with barriers between, took 2 us a layer."""
+    assert sizes[case]["early_barriers"] <= 4
+
+
 def test_every_kernel_is_compiled():
     defined = {
         line.split("def ")[1].split("(")[0]
