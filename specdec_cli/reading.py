@@ -46,7 +46,7 @@ def _problem(record: Record, fields: Fields) -> str | None:
     return None
 
 
-_LONGEST = 1e12
+_LONGEST = 1e12  # milliseconds: 30 years
 _MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 
 

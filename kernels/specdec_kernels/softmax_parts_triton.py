@@ -9,7 +9,7 @@ Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2
 import triton
 import triton.language as tl
 
-from specdec_kernels.softmax_triton import LOG2E, with_sink
+from specdec_kernels.softmax_triton import LOG2E, finite, with_sink
 
 BESIDE = tl.constexpr(8)
 NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf and a sum of 0
@@ -80,7 +80,7 @@ def few_parts(
         sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
         at = partial_ptr + at[:, None] * BLOCK_D + dim[None, :]
         values += (tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)
+    base = finite(row_max)
     row_sum = tl.zeros(row.shape, tl.float32)
     acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
     for part in tl.static_range(PARTS):
@@ -117,7 +117,7 @@ def many_parts(
         at = partial_ptr + at[:, :, None] * BLOCK_D + dim[None, None, :]
         values += (tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"),)
     row_max = tl.max(top, axis=1)
-    base = tl.where(row_max == float("-inf"), 0.0, row_max)[:, None]
+    base = finite(row_max)[:, None]
     total = tl.zeros([row.shape[0], BESIDE], tl.float32)
     acc = tl.zeros([row.shape[0], BESIDE, BLOCK_D], tl.float32)
     for index in tl.static_range(0, (PARTS + BESIDE - 1) // BESIDE):

@@ -390,8 +390,8 @@ def read_kernel(
     after_predecessor(True)
     for start in range(program * COUNT, numbers, tl.num_programs(0) * COUNT):
         place = start + tl.arange(0, COUNT)
-        copied = tl.load(numbers_ptr + place).to(tl.float32) + nearly_nothing
-        tl.store(out_ptr + place, copied.to(out_ptr.dtype.element_ty))
+        number = tl.load(numbers_ptr + place).to(tl.float32) + nearly_nothing
+        tl.store(out_ptr + place, number.to(out_ptr.dtype.element_ty))
 
 
 def fused_pass(

@@ -110,6 +110,7 @@ def _items(text: str, name: str) -> Rows:
 
 
 def _check_end(text: str, place: int, name: str) -> None:
+    """Raises `UsageError` for anything behind a list that ended before `place`."""
     place = _skip_space(text, place)
     if place < len(text):
         line = text.count("\n", 0, place) + 1

@@ -14,7 +14,7 @@ from specdec_cli.engine.estimate import (
 )
 from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.loop import Request
-from specdec_cli.engine.measure import rehearsal, weight_bytes
+from specdec_cli.engine.measure import rehearsal, release, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.models.fused import bytes_held_twice
@@ -229,12 +229,13 @@ def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
     recipe = demo(run__device="cuda", run__batch_size=8)
     planned = plan(recipe)
     need = CacheNeed(8, planned.max_model_len, planned.k, 16)
-    (guess,) = estimates(recipe, need)
+    (before,) = estimates(recipe, need)
     found = measured(planned, load_models(planned), need)
+    release(CUDA)
+    (after,) = estimates(recipe, need)
     assert found.held_bytes + found.kv_budget_bytes + found.free_bytes == found.total_bytes
     assert found.kv_budget_bytes == int(0.9 * found.total_bytes) - found.held_bytes
     assert found.graph_bytes > 0 and found.activation_bytes > 0
-    # Other processes on this GPU may take more or less of it from one to the other.
-    moved = found.other_bytes - guess.other_bytes
-    budget = found.kv_budget_bytes + moved
-    assert guess.kv_budget_bytes == pytest.approx(budget, rel=0.05)
+    # Others on this GPU may take more or less of it meanwhile; alone on it, both estimates agree.
+    low, high = sorted((before.fits, after.fits))
+    assert 0.95 * low <= found.fits <= 1.05 * high

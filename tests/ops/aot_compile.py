@@ -351,11 +351,12 @@ def compile_case(
         options["num_stages"] = 3
     options["launch_pdl"] = "DEPENDENT" in constants
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    before_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")[0]
+    before_wait, _, after_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")
     return {
         "cubin": len(compiled.asm["cubin"]),
         "shared": compiled.metadata.shared,
         "early_barriers": before_wait.count("bar.sync"),
+        "late_barriers": after_wait.count("bar.sync"),
     }
 
 
