@@ -6,6 +6,7 @@ scripts/bench/kernels.py shows the outcome.
 from typing import NamedTuple
 
 from specdec_kernels.hopper import MULTIPROCESSORS
+from specdec_kernels.powers import power_of_2_from, power_of_2_to
 
 MAX_SPLITS = 33
 FEW_SPLITS = 9
@@ -100,9 +101,4 @@ def choose_cut(
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
     """Rows whose `parts` parts a program can have in registers; several programs share BLOCK_M."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
-    return min(block_m // 4, 1 << max(fitting, 1).bit_length() - 1)
-
-
-def power_of_2_from(number: int) -> int:
-    """The least power of 2 that is not below."""
-    return 1 << (number - 1).bit_length()
+    return min(block_m // 4, power_of_2_to(fitting))

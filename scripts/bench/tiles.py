@@ -1,5 +1,7 @@
 """Try tiles of a product of few rows, to choose those of `specdec_kernels.linear_tiles`.
 
+One row of a narrow model has a kernel of its own, `one_row_linear_triton`, which this does not try.
+
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 
 A product is its kind (norm, gate or add, as in `choose_tiles`), rows of the weight and columns; a
@@ -17,9 +19,9 @@ from statistics import median
 
 import torch
 from graph_times import graph_times
+from specdec_kernels.few_rows_linear_triton import few_rows_linear
 from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.linear_tiles import Tiles, choose_tiles
-from specdec_kernels.linear_triton import few_rows_linear
 from torch import Tensor
 
 WEIGHT_BYTES = 300e6  # between two uses of the same

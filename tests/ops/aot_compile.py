@@ -13,6 +13,7 @@ import triton
 from specdec_kernels.attention_triton import tile_sizes
 from specdec_kernels.linear_tiles import choose_tiles
 from specdec_kernels.rope_cut import choose_cut
+from specdec_kernels.row_tiles import choose_row_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -65,11 +66,27 @@ def linear(
     assert tiles is not None
     constants = {name.upper(): value for name, value in tiles._asdict().items()}
     constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
+    return constants | around(kind, width) | {"PRECISION": "ieee", "UPCAST": False}
+
+
+def one_row(
+    kind: str, width: int, features: int, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Any]:
+    """Constants of a product of one row, as the launcher chooses them."""
+    rows = features * (2 if kind == "gate" else 1)
+    x, weight = (torch.empty(n, width, dtype=dtype, device="meta") for n in (1, rows))
+    tiles = choose_row_tiles(kind, x, weight)
+    assert tiles is not None
+    constants = {name.upper(): value for name, value in tiles._asdict().items()}
+    return constants | {"num_warps": tiles.num_warps} | around(kind, width)
+
+
+def around(kind: str, width: int) -> dict[str, Any]:
+    """Constants of what a product does besides."""
     parts = 0 if kind == "add" else 256
-    constants |= {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1)}
+    constants = {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1), "DEPENDENT": True}
     constants |= {"ACTIVATION": "silu" if kind == "gate" else "", "HAS_BIAS": kind == "norm"}
-    constants |= {"HAS_RESIDUAL": kind == "add", "FOR_NORM": kind == "add"}
-    return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False}
+    return constants | {"HAS_RESIDUAL": kind == "add", "FOR_NORM": kind == "add"}
 
 
 def rope_attention(
@@ -209,7 +226,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {},
     ),
     **{
-        f"linear-{name}": ("linear_triton", "few_rows_linear_kernel", pointer, constants, types)
+        f"linear-{name}": (
+            "few_rows_linear_triton",
+            "few_rows_linear_kernel",
+            pointer,
+            constants,
+            types,
+        )
         for name, pointer, constants, types in [
             *(
                 (f"{kind}-{rows}", "*bf16", linear(kind, rows, *size), SQUARES)
@@ -230,6 +253,22 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
             ("fp32", "*fp32", linear("norm", 8, 4096, 6144, torch.float32), SQUARES),
             ("fp32-many", "*fp32", linear("gate", 48, 4096, 28672, torch.float32), SQUARES),
+        ]
+    },
+    **{
+        f"one_row_linear-{name}": (
+            "one_row_linear_triton",
+            "one_row_linear_kernel",
+            pointer,
+            constants,
+            types,
+        )
+        for name, pointer, constants, types in [
+            ("norm", "*bf16", one_row("norm", 2048, 3072), SQUARES),
+            ("gate", "*bf16", one_row("gate", 2048, 8192), SQUARES),
+            ("add", "*bf16", one_row("add", 8192, 2048), SQUARES),
+            ("uneven", "*fp32", one_row("add", 4864, 896, torch.float32), SQUARES),
+            ("fp64-scalar", "*fp16", one_row("gate", 896, 4864), {**SQUARES, "eps": "fp64"}),
         ]
     },
     **{

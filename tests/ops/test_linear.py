@@ -3,10 +3,12 @@ import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import linear_triton, norm_triton, ops
+from specdec_kernels.few_rows_linear_triton import few_rows_linear
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
 from specdec_kernels.linear_tiles import FEW_ROWS, Tiles, choose_tiles, spread
-from specdec_kernels.linear_triton import few_rows_linear
+from specdec_kernels.one_row_linear_triton import one_row_linear
+from specdec_kernels.row_tiles import RowTiles, choose_row_tiles
 from torch import Tensor
 
 EPS = 1e-5
@@ -98,6 +100,73 @@ def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
         assert not counters(device).any()
 
 
+ROW_TILES = [
+    RowTiles(8, 64, 4),  # a chunk that the row fills
+    RowTiles(16, 256, 4),
+    RowTiles(1, 128, 2),
+    RowTiles(4, 16, 8),  # more threads than loads
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiles", ROW_TILES, ids=str)
+@pytest.mark.parametrize("activation", ["", "silu"])
+@pytest.mark.parametrize("size", [(192, 32), (200, 33)], ids=str)
+def test_one_row(size, activation, tiles, dtype, device):
+    width, features = size
+    kind = {"dtype": dtype, "device": device}
+    x = normal(1, 2 * width, **kind)[:, :width]
+    weight = normal(features * (2 if activation else 1), width, scale=width**-0.5, **kind)
+    bias, norm = normal(features, **kind), normal(features, **kind)
+    residual = None if activation else normal(1, 3 * features, **kind)[:, :features]
+    squares = normal(1, 5, dtype=torch.float32, device=device).square() * width
+    out, scaled, parts = one_row_linear(
+        x,
+        weight,
+        tiles,
+        squares=squares,
+        eps=EPS,
+        bias=None if activation else bias,
+        activation=activation,
+        residual=residual,
+        norm_weight=norm,
+    )
+    factor = torch.rsqrt(squares.double().sum() / width + EPS)
+    expected = F.linear(x.double() * factor, weight.double())
+    if residual is None:
+        expected = gate_reference(expected)
+    else:
+        expected = expected + bias.double() + residual.double()
+    assert_close("out", expected, out, TOLERANCE[dtype])
+    assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
+    assert_close("squares", out.double().square().sum(1), parts.sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [20, 64, 130, 896, 1024, 1536, 2048, 2304, 3072, 8960])
+def test_tiles_of_one_row(width, dtype):
+    for kind in ("norm", "gate", "add"):
+        for features in (width,) if kind == "norm" else (48, 896, 2048, 3072):
+            weight = torch.empty(features * (1 + (kind == "gate")), width, device="meta")
+            x = torch.empty(1, width, dtype=dtype, device="meta")
+            for rows in (0, 2):
+                assert choose_row_tiles(kind, x.expand(2, -1)[:rows], weight) is None
+            tiles = choose_row_tiles(kind, x, weight)
+            if (features if kind == "add" else width) * x.element_size() >= 8192:
+                assert tiles is None
+                continue
+            threads = 32 * tiles.num_warps
+            assert tiles.block_n * tiles.chunk * x.element_size() >= 16 * threads, "idle threads"
+            loaded = tiles.block_n * (width + -width % tiles.chunk) * x.element_size() / threads
+            assert loaded <= 384 or tiles.block_n == 1
+
+
+def test_logits_of_one_row_are_not_cut_as_a_layer():
+    x = torch.empty(1, 1024, dtype=torch.bfloat16, device="meta")
+    assert choose_row_tiles("norm", x, torch.empty(4096, 1024, device="meta")) is not None
+    assert choose_row_tiles("norm", x, torch.empty(32000, 1024, device="meta")) is None
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (2, 3, 24)], ids=str)
 def test_rms_norm(shape, dtype, device):
@@ -107,6 +176,12 @@ def test_rms_norm(shape, dtype, device):
     )
     out = norm_triton.rms_norm_triton(x, weight, EPS)
     assert_close("out", norm_of(x, weight), out, TOLERANCE[dtype])
+
+
+def test_no_rows(device):
+    kind = {"dtype": torch.float32, "device": device}
+    out = linear_triton.linear_triton(normal(0, 40, **kind), normal(24, 40, **kind))
+    assert out.shape == (0, 24)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
