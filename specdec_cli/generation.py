@@ -5,6 +5,9 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Engine, Request
@@ -109,7 +112,9 @@ def requests(job: Job) -> list[Request]:
     stop = job.plan.params.stop
     return [
         Request(
-            prompt.index, ids, StopFinder(job.plan.tokenizer, ids, stop) if stop and ids else None
+            prompt.index,
+            ids,
+            partial(StopFinder, job.plan.tokenizer, ids, stop) if stop and ids else None,
         )
         for prompt, ids in zip(job.prompts, job.token_ids, strict=True)
     ]
@@ -153,7 +158,8 @@ def _text_of(job: Job, seq: Sequence) -> str:
 def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
     """A few tokens of the first prompts again at k = 0, to say whether speculation pays here.
 
-    None when the run wrote too little to compare with.
+    None when the run wrote too little to compare with, or left no memory for other rounds on its
+    only GPU: the run itself is done, and what it found counts.
     """
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params
@@ -164,4 +170,9 @@ def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
     first = [
         Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
     ]
-    return engine.run(first, 0, params).metrics
+    try:
+        return engine.run(first, 0, params).metrics
+    except torch.OutOfMemoryError:
+        if job.plan.parallel.size > 1:
+            raise  # the others wait for this rank
+        return None

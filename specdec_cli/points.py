@@ -109,7 +109,7 @@ def measured_point(
         "per_category": {},
     }
     if failure is None and not usable:
-        failure = Failure("failed", _why_none(samples))
+        failure = Failure("failed", why_none(samples))
     if failure is not None:
         point |= {"status": failure.status, "reason": failure.reason}
     else:
@@ -157,11 +157,7 @@ def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
         num_rounds=round(shares),
         num_rounds_without_proposal=sum(s["rounds_without_proposal"] for s in done),
         num_preemptions=sum(s["num_preemptions"] for s in done),
-        acceptance=Acceptance.of(
-            [p for s in done for p in s["proposed_per_round"]],
-            [a for s in done for a in s["accepted_per_round"]],
-            key.k,
-        ),
+        acceptance=_acceptance(done, key.k),
         draft_ms=ms.get("draft", 0.0) / shares,
         broadcast_ms=ms.get("broadcast", 0.0) / shares,
         verify_ms=ms.get("verify", 0.0) / shares,
@@ -182,7 +178,9 @@ def speedup(samples: Mapping[int, Sample], baseline: Mapping[int, Sample]) -> Su
     common = sorted(samples.keys() & baseline.keys())
     if not common:
         return None
-    return _speed([samples[i] for i in common]).over(_speed([baseline[i] for i in common]))
+    return measured_speed([samples[i] for i in common]).over(
+        measured_speed([baseline[i] for i in common])
+    )
 
 
 def decode_seconds(sample: Sample) -> float:
@@ -235,9 +233,23 @@ def _iid_alpha(samples: Iterable[Sample]) -> float:
     rejected: int = sum(
         a < p
         for s in chosen
-        for p, a in zip(s["proposed_per_round"], s["accepted_per_round"], strict=True)
+        for p, a in zip(_judged_per_round(s), s["accepted_per_round"], strict=True)
     )
     return float(accepted / max(1, accepted + rejected))
+
+
+def _judged_per_round(sample: Sample) -> list[int]:
+    """Of the proposals of each round, how many may have been rejected or were accepted.
+
+    All of them, but for a last round whose accepted proposals end the text (an end-of-text token,
+    or a stop string): nothing was decided of those after them.
+    """
+    proposed, accepted = sample["proposed_per_round"], sample["accepted_per_round"]
+    # Every other round adds a token of the target's own, also one that ends in a rejection.
+    whole = sum(accepted) + len(accepted) + sample["rounds_without_proposal"]
+    if sample["finish_reason"] in ("eos", "stop") and len(sample["token_ids"]) < whole:
+        return [*proposed[:-1], *accepted[-1:]]
+    return list(proposed)
 
 
 def _analytic_alpha(forecasts: Forecasts) -> float | None:
@@ -260,7 +272,7 @@ def _per_category(
             "mean_acceptance_length": acceptance.mean_acceptance_length,
             "draft_acceptance_rate": acceptance.draft_acceptance_rate,
             "acceptance_rate_per_pos": acceptance.acceptance_rate_per_pos,
-            "decode_tokens_per_second": _speed(own.values()).value,
+            "decode_tokens_per_second": measured_speed(own.values()).value,
             **_gain(faster, k, seed),
         }
     return rows
@@ -296,7 +308,8 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
     return [min(low, mean), max(high, mean)]
 
 
-def _speed(samples: Iterable[Sample]) -> SumRatio:
+def measured_speed(samples: Iterable[Sample]) -> SumRatio:
+    """Output tokens over the time of rounds."""
     chosen = list(samples)
     return stats.speed([len(s["token_ids"]) for s in chosen], [decode_seconds(s) for s in chosen])
 
@@ -315,7 +328,8 @@ def without_errors(samples: Mapping[int, Sample]) -> dict[int, Sample]:
     return {i: s for i, s in samples.items() if s["finish_reason"] != "error"}
 
 
-def _why_none(samples: Mapping[int, Sample]) -> str:
+def why_none(samples: Mapping[int, Sample]) -> str:
+    """The reason of a point that did not fail itself, but of whose prompts none ran."""
     why = next((s.get("error") for s in samples.values() if s.get("error")), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 

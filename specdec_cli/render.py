@@ -144,12 +144,17 @@ class TintedText:
 
 
 def summary_table(
-    metrics: Metrics, baseline: Metrics | None, *, tinted: bool, synthetic: bool
+    metrics: Metrics,
+    baseline: Metrics | None,
+    *,
+    tinted: bool,
+    synthetic: bool,
+    is_split: bool = False,
 ) -> Table:
     """A small table of acceptance and times, beside k = 0 where it was measured.
 
     tinted: whether accepted tokens were tinted in the text above. synthetic: whether acceptance
-    followed given rates.
+    followed given rates. is_split: whether the target has several ranks, which are sent proposals.
     """
     a = metrics.acceptance
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -178,10 +183,11 @@ def summary_table(
         table.add_row("by position", "", f"{by_place} % accepted")
         if synthetic:
             table.add_row("acceptance", "given", _SYNTHETIC)
+    sent = f"broadcast {metrics.broadcast_ms:.2f}, " if is_split else ""
     table.add_row(
         "round",
         f"{metrics.round_ms:.2f}",
-        f"ms: draft {metrics.draft_ms:.2f}, verify {metrics.verify_ms:.2f}, "
+        f"ms: draft {metrics.draft_ms:.2f}, {sent}verify {metrics.verify_ms:.2f}, "
         f"sample {metrics.sample_ms:.2f}",
     )
     if metrics.ttft_ms.p50 is not None:
@@ -226,11 +232,16 @@ def print_failures(failures: Mapping[int, str]) -> None:
 
 
 def print_summary(
-    metrics: Metrics, baseline: Metrics | None, *, tinted: bool, synthetic: bool
+    metrics: Metrics,
+    baseline: Metrics | None,
+    *,
+    tinted: bool,
+    synthetic: bool,
+    is_split: bool = False,
 ) -> None:
     """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
 
-    baseline: the same pair at k = 0, where it was measured. tinted, synthetic: as for
+    baseline: the same pair at k = 0, where it was measured. tinted, synthetic, is_split: as for
     `summary_table`.
     """
     out = console(sys.stderr)
@@ -238,6 +249,8 @@ def print_summary(
         out.print(summary_line(metrics, synthetic=synthetic))
         return
     out.print()
-    out.print(summary_table(metrics, baseline, tinted=tinted, synthetic=synthetic))
+    out.print(
+        summary_table(metrics, baseline, tinted=tinted, synthetic=synthetic, is_split=is_split)
+    )
     if baseline is not None:
         out.print(verdict_line(metrics, baseline))

@@ -126,9 +126,11 @@ def choose(measures: Sequence[SumRatio], seed: int = 0) -> Choice:
     """The largest of measures over the same prompts, and which others may as well be it.
 
     A measure is tied when the interval of its ratio to the best holds 1. Where there is none
-    nothing can be told apart, and only the largest counts.
+    nothing can be told apart, and only the largest counts. One without a value is neither, unless
+    all of them have none.
     """
-    best = max(range(len(measures)), key=lambda i: measures[i].value)
+    values = [m.value for m in measures]
+    best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
     tied = [best]
     for place, measure in enumerate(measures):
         if place == best:

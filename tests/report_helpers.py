@@ -73,7 +73,7 @@ def sweep_points(
     """Points of a sweep; drafts: name, chance that a proposal stands, ms a proposal."""
     points: list[Record] = []
     for batch_size in batch_sizes:
-        plain = metrics(0, batch_size, 0.0, 0.0, target_ms)
+        plain = metrics(0, batch_size, 0.0, 0.0, target_ms) | {"broadcast_ms": 0.0}
         points.append(
             {
                 "k": 0,
@@ -104,7 +104,7 @@ def sweep_points(
 def sweep_point(
     draft: str, k: int, batch_size: int, rate: float, draft_ms: float, target_ms: float
 ) -> Record:
-    figures = metrics(k, batch_size, rate, draft_ms, target_ms)
+    figures = metrics(k, batch_size, rate, draft_ms, target_ms) | {"broadcast_ms": 0.0}
     length = figures["mean_acceptance_length"]
     names = {"writing": -0.18, "math": 0.1, "coding": 0.14, "qa": 0.0, "rag": 0.05}
     per_category = {}

@@ -52,9 +52,10 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    Temperature, then top-k, then top-p, in the order and with the tie rules of transformers'
-    generation: top-k keeps ties with the k-th value, top-p keeps the smallest set whose mass
-    reaches `top_p` and at least one token; of equal tokens at its border those of higher index.
+    Temperature, then top-k, then top-p, in the order of transformers' generation, and as many
+    tokens of each row as it keeps: top-k ties with the k-th value, top-p the smallest set whose
+    mass reaches `top_p` and at least one token. Of equal tokens at its border those of higher index
+    stay, where transformers' sort leaves open which.
     Temperature 0 is the one-hot at the first maximum. A row with a NaN or +inf, or of -inf alone,
     has a NaN for its sum, which verification reports.
     """

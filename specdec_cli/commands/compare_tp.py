@@ -120,11 +120,14 @@ def compare_tp(
             "seed": seed,
             "num_blocks": num_blocks,
             "block_size": block_size,
+            **inputs.dataset_options(dataset),
         },
     )
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
-    prompts, resolved = inputs.from_data(resolved, dataset, limit, chat, system, skip_bad=skip_bad)
+    prompts, resolved = inputs.from_data(
+        resolved, dataset, sets, limit, chat, system, skip_bad=skip_bad
+    )
     if resume and output is None:
         raise UsageError("--resume: which comparison?", "name its folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)

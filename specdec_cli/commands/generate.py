@@ -205,6 +205,7 @@ def _write(
             baseline(engine, job, outputs) if compared else None,
             tinted=is_tinted,
             synthetic=job.plan.is_synthetic,
+            is_split=resolved.target.tensor_parallel_size > 1,
         )
     # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
     engine.forget_rounds()
@@ -264,7 +265,7 @@ def _prompts(
 
     if (file := source.recipe_path) is not None:
         assert data is not None and data.path == file
-        data = _limited(_of_another_file(data, sets), source.limit)
+        data = _limited(inputs.of_another_file(data, sets), source.limit)
         found = load_prompts(data, skip_bad=source.skip_bad, is_file=True)
         return found, data.model_copy(update={"path": os.path.abspath(file)})
     limit, skip_bad = source.limit, source.skip_bad
@@ -280,15 +281,6 @@ def _prompts(
         raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
     data = _limited(data, limit)
     return load_prompts(data, skip_bad=skip_bad), data
-
-
-def _of_another_file(
-    data: "specdec_cli.recipe.DataSection", sets: Mapping[str, object]
-) -> "specdec_cli.recipe.DataSection":
-    """`data` without what the recipe says of its own prompts: only options speak of this file."""
-    about_rows = ("split", "subset", "column", "limit")
-    stale = [key for key in about_rows if not {f"data.{key}", "data"} & sets.keys()]
-    return data.model_copy(update=dict.fromkeys(stale))
 
 
 def _limited(

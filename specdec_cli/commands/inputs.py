@@ -5,12 +5,14 @@ Imports nothing heavy.
 
 import os
 from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
 import specdec_cli
+from specdec_cli.commands import options
 from specdec_cli.errors import UsageError
 
 Chat = Annotated[
@@ -51,24 +53,38 @@ class OneSource(TyperCommand):
         return super().parse_args(ctx, args)
 
 
+def dataset_options(dataset: str | None) -> dict[str, object]:
+    """What `--dataset` says of its prompts, by names of `options.OPTION_KEYS`."""
+    if dataset is None:
+        return {}
+    from specdec_cli.prompts import parse_dataset
+
+    path, split, column = parse_dataset(dataset)
+    return {"dataset": path, "dataset_split": split, "dataset_column": column}
+
+
 def from_data(
     resolved: "specdec_cli.recipe.Recipe",
     dataset: str | None,
+    sets: Sequence[str] | None,
     limit: int | None,
     chat: bool | None,
     system: str | None,
     *,
     skip_bad: bool,
 ) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.Recipe]":
-    """Prompts of `--dataset`, else of the recipe's data, and the recipe that names them."""
+    """Prompts of `--dataset`, else of the recipe's data, and the recipe that names them.
+
+    `resolved` has the values of `dataset_options` and of `sets` in it already.
+    """
     from specdec_cli.prompts import as_conversations, load_prompts
 
     data = resolved.data
     use_chat, opening = chat_of(chat, system, data)
-    if dataset is not None:
-        data = _data_of(dataset)
     if data is None:
         raise UsageError("no prompts", "pass --dataset, or give the recipe a data section")
+    if dataset is not None:
+        data = _of_dataset(data, dataset, sets)
     if limit is not None:
         data = data.model_copy(update={"limit": limit})
     prompts = as_conversations(load_prompts(data, skip_bad=skip_bad), use_chat, opening)
@@ -76,15 +92,28 @@ def from_data(
     return prompts, resolved.model_copy(update={"data": data})
 
 
-def _data_of(dataset: str) -> "specdec_cli.recipe.DataSection":
-    """The data section that `--dataset` stands for; a file of this machine by its full path."""
-    from specdec_cli.prompts import parse_dataset
-    from specdec_cli.recipe import DataSection
+def _of_dataset(
+    data: "specdec_cli.recipe.DataSection", dataset: str, sets: Sequence[str] | None
+) -> "specdec_cli.recipe.DataSection":
+    """`data` as `--dataset` and `--set` have it; a file of this machine by its full path."""
+    said = [name for name, value in dataset_options(dataset).items() if value is not None]
+    keys = {options.OPTION_KEYS[name][1] for name in said}
+    data = of_another_file(data, keys | options.parse_sets(sets or ()).keys())
+    if os.path.exists(data.path):
+        data = data.model_copy(update={"path": os.path.abspath(data.path)})
+    return data
 
-    path, split, column = parse_dataset(dataset)
-    if os.path.exists(path):
-        path = os.path.abspath(path)
-    return DataSection(path=path, split=split, column=column)
+
+def of_another_file(
+    data: "specdec_cli.recipe.DataSection", given: Collection[str]
+) -> "specdec_cli.recipe.DataSection":
+    """`data` without what the recipe says of its own prompts: only options speak of this file.
+
+    given: the dotted keys, or sections, that options set.
+    """
+    about_rows = ("split", "subset", "column", "limit")
+    stale = [key for key in about_rows if "data" not in given and f"data.{key}" not in given]
+    return data.model_copy(update=dict.fromkeys(stale))
 
 
 def chat_of(

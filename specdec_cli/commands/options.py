@@ -18,6 +18,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.text import inert, is_unicode, one_line
 
 _MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Writing", "Running", "Recipe and output"
+_MAX_COUNT = 2**31 - 1  # of a recipe's schema, which is too heavy to import here
 
 RecipeArgument = Annotated[
     str | None,
@@ -151,7 +152,12 @@ BlockSize = Annotated[
 Limit = Annotated[
     int | None,
     typer.Option(
-        "--limit", metavar="N", min=1, help="Use only the first N prompts.", rich_help_panel=_RUN
+        "--limit",
+        metavar="N",
+        min=1,
+        max=_MAX_COUNT,
+        help="Use only the first N prompts.",
+        rich_help_panel=_RUN,
     ),
 ]
 SkipBad = Annotated[
@@ -217,7 +223,8 @@ Verbose = Annotated[
     typer.Option("-v", "--verbose", help="More log, and tracebacks.", rich_help_panel=_OUTPUT),
 ]
 
-# The command function's parameter, its option as users write it, and the key that it sets.
+# The command function's parameter, its option as users write it, and the key that it sets; the
+# parts of --dataset by names of their own.
 OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "target": ("--target", "target.model"),
     "draft": ("--draft", "draft.model"),
@@ -237,6 +244,9 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "block_size": ("--block-size", "cache.block_size"),
     "gpu_memory_utilization": ("--gpu-memory-utilization", "cache.gpu_memory_utilization"),
     "prompt_file": ("--prompt-file", "data.path"),
+    "dataset": ("--dataset", "data.path"),
+    "dataset_split": ("--dataset", "data.split"),
+    "dataset_column": ("--dataset", "data.column"),
     "limit": ("--limit", "data.limit"),
     "synthetic_acceptance_rates": (
         "--synthetic-acceptance-rates",
@@ -276,8 +286,8 @@ def warn_of_unused(
     if has_draft and method != "draft_model":
         typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
     elif num_proposed and method == "none":
-        told = f"warning: -k {num_proposed}: nobody proposes, the recipe has no draft"
-        typer.echo(told, err=True)
+        why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
+        typer.echo(f"warning: -k {num_proposed}: nobody proposes, {why}", err=True)
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:

@@ -137,6 +137,7 @@ def sweep_k(
         "seed": seed,
         "num_blocks": num_blocks,
         "block_size": block_size,
+        **inputs.dataset_options(dataset),
     }
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
@@ -167,7 +168,9 @@ def sweep_k(
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
-        found, first = inputs.from_data(recipes[0], dataset, limit, chat, system, skip_bad=skip_bad)
+        found, first = inputs.from_data(
+            recipes[0], dataset, sets, limit, chat, system, skip_bad=skip_bad
+        )
         return found, first.data
 
     num_ranks, timeout_s = recipes[0].target.tensor_parallel_size, recipes[0].run.timeout_s

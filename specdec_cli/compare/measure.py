@@ -176,12 +176,12 @@ def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
     run can use.
     """
     plan, held = job.plan, engine.target.model.cache.num_blocks
-    allowance = allowance_of(plan)
+    allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
     if plan.device.type == "cuda":
-        room = max(0, room_now(plan.device, allowance))
+        fits = held + max(0, room_now(plan.device, allowance)) // block
     else:
-        room = allowance.host_budget(available_memory(), local_world_size())
-    fits = room // sum(block_bytes_of(plan))
-    # The recipe's cpu_bytes are for the whole cache; what is free is what the cache left.
-    is_left = plan.device.type == "cuda" or plan.recipe.cache.cpu_bytes is None
-    return plan.parallel.gather_objects(fits + held if is_left else fits)
+        # Caches have a share of what is free, theirs included: of all ranks, which are on one host.
+        caches = sum(plan.parallel.gather_objects(held * block))
+        budget = allowance.host_budget(available_memory() + caches, local_world_size())
+        fits = budget // block
+    return plan.parallel.gather_objects(fits)

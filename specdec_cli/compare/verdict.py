@@ -11,13 +11,13 @@ from typing import Any
 from specdec_cli import stats
 from specdec_cli.compare.records import Records, Samples
 from specdec_cli.compare.settings import Pair, Settings
+from specdec_cli.engine.metrics import STAGES
 from specdec_cli.lossless import compare_tokens
-from specdec_cli.points import Point, decode_seconds, without_errors
+from specdec_cli.points import Point, measured_speed, without_errors
 from specdec_cli.stats import SumRatio
 
 Verdict = dict[str, Any]
 
-STAGES = ("draft", "broadcast", "verify", "sample")
 _NOTABLE = 0.1  # of the difference between two rounds: stages with less are not mentioned
 _SAME = 0.01  # of tokens a round
 
@@ -84,12 +84,7 @@ def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
     settings = records.settings
     own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
-    return [_speed(samples, common) for samples in own] if common else None
-
-
-def _speed(samples: Samples, indices: Sequence[int]) -> SumRatio:
-    chosen = [samples[i] for i in indices]
-    return stats.speed([len(s["token_ids"]) for s in chosen], [decode_seconds(s) for s in chosen])
+    return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
 
 
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:

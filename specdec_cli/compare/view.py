@@ -18,7 +18,8 @@ from rich.text import Text
 
 from specdec_cli.compare.records import Records
 from specdec_cli.compare.settings import Pair
-from specdec_cli.compare.verdict import STAGES, summary_lines
+from specdec_cli.compare.verdict import summary_lines
+from specdec_cli.engine.metrics import STAGES
 from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Failure, Point, Sample, decode_seconds
 from specdec_cli.render import console, table_width

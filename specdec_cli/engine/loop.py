@@ -61,11 +61,14 @@ class StopFinder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt. `index` is global: with the seed it keys the random numbers."""
+    """One prompt. `index` is global: with the seed it keys the random numbers.
+
+    stop_finder: makes a finder, which each run has a new one of: it remembers what it has seen.
+    """
 
     index: int
     token_ids: tuple[int, ...]
-    stop_finder: StopFinder | None = None
+    stop_finder: Callable[[], StopFinder] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,4 +471,4 @@ class Engine:
             seq.finish_reason, seq.error = "error", str(problem)
             return
         if request.stop_finder is not None:
-            run.stop_finders[request.index] = request.stop_finder
+            run.stop_finders[request.index] = request.stop_finder()

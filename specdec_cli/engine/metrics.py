@@ -1,7 +1,8 @@
 """What a run measured, in vLLM's names where vLLM has one.
 
-Counting is on the host; stage times on CUDA come from events that are read once the host has the
-round's verdict, for which it has waited anyway.
+Counting is on the host. Stage times on CUDA come from the device's clock, stamped within captured
+rounds, or from events; they are read once the host has the round's verdict, for which it has waited
+anyway.
 """
 
 import time

@@ -73,14 +73,6 @@ class TensorParallel:
             dist.broadcast(x, group=self.group, group_src=0)
         return x
 
-    def broadcast_object(self, value: T) -> T:
-        """Rank 0's value on every rank: for what it alone can know. Waits for the device."""
-        if self.group is None:
-            return value
-        held: list[T] = [value]
-        dist.broadcast_object_list(held, group=self.group, group_src=0, device=self.device)
-        return held[0]
-
     def gather_objects(self, value: T) -> list[T]:
         """Every rank's value, on every rank, in the order of ranks. Waits for the device."""
         if self.group is None:

@@ -35,12 +35,11 @@ class RanksOutcome:
     """How a world of ranks ended.
 
     code: rank 0's exit code, or that of the failure that ended the run. failure: the root cause
-    of a run that failed. result: what rank 0 handed back (`World.hand_back`), or None.
+    of a run that failed.
     """
 
     code: int
     failure: Report | None = None
-    result: object = None
 
     def check(self) -> int:
         """The exit code of a world that ended well; raises the failure of one that did not."""
@@ -86,7 +85,7 @@ def run_ranks(
             _stop(launcher, folder)
         if failure is not None:
             return RanksOutcome(failure.code, failure)
-        return RanksOutcome(read_reports(folder)[0].code, result=_result(folder))
+        return RanksOutcome(read_reports(folder)[0].code)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -183,14 +182,6 @@ def _exits(folder: Path) -> dict[int, int]:
         return {int(r): c for r, c in json.loads((folder / "exits").read_text()).items()}
     except FileNotFoundError:
         return {}
-
-
-def _result(folder: Path) -> object:
-    try:
-        found: object = json.loads((folder / "result").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    return found
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,7 +1,6 @@
 """The ranks of a run as a command sees them: started, joined, or one process alone."""
 
 import contextlib
-import json
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +13,6 @@ from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.ranks import run_ranks
-from specdec_cli.launch.reports import write_atomically
 from specdec_cli.launch.seat import Seat, find_seat
 
 T = TypeVar("T")
@@ -152,12 +150,6 @@ class World:
             yield
         finally:
             self._rank.heartbeat.state = None
-
-    def hand_back(self, result: object) -> None:
-        """Give rank 0's result, as JSON, to the parent that called `run_ranks`."""
-        folder = self._rank.seat.folder if self._rank is not None else None
-        if self.is_first and folder is not None:
-            write_atomically(folder / "result", json.dumps(result))
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ def _not_blank(value: str) -> str:
 # Counts stay far below what a tensor index or a file size can hold.
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**63 - 1
+# torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
+_MAX_SECONDS = 1e9
 
 Text = Annotated[StrictStr, AfterValidator(_usable)]
 Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
@@ -229,7 +231,7 @@ class RunSection(_Section):
     )
     repeats: Count = Field(default=3, description="measured repeats of each point")
     prefill_chunk: Count = Field(default=2048, description="most prompt tokens in one forward pass")
-    timeout_s: Annotated[Number, Field(gt=0.0)] = Field(
+    timeout_s: Annotated[Number, Field(gt=0.0, le=_MAX_SECONDS)] = Field(
         default=120.0, description="seconds after which a silent rank counts as lost"
     )
 

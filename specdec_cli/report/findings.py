@@ -126,18 +126,32 @@ def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
     matching = [p for p in points if matches(p)]
     if not matching:
         return None
-    tied = entry.get("tied")
-    others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
     chosen = matching[0]
-    others = [one for one in others if one and one != _tied_in_words({"k": chosen.k})]
+    drafts = {p.draft for p in points if p.draft is not None}
+    # Of several drafts `tied` has the chosen one's k alone.
+    tied = entry.get("tied_points") if len(drafts) > 1 else None
+    tied = tied or entry.get("tied")
+    others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
+    own = [_tied_in_words({"k": chosen.k} | named) for named in ({}, {"draft": chosen.draft})]
+    others = [one for one in dict.fromkeys(others) if one and one not in own]
     reason = entry.get("reason")
     return Best(size, chosen, tuple(others), reason if isinstance(reason, str) else "", True)
 
 
 def _tied_in_words(one: object) -> str:
     if isinstance(one, Mapping):
-        words = {"k": "k =", "draft": "with", "target_tp": "target TP", "draft_tp": "draft TP"}
-        said = [f"{word} {one[key]}" for key, word in words.items() if one.get(key) is not None]
+        words = {
+            "k": "k =",
+            "draft": "with draft",
+            "target_tp": "target TP",
+            "draft_tp": "draft TP",
+        }
+        said = [
+            f"{word} {one[key]}"
+            for key, word in words.items()
+            # Without proposals no draft has a part in it.
+            if one.get(key) is not None and not (key == "draft" and one.get("k") == 0)
+        ]
         return " ".join(said)
     return f"k = {one}" if finite(one) is not None else str(one)
 

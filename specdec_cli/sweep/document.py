@@ -10,7 +10,16 @@ from typing import Any
 
 from specdec_cli.errors import ExitCode
 from specdec_cli.lossless import compare_tokens, is_broken, tokens_line
-from specdec_cli.points import Failure, Forecasts, Key, Point, Sample, block_points, error_of
+from specdec_cli.points import (
+    Failure,
+    Forecasts,
+    Key,
+    Point,
+    Sample,
+    block_points,
+    error_of,
+    why_none,
+)
 from specdec_cli.predict import Text, with_recorded
 from specdec_cli.sweep.recommend import recommend
 from specdec_cli.sweep.records import Clock, Records
@@ -55,13 +64,15 @@ def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, A
         name: sum(part[name] for part in parts.values()) for name in ("rounds", "decode_seconds")
     }
     rounds = max(1, total["rounds"])
-    draft, verify, sample = (
-        sum(part[name] for part in parts.values()) / rounds
-        for name in ("draft_ms", "verify_ms", "sample_ms")
+    draft, broadcast, verify, sample = (
+        # Folders of earlier versions have no broadcasts in their curves.
+        sum(part.get(name, 0.0) for part in parts.values()) / rounds
+        for name in ("draft_ms", "broadcast_ms", "verify_ms", "sample_ms")
     )
     return asdict(key) | {
         "rounds": total["rounds"],
         "draft_ms_per_step": draft / key.k if key.k else None,
+        "broadcast_ms": broadcast,
         "verify_ms": verify,
         "sample_ms": sample,
         "round_ms": total["decode_seconds"] * 1e3 / rounds,
@@ -181,14 +192,21 @@ def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
 def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
     """Partial where a point or a prompt failed; where no point is left, what stopped them all.
 
-    Tokens that must not differ count for more than what is missing.
+    Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
+    than what is missing.
     """
-    statuses = [p["status"] for p in document["points"] if p["status"] != "skipped"]
-    samples = [s for found in records.samples.values() for s in found.values()]
-    if not samples and "ok" not in statuses:
-        only_memory = set(statuses) == {"oom"}
-        return ExitCode.ENVIRONMENT if only_memory else ExitCode.RUN_FAILED
+    points = [p for p in document["points"] if p["status"] != "skipped"]
+    statuses = {p["status"] for p in points}
     if is_broken(document["tokens"]):
         return ExitCode.LOSSLESSNESS
-    failed = set(statuses) != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    if "ok" not in statuses and not all(_has_run(point, records) for point in points):
+        return ExitCode.ENVIRONMENT if statuses == {"oom"} else ExitCode.RUN_FAILED
+    samples = [s for found in records.samples.values() for s in found.values()]
+    failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
+
+
+def _has_run(point: Point, records: Records) -> bool:
+    """Whether it was to its end that a point ran, though none of its prompts could."""
+    samples = records.samples.get(Key.of(point), {})
+    return bool(samples) and point["reason"] == why_none(samples)

@@ -28,13 +28,15 @@ def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) 
     if resume and (path / _SETTINGS).exists():
         check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
         folder = reopened(path, lambda kept: records.load(kept.path, plan.settings))
+        records.earlier_clock = _earlier_clock(path)
+        records.earlier_where = earlier_environment(path, where)
         if not (path / "recipe.yaml").exists():
             folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
         is_open = sum(map(len, records.samples.values())) < plan.num_samples
         if is_open:
             keep_environment_warning(folder, plan.settings, where)
         if not (path / "environment.json").exists():
-            folder.write("environment.json", to_json(earlier_environment(path, where)) + "\n")
+            folder.write("environment.json", to_json(records.earlier_where) + "\n")
     else:
         folder = RunFolder.create(path, plan.recipe, where)
         write_settings(folder, plan.settings, warnings_of(plan))
@@ -179,8 +181,8 @@ def finish(
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
-    if folder is not None and not clock.measuring:  # all of it had been recorded
-        clock, where = _earlier_clock(folder.path), earlier_environment(folder.path, where)
+    if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
+        clock, where = records.earlier_clock, records.earlier_where
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(plan.settings, recipe, where, records, points, warnings, clock)
     if folder is not None:

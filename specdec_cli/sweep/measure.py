@@ -75,7 +75,10 @@ class Sweep:
                 target = engine.target.model if engine is not None else None
             for batch_size in self.plan.settings.batch_sizes:
                 if engine is not None and self._is_open(job, batch_size):
-                    self._measure(job, engine.with_batch_size(batch_size))
+                    sized = engine.with_batch_size(batch_size)
+                    if sized is not engine:
+                        engine.forget_rounds()  # of the largest batch, captured while building
+                    self._measure(job, sized)
                 if self.world.is_first:
                     points += self._points(job.plan.proposer, batch_size)
         return points
@@ -121,7 +124,8 @@ class Sweep:
                 len(self.records.costs[Key(draft, batch_size, k)]) < curve_parts(job, batch_size)
                 for k in self.plan.settings.ks
             )
-            or bool(self._without_text(job))
+            # Predictions at every batch size are made from the first one's texts.
+            or (batch_size == self.plan.settings.batch_sizes[0] and bool(self._without_text(job)))
         )
 
     def _measure(self, job: Job, engine: Engine) -> None:
@@ -181,6 +185,7 @@ class Sweep:
                 "rounds": metrics.num_rounds,
                 "decode_seconds": metrics.decode_seconds,
                 "draft_ms": metrics.draft_ms * metrics.num_rounds,
+                "broadcast_ms": metrics.broadcast_ms * metrics.num_rounds,
                 "verify_ms": metrics.verify_ms * metrics.num_rounds,
                 "sample_ms": metrics.sample_ms * metrics.num_rounds,
             }
@@ -255,9 +260,7 @@ class Sweep:
         k = max(self.plan.settings.ks)
         key = Key(unit.plan.proposer, engine.batch_size, k)
         for index in self._without_text(unit):
-            sample = self.records.samples[key].get(index)
-            if sample is None or sample["finish_reason"] == "error":
-                continue
+            sample = self.records.samples[key][index]
             self.world.beat()
             prompt = tuple(sample["prompt_token_ids"])
             request = Request(index, prompt)
@@ -284,7 +287,7 @@ class Sweep:
             )
 
     def _without_text(self, job: Job) -> list[int]:
-        """Prompts that nothing can be predicted from yet."""
+        """Prompts whose run at the largest k has not been made predictions from yet."""
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0:
             return []
@@ -293,7 +296,8 @@ class Sweep:
             p.index
             for p in job.prompts
             if p.index not in self.records.texts[draft]
-            and samples.get(p.index, {}).get("finish_reason") != "error"
+            and p.index in samples
+            and samples[p.index]["finish_reason"] != "error"
         ]
 
     def _guarded(self, key: Key, run: Callable[[], None]) -> None:

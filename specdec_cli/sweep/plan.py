@@ -66,6 +66,9 @@ def plan_sweep(
     """
     largest = max(ks)
     if largest and recipes[0].speculation.method == "none":
+        if recipes[0].draft is not None:
+            told = "nobody proposes: speculation.method is none"
+            raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
         raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
     if len(recipes) > 1 and recipes[0].speculation.method != "draft_model":
         raise UsageError(

@@ -47,6 +47,8 @@ def _problem(record: Record, name: str, settings: SweepSettings) -> str | None:
     if name == "replay.jsonl":
         known = [record[field] is not None for field in ("accept", "chains", "draws")]
         return None if sum(known) == 1 else "it has not one of accept, chains and draws"
+    if name == "curve.jsonl" and not is_number(record.get("broadcast_ms", 0.0)):
+        return "broadcast_ms is damaged"
     if record.get("status") in ("failed", "oom") and not is_text(record.get("reason")):
         return "it has no reason"
     return None

@@ -20,10 +20,29 @@ _log = logging.getLogger("specdec")
 
 
 @dataclass(slots=True)
+class Clock:
+    """Where the time of a sweep went, in seconds.
+
+    rounds: inside rounds and prefill passes of measured runs. measuring: the whole measured part,
+    with all that is recorded and written. processor: of this process, over the same part.
+    """
+
+    rounds: float = 0.0
+    measuring: float = 0.0
+    processor: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        outside = 1 - self.rounds / self.measuring if self.measuring else None
+        return asdict(self) | {"share_outside_rounds": outside}
+
+
+@dataclass(slots=True)
 class Records:
     """What a sweep has found so far, in memory and in its folder.
 
     texts: by draft and prompt, how proposals for its output would fare. costs: the time curves.
+    earlier_clock, earlier_where: of the last part of the sweep that measured anything before this
+    process; the folder's summary, which has them, goes with the first record that is added.
     """
 
     folder: RunFolder | None = None
@@ -33,6 +52,8 @@ class Records:
     )
     costs: dict[Key, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
+    earlier_clock: Clock = field(default_factory=Clock)
+    earlier_where: dict[str, Any] | None = None
 
     def without_folder(self) -> "Records":
         """The same findings, for a rank that writes nothing."""
@@ -127,20 +148,3 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-@dataclass(slots=True)
-class Clock:
-    """Where the time of a sweep went, in seconds.
-
-    rounds: inside rounds and prefill passes of measured runs. measuring: the whole measured part,
-    with all that is recorded and written. processor: of this process, over the same part.
-    """
-
-    rounds: float = 0.0
-    measuring: float = 0.0
-    processor: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        outside = 1 - self.rounds / self.measuring if self.measuring else None
-        return asdict(self) | {"share_outside_rounds": outside}

@@ -17,9 +17,11 @@ from rich.text import Text
 from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Key, Point, Sample, decode_seconds
 from specdec_cli.render import console, table_within
+from specdec_cli.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.text import inert, one_line
 
 _WIDE = 1000  # columns, for a table that goes into a file
+_BROADCAST = "broadcast ms"
 _HEADINGS = (
     "k",
     "tokens a round",
@@ -28,6 +30,7 @@ _HEADINGS = (
     "x k = 0",
     "predicted",
     "draft ms",
+    _BROADCAST,
     "verify ms",
     "sample ms",
     "round ms",
@@ -35,6 +38,7 @@ _HEADINGS = (
 # What a narrow terminal can do without, the first first.
 _SPARE = (
     "sample ms",
+    _BROADCAST,
     "verify ms",
     "draft ms",
     "round ms",
@@ -177,7 +181,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
-    table, left_out = results_table(document["points"], out.width)
+    is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
+    table, left_out = results_table(document["points"], out.width, is_split=is_split)
     out.print(table, soft_wrap=False)
     if left_out:
         out.print(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
@@ -186,22 +191,31 @@ def print_results(document: Mapping[str, Any]) -> None:
         out.print()
         out.print(categories, soft_wrap=False)
     out.print()
+    with_draft = has_several_drafts(document["points"])
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
-        out.print(Text(inert(f"{where}{best['reason']}{_tied(best)}")))
+        tied = _tied(best, with_draft=with_draft)
+        out.print(Text(inert(f"{where}{best['reason']}{tied}")))
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         out.print(Text(inert(about_tokens)))
 
 
-def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:
-    """A row a point, draft and batch size only where there are several; and what was left out."""
+def results_table(
+    points: Sequence[Point], width: int, *, is_split: bool = False
+) -> tuple[Table, list[str]]:
+    """A row a point, draft and batch size only where there are several; and what was left out.
+
+    is_split: whether the target has several ranks, to which proposals are sent.
+    """
     columns: dict[str, list[str]] = {}
-    if len({p["draft"] for p in points}) > 1:
+    if has_several_drafts(points):
         columns["draft"] = [one_line(str(p["draft"])) for p in points]
     if len({p["batch_size"] for p in points}) > 1:
         columns["batch"] = [str(p["batch_size"]) for p in points]
     cells = list(zip(*map(_cells, points), strict=True))
     columns |= {heading: list(cells[place]) for place, heading in enumerate(_HEADINGS)}
+    if not is_split:
+        del columns[_BROADCAST]
     return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
@@ -213,7 +227,7 @@ def _cells(point: Point) -> list[str]:
         length = f"~{prediction['mean_acceptance_length']:.2f}" if prediction else ""
         why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
         reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
-        return [str(point["k"]), length, "", f"{why}{reason}", "", predicted, "", "", "", ""]
+        return [str(point["k"]), length, "", f"{why}{reason}", "", predicted, *[""] * 5]
     rate = m["draft_acceptance_rate"]
     speedup = f"{point['speedup']:.2f}" if point["speedup"] is not None else ""
     return [
@@ -224,6 +238,7 @@ def _cells(point: Point) -> list[str]:
         f"{speedup}{_range(point['speedup_ci'], ' ')}",
         predicted,
         f"{m['draft_ms']:.2f}",
+        f"{m['broadcast_ms']:.2f}",
         f"{m['verify_ms']:.2f}",
         f"{m['sample_ms']:.2f}",
         f"{m['round_ms']:.2f}",
@@ -241,7 +256,8 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
     if len(rows) < 2 or point["k"] == 0:
         return None
-    name = f"category, k = {point['k']}"
+    with_draft = has_several_drafts(document["points"])
+    name = one_line(f"category, {in_words(point, with_draft=with_draft)}")
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
         "prompts": [str(row["num_prompts"]) for row in rows.values()],
@@ -258,7 +274,11 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     return table_within(width, columns, spare=spare, names=[name])[0]
 
 
-def _tied(best: Mapping[str, Any]) -> str:
+def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
+    """What cannot be told from the fastest, itself too; of k = 0, which every draft has, one."""
+    if with_draft:
+        tied = dict.fromkeys(in_words(p, with_draft=True) for p in best.get("tied_points", ()))
+        return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
     if len(best["tied"]) < 2:
         return ""
     return f" (tied: k = {', '.join(map(str, best['tied']))})"

@@ -447,6 +447,9 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     alone = ("--target", "demo:target", "--prompt", "x", "--max-new-tokens", "1", "-q")
     said = "warning: -k 3: nobody proposes, the recipe has no draft\n"
     assert (run(*alone, "-k", "3").err, run(*alone, "-k", "0").err) == (said, "")
+    said = "warning: -k 3: nobody proposes, speculation.method is none\n"
+    without = ("--set", "speculation.method=none", "-k", "3")
+    assert run("--prompt", "x", "--max-new-tokens", "1", "-q", *without).err == said
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
     said = "warning: --draft is not used: speculation.method is ngram\n"
     assert run(*alone, *other).err == said

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import Run, generate, specdec
 from tests.unit.test_datasets import spec_bench, table
 
@@ -53,8 +54,12 @@ def test_limit(run: Run, tmp_path: Path) -> None:
     assert len(run("--prompt-file", path, "--set", "data.limit=3").outputs) == 3
     assert len(run("--prompt-file", path, "--set", "data.limit=3", "--limit", "1").outputs) == 1
     assert len(run("--limit", "1").outputs) == 1
-    result = run("--prompt-file", path, "--limit", "0")
-    assert result.code == 2 and "--limit" in result.document["error"]["message"]
+    for limit in ("0", str(2**31)):
+        result = run("--prompt-file", path, "--limit", limit)
+        assert result.code == 2 and "--limit" in result.document["error"]["message"]
+    run("--prompt-file", path, "--limit", str(2**31 - 1), "-o", tmp_path / "out")
+    data = load_recipe(str(tmp_path / "out" / "recipe.yaml")).data
+    assert data is not None and data.limit == 2**31 - 1
 
 
 def test_what_a_recipe_says_of_its_prompts_is_not_said_of_others(run: Run, tmp_path: Path) -> None:

@@ -330,6 +330,46 @@ def test_a_point_that_runs_out_of_memory_is_a_point(
     assert [p["status"] for p in json.loads(again.out)["points"]] == ["ok"] * 4
 
 
+def test_resuming_what_fails_again_opens_nothing_else(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest k, whose texts predictions of every batch size are made from."""
+    run, runs = Engine.run, list[tuple[int, int]]()
+
+    def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
+        runs.append((self.batch_size, k))
+        if (self.batch_size, k) == (1, 2):
+            raise MemoryError("no more")
+        return run(self, requests, k, *rest)
+
+    monkeypatch.setattr(Engine, "run", fails)
+    folder = tmp_path / "run"
+    sizes = ["--batch-size", "1,2", "--set", "run.warmup=1", "--limit", "2"]
+    options = [*SWEEP, *ONCE, *sizes, "-q", "--json", "-o", folder]
+    first = specdec(capsys, *options)
+    assert first.code == 3 and first.document["measuring"]["rounds"] > 0
+    where = first.document["environment"] | {"cpu_count": 99}
+    for document in (first.document | {"environment": where}, first.document["environment"]):
+        name = "summary.json" if "points" in document else "environment.json"
+        (folder / name).write_text(json.dumps(document))
+    runs.clear()
+    again = specdec(capsys, *options, "--resume")
+    assert again.code == 3 and again.document["points"] == first.document["points"]
+    assert {batch_size for batch_size, _ in runs} == {1}  # where the point is that has failed
+    for name, expected in (("measuring", first.document["measuring"]), ("environment", where)):
+        assert again.document[name] == expected
+        assert json.loads((folder / "summary.json").read_text())[name] == expected
+    # A record that is added takes the summary away, but not what it said.
+    (folder / "curve.jsonl").unlink()
+    again = specdec(capsys, *options, "--resume")
+    assert again.document["measuring"] == first.document["measuring"]
+    assert again.document["environment"] == where
+    monkeypatch.undo()  # there is memory again
+    whole = specdec(capsys, *options, "--resume")
+    assert whole.code == 0 and whole.document["measuring"] != first.document["measuring"]
+    assert all(p["predicted_speedup"] for p in whole.document["points"])
+
+
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
     from specdec_cli.engine import loop
@@ -376,6 +416,24 @@ def test_nothing_is_left(
     assert {p["reason"] for p in document["points"]} == {str(error)}
 
 
+@pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
+def test_points_that_fail_after_their_first_samples(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
+) -> None:
+    """No point is left, whatever they had measured by then."""
+    run = Engine.run
+
+    def fails(self: Engine, requests: Any, *rest: Any) -> Any:
+        if any(request.index for request in requests):
+            raise error
+        return run(self, requests, *rest)
+
+    monkeypatch.setattr(Engine, "run", fails)
+    result = specdec(capsys, *SWEEP, *ONCE, "--json")
+    assert result.code == result.document["error"]["code"] == code
+    assert {p["reason"] for p in result.document["points"]} == {str(error)}
+
+
 def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not a point's failure but the sweep's; what was written stays."""
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
@@ -400,6 +458,18 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
     assert merged.code == 3 and f"warning: {said}" in merged.err
     assert any(said in one for one in result.document["warnings"])
+
+
+def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
+    """That is of the prompts, as where it is only some: nothing has failed but them."""
+    short = ["--set", "cache.max_model_len=8", "--limit", "2"]
+    result = specdec(capsys, *SWEEP, *ONCE, *short, "--json", "-o", tmp_path / "run")
+    assert result.code == 3 and "error" not in result.document
+    assert result.document["best"]["k"] is None
+    for point in result.document["points"]:
+        assert point["status"] == "failed" and point["reason"].startswith("no prompt could run: ")
+    merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
+    assert merged.code == 3
 
 
 def test_a_second_dataset_is_refused(capsys: Capture) -> None:
@@ -510,7 +580,8 @@ def test_ngram(capsys: Capture) -> None:
         (["--dataset", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--limit", "0"], 2, "--limit"),
         (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
-        (["--set", "draft=null"], 2, "nobody proposes"),
+        (["--set", "draft=null"], 2, "nobody proposes: the recipe has no draft"),
+        (["--set", "speculation.method=none"], 2, "nobody proposes: speculation.method is none"),
         ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
         ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length: only one"),
@@ -610,6 +681,10 @@ def test_pictures_are_part_of_the_folder(
 
 
 CURVE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "part": 0, "rounds": '
+CURVE_REST = (
+    '9, "sequence_rounds": 9, "decode_seconds": 1, "draft_ms": 1, "verify_ms": 1, "sample_ms": 1, '
+    '"broadcast_ms": '
+)
 SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
 
 
@@ -620,6 +695,7 @@ SAMPLE_LINE = '{"draft": "demo:draft", "k": 1, "batch_size": 1, "index": 9}'
         ("samples.jsonl", SAMPLE_LINE, "it has no category"),
         ("curve.jsonl", '{"draft": "demo:draft", "k": 1, "batch_size": "1"}', "batch_size is dam"),
         ("curve.jsonl", CURVE_LINE + "9" * 400 + "}", "rounds is damaged"),
+        ("curve.jsonl", CURVE_LINE + CURVE_REST + '"9"}', "broadcast_ms is damaged"),
         ("replay.jsonl", '{"draft": 5}', "draft is damaged"),
         ("replay.jsonl", '{"draft": "demo:draft", "index": 0, "limit": 1.5}', "limit is damaged"),
         ("points.jsonl", '{"draft": "x", "k": 0, "batch_size": 1, "status": "ok"}', "draft is x"),

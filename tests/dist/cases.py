@@ -43,7 +43,6 @@ def collectives(rank: int, tp: int) -> dict[str, Any] | None:
         "gathered": own.all_gather(mine, 10).tolist(),
         "nothing": own.all_gather(mine[:0], 10).shape,
         "sent": own.broadcast(torch.tensor([[own.rank, 7]])).tolist(),
-        "object": own.broadcast_object(f"from {own.rank}"),
         "objects": own.gather_objects(own.rank * 2),
     }
 

@@ -53,7 +53,7 @@ def test_collectives(world: World, size: int) -> None:
         assert x["sum"] == [sum(range(1, size + 1))]
         assert x["gathered"] == torch.arange(30.0).view(3, 10).tolist()
         assert x["nothing"] == (0, 10)
-        assert x["sent"] == [[0, 7]] and x["object"] == "from 0"
+        assert x["sent"] == [[0, 7]]
         assert x["objects"] == [2 * r for r in range(size)]
 
 
@@ -239,4 +239,4 @@ def test_one_rank_needs_no_world() -> None:
     x = torch.ones(2, 3)
     assert make_groups(1, 1, CPU) == (ALONE, ALONE)
     assert ALONE.all_reduce(x) is ALONE.all_gather(x, 3) is ALONE.broadcast(x) is x
-    assert ALONE.gather_objects(5) == [5] and ALONE.broadcast_object("x") == "x"
+    assert ALONE.gather_objects(5) == [5]

@@ -4,7 +4,7 @@ The target is a script, so that the place of each event in a round is known.
 """
 
 from collections.abc import Sequence as Values
-from functools import cache
+from functools import cache, partial
 
 import pytest
 from hypothesis import given, settings
@@ -55,7 +55,8 @@ def run_one(
     engine = fake_engine(draft, target, eos_ids=eos)
     emitted: list[Emission] = []
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=ignore_eos)
-    result = engine.run([Request(0, tuple(prompt), finder)], k, params, emitted.extend)
+    request = Request(0, tuple(prompt), None if finder is None else lambda: finder)
+    result = engine.run([request], k, params, emitted.extend)
     assert engine.allocator.num_used == 0
     (seq,) = result.seqs
     assert [t for e in emitted for t in e.token_ids] == seq.output_ids
@@ -218,6 +219,16 @@ def test_stop_across_an_accept_boundary(accepted: int) -> None:
     seq, emitted = run_one(target, wrong_from(target, accepted), 3, finder=finder)
     assert seq.output_ids == tokens[:4] and seq.finish_reason == "stop"
     assert emitted[0].num_accepted == accepted
+
+
+def test_requests_run_again_begin_anew() -> None:
+    """A finder remembers the end of a text, which the next run's begin would complete."""
+    tokens = [23, 20, 20, 22]  # from "OP" to "ST"
+    engine = fake_engine(script(tokens), script(tokens), eos_ids=frozenset())
+    request = Request(0, tuple(PROMPT), partial(StopFinder, WORDS, PROMPT[:1], ("STOP",)))
+    for _ in range(2):
+        seq = engine.run([request], 2, SamplingParams(max_new_tokens=4)).seqs[0]
+        assert seq.output_ids == tokens and seq.finish_reason == "length"
 
 
 def test_accepted_tokens_past_a_stop_do_not_count() -> None:

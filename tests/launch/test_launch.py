@@ -20,8 +20,8 @@ TIMEOUT_S = 3.0
 MOST_S = TIMEOUT_S + 10.0  # the promise, counted from the fault
 
 
-def test_a_parent_gets_rank_0s_result_and_exit_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_a_parent_gets_rank_0s_output_and_exit_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -29,7 +29,7 @@ def test_a_parent_gets_rank_0s_result_and_exit_code(
     outcome = run_ranks(worker("--code", "3"), 2, timeout_s=30, inputs="by hand", environ=environ)
     assert outcome.failure is None
     assert (outcome.code, outcome.check()) == (3, 3)
-    assert outcome.result == {"said": "by hand", "total": 2.0**10}
+    assert json.loads(capfd.readouterr().out) == {"rank": 0, "of": 2, "said": "by hand"}
     assert living(environ) == []
     assert list(tmp_path.iterdir()) == []
 

@@ -63,6 +63,7 @@ def test_two_ranks_measure_what_one_measures(
     assert (folder / "samples.jsonl").read_text().startswith(kept)
     assert document == json.loads((folder / "summary.json").read_text())
     assert [p["status"] for p in document["points"]] == ["ok", "ok"]
+    assert all(part["broadcast_ms"] > 0 for part in document["time_curve"])
 
     alone = tmp_path / "alone"
     assert specdec(capsys, *OPTIONS, "-o", alone).code == 0

@@ -57,7 +57,6 @@ def loop(
             world.beat()
             time.sleep(seconds)
         assert total == world.size ** (2 * rounds)
-        world.hand_back({"said": said, "total": total.item()})
         typer.echo(f'{{"rank": {world.rank}, "of": {world.size}, "said": "{said}"}}')
     raise typer.Exit(code)
 

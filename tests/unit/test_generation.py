@@ -4,9 +4,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from specdec_cli.engine.types import FinishReason, Sequence
-from specdec_cli.generation import output_of
+from specdec_cli.engine.types import FinishReason, SamplingParams, Sequence
+from specdec_cli.generation import baseline, output_of
 from specdec_cli.prompts import Prompt
 
 WORDS = {0: "one", 1: "two", 2: "three"}
@@ -42,3 +43,23 @@ def test_text_ends_before_its_stop_string(output: list[int], stop: tuple[str], w
 
 def test_text_without_a_stop_is_whole() -> None:
     assert text_of([1, 2], (" four",), "length") == "two three"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_is_done_even_if_its_baseline_has_no_memory(ranks: int) -> None:
+    def run(*_: object) -> None:
+        raise torch.OutOfMemoryError
+
+    plan = SimpleNamespace(
+        params=SamplingParams(max_new_tokens=30),
+        parallel=SimpleNamespace(size=ranks),
+        recipe=SimpleNamespace(run=SimpleNamespace(batch_size=1)),
+    )
+    job: Any = SimpleNamespace(plan=plan, token_ids=[(1, 2)])
+    outputs: Any = [SimpleNamespace(index=0, error=None, token_ids=[1] * 30)]
+    engine: Any = SimpleNamespace(run=run)
+    if ranks == 1:
+        assert baseline(engine, job, outputs) is None
+    else:  # the other rank waits for this one
+        with pytest.raises(torch.OutOfMemoryError):
+            baseline(engine, job, outputs)

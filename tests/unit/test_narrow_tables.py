@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_cli.compare import view as compare_view
-from specdec_cli.render import table_width
+from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.render import summary_table, table_width
 from specdec_cli.sweep import view
 from tests.report_helpers import DRAFT, OTHER, Record, comparison_points, sweep_points
+from tests.support import CPU
 
 
 def lines_of(table: Table, width: int) -> list[str]:
@@ -37,6 +39,31 @@ def test_sweep(width: int) -> None:
         low, high = point["speedup_ci"]
         assert low == high or f"({low:.2f}–{high:.2f})" in row
     assert bool(left_out) == (width < 120) and not [h for h in left_out if h in heading]
+
+
+def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
+    """To the left of verifying, as they come in a round, and the second to be left out."""
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    for point in points:
+        point["draft"] = DRAFT
+        point["metrics"]["broadcast_ms"] = 7.25
+    for is_split in (False, True):
+        table, left_out = view.results_table(points, 200, is_split=is_split)
+        heading, *rows = lines_of(table, 200)
+        assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not left_out
+        assert all(("7.25" in row) == is_split for row in rows)
+        _, left_out = view.results_table(points, 100, is_split=is_split)
+        assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
+
+
+def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
+    clock = RunClock(CPU, num_rounds=2, decode_seconds=0.1)
+    clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})
+    metrics = summarise([], clock, 2, 1)
+    for is_split, sent in ((False, ""), (True, "broadcast 4.00, ")):
+        table = summary_table(metrics, None, tinted=False, synthetic=False, is_split=is_split)
+        stages = f"ms: draft 6.00, {sent}verify 20.00, sample 1.00"
+        assert any(line.endswith(stages) for line in lines_of(table, 100))
 
 
 def test_drafts_are_told_apart() -> None:

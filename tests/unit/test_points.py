@@ -1,8 +1,13 @@
-"""Points from samples: which intervals they may claim."""
+"""Points from samples: which intervals they may claim, and which of them is recommended."""
 
 from typing import Any
 
-from specdec_cli.points import Key, Sample, measured_point
+import pytest
+
+from specdec_cli.points import Forecasts, Key, Sample, block_points, measured_point
+from specdec_cli.predict import Text
+from specdec_cli.sweep import view
+from specdec_cli.sweep.document import curve_point
 from specdec_cli.sweep.recommend import recommend
 
 
@@ -85,3 +90,139 @@ def test_the_order_of_prompts_changes_nothing() -> None:
     for interval in ("mean_acceptance_length_ci", "speedup_ci"):
         assert found[0][interval] is not None
         assert found[0][interval] == found[1][interval] == found[2][interval]
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_tokens", "alpha"),
+    [
+        pytest.param("eos", 11, 1.0, id="an-accepted-proposal-ends-it"),
+        pytest.param("stop", 11, 1.0, id="so-does-one-that-completes-a-stop-string"),
+        pytest.param("eos", 12, 0.9, id="the-targets-own-token-ends-it"),
+        pytest.param("length", 12, 0.9, id="length"),
+    ],
+)
+def test_what_follows_the_end_of_a_text_was_not_rejected(
+    reason: str, num_tokens: int, alpha: float
+) -> None:
+    """Three rounds of 4, of which 4, 4 and 1 stand: the second place of the last is what counts."""
+    ended = sample(0, [(4, 4), (4, 4), (4, 1)], 0.5)
+    ended |= {"finish_reason": reason, "token_ids": [1] * num_tokens}
+    samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 4): {0: ended}}
+    text = Text(limit=12, draft_limit=99, accept=(1.0,) * num_tokens)
+    forecasts = Forecasts(4, [text], {}, is_exact=True)
+    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    prediction, metrics = point["prediction"], point["metrics"]
+    assert prediction["iid_alpha"] == alpha
+    length = 5.0 if alpha == 1.0 else (1 - 0.9**5) / (1 - 0.9)
+    assert prediction["iid_mean_acceptance_length"] == pytest.approx(length)
+    assert prediction["iid_error"] == pytest.approx(length / 4.0 - 1)
+    # Over all drafts and proposals, as they are counted everywhere.
+    assert metrics["conditional_acceptance_rate_per_pos"] == [1.0, 2 / 3, 1.0, 1.0]
+    assert metrics["mean_acceptance_length"] == 4.0
+    assert metrics["acceptance_rate_per_pos"] == [1.0, 2 / 3, 2 / 3, 2 / 3]
+    assert (metrics["num_draft_tokens"], metrics["draft_acceptance_rate"]) == (12, 0.75)
+    assert metrics["acceptance_histogram"] == [0, 1, 0, 0, 2]
+
+
+def test_a_last_round_without_proposals_cuts_no_other() -> None:
+    ended = sample(0, [(2, 0), (2, 1)], 0.5) | {"finish_reason": "eos", "token_ids": [1] * 4}
+    ended["rounds_without_proposal"] = 1
+    samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 2): {0: ended}}
+    forecasts = Forecasts(2, [Text(limit=4, draft_limit=99, accept=(0.5,) * 4)], {}, is_exact=True)
+    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    assert point["prediction"]["iid_alpha"] == pytest.approx(1 / 3)
+
+
+def test_the_stages_of_the_time_curve() -> None:
+    """Means per round over its parts; nothing is known of broadcasts in an older folder."""
+    part = {"rounds": 2, "sequence_rounds": 2, "decode_seconds": 0.1}
+    stages = {"draft_ms": 12.0, "verify_ms": 40.0, "sample_ms": 2.0}
+    parts = {0: part | stages | {"broadcast_ms": 3.0}, 1: part | stages | {"broadcast_ms": 5.0}}
+    found = curve_point(Key("d", 1, 3), parts)
+    assert (found["draft_ms_per_step"], found["broadcast_ms"]) == (2.0, 2.0)
+    assert (found["verify_ms"], found["sample_ms"], found["round_ms"]) == (20.0, 1.0, 50.0)
+    assert curve_point(Key("d", 1, 3), {0: part | stages})["broadcast_ms"] == 0.0
+
+
+NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts, in one's favour
+
+
+def with_drafts(
+    speeds: dict[tuple[str, int], float], noise: dict[tuple[str, int], float]
+) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+    """Points at a batch size of 1 of drafts that are so much faster than k = 0; the recommendation,
+    and the document.
+
+    noise: by how much the times of its prompts vary, where that is not 1.
+    """
+    drafts = list(dict.fromkeys(draft for draft, _ in speeds))
+    samples: dict[Key, dict[int, Sample]] = {}
+    points = []
+    for draft in drafts:
+        plain = {i: sample(i, [], 1.0) for i in range(len(NOISE))}
+        samples[Key(draft, 1, 0)] = plain
+        for (name, k), speed in speeds.items():
+            if name == draft:
+                # A point's noise is its own: turned about, so that ties are not exact.
+                own = NOISE[k:] + NOISE[:k]
+                spread = noise.get((name, k), 1.0)
+                times = [(1 + (x - 1) * spread) / speed for x in own]
+                rounds = [(k, k)] * (12 // (k + 1))
+                samples[Key(draft, 1, k)] = {i: sample(i, rounds, t) for i, t in enumerate(times)}
+        for k in [0, *(k for name, k in speeds if name == draft)]:
+            key = Key(draft, 1, k)
+            points.append(measured_point(key, samples[key], plain, None, seed=0))
+    best = recommend(points, samples, seed=0)
+    return points, best, {"best_by_batch_size": {"1": best}, "best": best, "points": points}
+
+
+def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of two drafts a smaller k with the other says nothing; with the same it proposes less."""
+    speeds = {("a", 1): 1.995, ("a", 2): 1.5, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.7}
+    points, best, document = with_drafts(speeds, {})
+    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
+    assert best["fastest"]["draft"] == "b" and best["fastest"]["k"] == 3
+    assert best["tied_points"] == [{"k": k, "draft": d} for d, k in [("a", 1), ("b", 2), ("b", 3)]]
+    reason = (
+        "k = 2 with draft b at 1.99x cannot be told from the fastest, k = 3 with draft b at 2.00x "
+        "the speed of k = 0 over 10 prompts, and proposes less"
+    )
+    assert best["reason"] == reason
+    for point in points:
+        point["prediction"] = None
+        point["per_category"] = {name: point["per_category"]["all"] for name in ("x", "y")}
+    recipe = {"target": {"tensor_parallel_size": 1}}
+    view.print_results(document | {"tokens": {"identical": None}, "recipe": recipe})
+    shown = capsys.readouterr().out
+    tied = "k = 1 with draft a, k = 2 with draft b, k = 3 with draft b"
+    assert f"{reason} (tied: {tied})" in shown
+    assert "category, k = 3 with draft b" in shown
+
+
+def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
+    speeds = {("a", 1): 1.25, ("a", 2): 1.27, ("b", 1): 1.3}
+    _, best, _ = with_drafts(speeds, {("b", 1): 24.0})
+    assert (best["k"], best["draft"]) == (1, "a")
+    assert best["reason"].endswith(
+        "the fastest, k = 1 with draft b at 1.30x the speed of k = 0 over 10 prompts, "
+        "which is not faster beyond chance"
+    )
+
+
+def test_no_speculation_with_several_drafts() -> None:
+    _, best, _ = with_drafts({("a", 1): 0.9, ("b", 1): 1.02}, {("b", 1): 5.0})
+    assert (best["k"], best["draft"], best["tied"]) == (0, None, [0, 1])
+    assert best["reason"].startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
+
+
+def test_predictions_are_compared_within_the_fastest_draft() -> None:
+    speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0}
+    points, _, _ = with_drafts(speeds, {})
+    for point in points:
+        point["predicted_speedup"] = point["speedup"]
+    points[1]["status"] = "skipped"
+    best = recommend(points, {}, seed=0)
+    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
+    assert best["reason"].startswith("predicted: k = 2 with draft b at 1.99x")

@@ -224,7 +224,19 @@ def test_recorded_best_wins_over_the_fastest(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     content = read(tmp_path)
     assert content.headline.startswith("Best at batch size 1: k = 2 with draft-1b, ")
-    assert f"Statistically tied: k = 3; k = 3 with {OTHER}." in content.headline
+    assert f"Statistically tied: k = 3; k = 3 with draft {OTHER}." in content.headline
+
+
+def test_ties_of_several_drafts_are_told(tmp_path: Path) -> None:
+    write_folder(tmp_path, sweep_points(batch_sizes=(1,)))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    places = [(0, DRAFT), (2, DRAFT), (3, DRAFT), (0, OTHER), (3, OTHER)]
+    best = {"k": 2, "draft": DRAFT, "tied": [0, 2, 3], "reason": "tie"}
+    best["tied_points"] = [{"k": k, "draft": draft} for k, draft in places]
+    summary |= {"best": best, "best_by_batch_size": {"1": best}}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    tied = f"k = 0; k = 3 with draft {DRAFT}; k = 3 with draft {OTHER}"
+    assert f"Statistically tied: {tied}." in read(tmp_path).headline
 
 
 def test_no_speculation(tmp_path: Path) -> None:

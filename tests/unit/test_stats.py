@@ -72,6 +72,15 @@ def test_too_little_to_say() -> None:
     assert stats.choose(shared) == stats.Choice(1, (1, 2))  # those that are equal are tied
 
 
+def test_a_measure_without_a_value_is_not_the_largest() -> None:
+    """Wherever it stands: NaN compares with nothing."""
+    none, slow, fast = (stats.speed(t, [1, 2]) for t in ([0, 0], [1, 2.5], [3, 4]))
+    assert stats.choose([none, fast]) == stats.Choice(1, (1,))
+    assert stats.choose([fast, none]) == stats.Choice(0, (0,))
+    assert stats.choose([slow, none, fast, none]).best == 2
+    assert stats.choose([none, none]) == stats.Choice(0, (0,))
+
+
 @pytest.mark.parametrize(("prompts", "noise"), [(8, 0.001), (20, 0.001), (20, 0.01)])
 def test_one_disturbed_prompt_leaves_an_interval_of_use(prompts: int, noise: float) -> None:
     """The others are as good as alike, and so is their error in resamples without it."""

@@ -88,7 +88,7 @@ def norm_linear(
     """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
 
     Args:
-        x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
+        x: Of [T, K], as `embed`, `add_norm` or `linear_add_norm` returned it, all rows.
         weight: [N, K] of `pack_weight`.
         bias: [N].
         into: [T, N], contiguous, where to write it; CUDA only.
@@ -108,7 +108,7 @@ def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
     """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
 
     Args:
-        x: Of [T, K], as `norm` or `linear_add_norm` returned it, all rows.
+        x: Of [T, K], as `embed`, `add_norm` or `linear_add_norm` returned it, all rows.
         weight: [2F, K] of `pack_weight`, the gate's rows first.
         activation: "silu" or "gelu_tanh".
 
