@@ -13,8 +13,9 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Annotated
 
@@ -102,11 +103,13 @@ def _main(argv: Sequence[str] | None) -> int:
     program = sys.orig_argv[1:] if argv is None else ["-m", "specdec_cli", *arguments]
     outcome = _Outcome()
     held = io.StringIO()
-    with _signals():
+    _forget_no_size()
+    with _signals(is_last=argv is None) as asked:
         with _streams(), contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
             place = _place(program, verbose, outcome)
             if not outcome.failed:
                 _run(arguments, place, outcome)
+                _blame_signal(asked, outcome)
         if place.rank is not None and outcome.failed:
             _end_rank(place.rank, outcome)
         document = held.getvalue()
@@ -194,6 +197,13 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
         if not isinstance(error, _ParserError):
             outcome.trace = traceback.format_exc()
         _after_exception(error, outcome)
+
+
+def _blame_signal(asked: list[ExitCode], outcome: _Outcome) -> None:
+    """What a signal led to is its own: transformers makes other errors of what ends an import."""
+    is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
+    if asked and not is_foreseen:
+        outcome.fail(asked[-1], "interrupted" if asked[-1] == ExitCode.SIGINT else "terminated")
 
 
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:
@@ -311,6 +321,13 @@ def _leave(code: int) -> None:
     os._exit(code)
 
 
+def _forget_no_size() -> None:
+    """Drop a terminal's size that is none, such as 0: rich would show nothing, or fail."""
+    for name in ("COLUMNS", "LINES"):
+        if not re.fullmatch("0*[1-9][0-9]*", os.environ.get(name, "1")):
+            del os.environ[name]
+
+
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
     """Let no character stop the output, and undo what a command or typer did to the streams."""
@@ -330,22 +347,47 @@ def _streams() -> Iterator[None]:
             nothing.close()
 
 
-def _terminate(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(int(ExitCode.SIGTERM))
+# A signal so soon after another is the same wish: a second Ctrl-C, or one to the whole group.
+_SAME_WISH_S = 5.0
+
+# Python's own choices; nohup's or a caller's stands.
+_USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs."""
+def _signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
+    """SIGINT, SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs.
+
+    What follows soon is ignored, as it would break clean-up off; what follows later is not, since
+    clean-up may hang and an exception in a `__del__` is lost. is_last: the process ends after
+    this, and once one of them has come, nothing disturbs it while it does. Gives the exit codes
+    that were asked for.
+    """
     taken: list[signal.Signals] = []
+    asked: list[ExitCode] = []
+    raised_at = 0.0
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal raised_at
+        if asked and time.monotonic() - raised_at < _SAME_WISH_S:
+            return
+        raised_at = time.monotonic()
+        asked.append(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM)
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(int(asked[-1]))
+
     # ValueError: not the main thread, where handlers cannot be set and signals do not arrive.
     with contextlib.suppress(ValueError):
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) == signal.SIG_DFL:  # nohup's choice stands
-                signal.signal(number, _terminate)
+        for number, usual in _USUAL.items():
+            if signal.getsignal(number) == usual:
+                signal.signal(number, end)
                 taken.append(number)
     try:
-        yield
+        yield asked
     finally:
+        is_ending = is_last and bool(asked)
         for number in taken:
-            signal.signal(number, signal.SIG_DFL)
+            signal.signal(number, signal.SIG_IGN if is_ending else _USUAL[number])

@@ -55,6 +55,19 @@ def prepare(
     permissions: Permissions,
     planned: Plan | None = None,
 ) -> Job:
+    """`tokenised`, with a warning on the log where the draft's context ends before the texts."""
+    job = tokenised(recipe, prompts, permissions, planned)
+    if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
+        _log.warning("%s", warning)
+    return job
+
+
+def tokenised(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    permissions: Permissions,
+    planned: Plan | None = None,
+) -> Job:
     """Check the pair, unless it is `planned` already, and tokenise.
 
     Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
@@ -66,6 +79,27 @@ def prepare(
         _log.warning("%s: the chat template leaves the system message out", silent.where)
     token_ids = [_token_ids(planned, prompt) for prompt in rendered]
     return Job(planned, rendered, token_ids)
+
+
+def draft_context_warning(planned: Plan, token_ids: list[tuple[int, ...]]) -> str | None:
+    """A warning where texts may outgrow the draft's context; None where each fits, or no draft.
+
+    As `types.Sequence.room` has it, proposals are lost to it where a text is to have two tokens
+    more: the last one is always the target's own.
+    """
+    if planned.draft is None:
+        return None
+    holds, most = planned.draft.max_len, planned.max_model_len
+    new = planned.params.max_new_tokens
+    runs = [len(ids) for ids in token_ids if 0 < len(ids) < most]
+    ends = [min(length + new, most) for length in runs]
+    past = sum(end - 1 > max(holds, length) for length, end in zip(runs, ends, strict=True))
+    if past == 0:
+        return None
+    return (
+        f"the draft's context holds {holds} tokens, past which it proposes nothing: "
+        f"{past} of {len(token_ids)} prompts may go past it"
+    )
 
 
 def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:

@@ -23,7 +23,6 @@ from specdec_cli.text import inert
 
 _WORD = 20  # columns
 _NO_LIMIT = 100_000  # columns
-_SYNTHETIC = "synthetic acceptance: the text is not the target's"
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
 
@@ -148,13 +147,14 @@ def summary_table(
     baseline: Metrics | None,
     *,
     tinted: bool,
-    synthetic: bool,
+    remarks: Sequence[str] = (),
     is_split: bool = False,
 ) -> Table:
     """A small table of acceptance and times, beside k = 0 where it was measured.
 
-    tinted: whether accepted tokens were tinted in the text above. synthetic: whether acceptance
-    followed given rates. is_split: whether the target has several ranks, which are sent proposals.
+    tinted: whether accepted tokens were tinted in the text above. remarks: what a reader has to
+    know of the text and the figures. is_split: whether the target has several ranks, which are sent
+    proposals.
     """
     a = metrics.acceptance
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -181,8 +181,6 @@ def summary_table(
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
-        if synthetic:
-            table.add_row("acceptance", "given", _SYNTHETIC)
     sent = f"broadcast {metrics.broadcast_ms:.2f}, " if is_split else ""
     table.add_row(
         "round",
@@ -192,10 +190,12 @@ def summary_table(
     )
     if metrics.ttft_ms.p50 is not None:
         table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
+    for remark in remarks:
+        table.add_row("note", "", remark)
     return table
 
 
-def summary_line(metrics: Metrics, *, synthetic: bool) -> str:
+def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
     """One line for logs."""
     a = metrics.acceptance
     line = (
@@ -207,7 +207,7 @@ def summary_line(metrics: Metrics, *, synthetic: bool) -> str:
             f", {a.mean_acceptance_length:.2f} tokens a round, "
             f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
         )
-    return f"{line}; {_SYNTHETIC}" if synthetic else line
+    return "; ".join([line, *remarks])
 
 
 def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
@@ -236,21 +236,19 @@ def print_summary(
     baseline: Metrics | None,
     *,
     tinted: bool,
-    synthetic: bool,
+    remarks: Sequence[str] = (),
     is_split: bool = False,
 ) -> None:
     """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
 
-    baseline: the same pair at k = 0, where it was measured. tinted, synthetic, is_split: as for
+    baseline: the same pair at k = 0, where it was measured. tinted, remarks, is_split: as for
     `summary_table`.
     """
     out = console(sys.stderr)
     if not sys.stderr.isatty():
-        out.print(summary_line(metrics, synthetic=synthetic))
+        out.print(summary_line(metrics, remarks))
         return
     out.print()
-    out.print(
-        summary_table(metrics, baseline, tinted=tinted, synthetic=synthetic, is_split=is_split)
-    )
+    out.print(summary_table(metrics, baseline, tinted=tinted, remarks=remarks, is_split=is_split))
     if baseline is not None:
         out.print(verdict_line(metrics, baseline))

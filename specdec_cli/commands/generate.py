@@ -204,12 +204,24 @@ def _write(
             result.metrics,
             baseline(engine, job, outputs) if compared else None,
             tinted=is_tinted,
-            synthetic=job.plan.is_synthetic,
+            remarks=_remarks(job),
             is_split=resolved.target.tensor_parallel_size > 1,
         )
     # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
     engine.forget_rounds()
     return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+def _remarks(job: "specdec_cli.generation.Job") -> list[str]:
+    """What a reader has to know of the text and of what was accepted."""
+    plan = job.plan
+    found = ["synthetic acceptance: the text is not the target's"] if plan.is_synthetic else []
+    random = {m.spec.role for m in plan.models if m.spec.load_format == "dummy"}
+    if "target" in random:
+        found.append("random weights: the text means nothing")
+    elif random and not plan.is_synthetic:
+        found.append("the draft's weights are random, and so is what is accepted")
+    return found
 
 
 def _folder(

@@ -20,7 +20,7 @@ from specdec_cli.engine.parallel import local_world_size
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import available_memory, room_now
 from specdec_cli.engine.types import Sequence as Seq
-from specdec_cli.generation import Job, prepare, requests
+from specdec_cli.generation import Job, requests, tokenised
 from specdec_cli.launch.world import World
 from specdec_cli.points import Key, Point, Sample
 from specdec_cli.prompts import Prompt
@@ -68,7 +68,7 @@ def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None
     on_point: called on rank 0 for k = 0 and the comparison's k, once a batch size is done.
     """
     began = time.perf_counter()
-    job = prepare(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
+    job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
     engine = build(job.plan, job.longest_prompt)
     blocks = _blocks_per_rank(job, engine)
     world.ready()

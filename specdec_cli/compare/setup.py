@@ -18,7 +18,7 @@ from specdec_cli.compare.settings import Pair, Settings, Skip
 from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.generation import Job, prepare
+from specdec_cli.generation import Job, draft_context_warning, tokenised
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -31,6 +31,7 @@ from specdec_cli.sweep import (
     keep_environment_warning,
     read_settings_file,
     reopened,
+    with_weights,
     write_settings,
 )
 
@@ -80,7 +81,7 @@ def plan_comparison(
     """Check the models, tokenise, and find out which pairs can run.
 
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
-    where this machine has too few GPUs for each of them, and what `generation.prepare` raises.
+    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
     if recipe.draft is None or recipe.speculation.method != "draft_model":
         raise UsageError(
@@ -96,9 +97,9 @@ def plan_comparison(
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
-    job = prepare(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
+    job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
     settings = Settings(
-        recipe=_recipe_values(recipe),
+        recipe=_recipe_values(recipe, job),
         draft=recipe.draft.model,
         k=k,
         target_tps=tuple(degrees[0]),
@@ -118,11 +119,12 @@ def plan_comparison(
     )
 
 
-def _recipe_values(recipe: Recipe) -> dict[str, Any]:
+def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
     values = recipe.model_dump(mode="json")
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
-    for role in ("target", "draft"):
+    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
         del values[role]["tensor_parallel_size"]
+        values[role] = with_weights(values[role], model)
     return values
 
 
@@ -182,8 +184,11 @@ def warnings_of(plan: Plan) -> list[str]:
         found.append("acceptance is synthetic: times are measured, the text is not the target's")
     if len(plan.to_run) == 1:
         found.append("there is one pair to measure: give more with --target-tp and --draft-tp")
-    smallest = min(map(plan.settings.num_prompts, plan.settings.batch_sizes))
-    return [*found, *few_prompts(smallest)]
+    counts = [plan.settings.num_prompts(b) for b in plan.settings.batch_sizes]
+    job = plan.job
+    if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
+        found.append(short)
+    return [*found, *few_prompts(min(counts))]
 
 
 def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ stack. transformers describes both as data, renamings and operations such as sta
 they are followed here for any family. Knows nothing of files.
 """
 
+import re
 from copy import deepcopy
 from functools import partial
 from typing import Any
@@ -21,12 +22,15 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from specdec_cli.models.weights import Part, Read
 
+# Stored by earlier versions of transformers, and computed by each since.
+_NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
-def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
-    """Readers for the tensors of `module` by its own names, over the readers of a file's.
 
-    What the module has no place for is left out. A reader raises `ValueError` when the parts of a
-    tensor do not go together.
+def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
+    """Readers for the tensors of `module` by its own names, over the readers of a file's; and the
+    file's names of those that the module has no place for, but for what its family leaves out.
+
+    A reader raises `ValueError` when the parts of a tensor do not go together.
     """
     table = get_model_conversion_mapping(module, hf_quantizer=_dequantiser(module.config))
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -35,6 +39,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
     wanted = module.state_dict()
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
+    unused: list[str] = []
     # In the order of their numbers: parts are put together in the order in which they come.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
@@ -43,6 +48,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
         if name not in wanted and key in wanted:
             name, pattern = key, None
         if name not in wanted:
+            unused.append(key)
             continue
         if pattern is None:
             readers[name] = tensors[key]
@@ -51,7 +57,8 @@ def converted(module: Any, tensors: dict[str, Read]) -> dict[str, Read]:
             groups[name] = _Group(module, name, deepcopy(by_pattern[pattern]))
             readers |= {n: partial(groups[name].read, n) for n in groups[name].names}
         groups[name].converter.add_tensor(name, key, pattern, tensors[key])
-    return readers
+    known = [*(module._keys_to_ignore_on_load_unexpected or ()), *_NEVER_USED]
+    return readers, [key for key in unused if not any(re.search(p, key) for p in known)]
 
 
 def _dequantiser(config: Any) -> Any:

@@ -41,6 +41,8 @@ def check_config(config: Any, name: str) -> None:
         raise Unsupported(name, f"{config.model_type} is an encoder-decoder model")
     if any(hasattr(config, key) for key in ("vision_config", "audio_config", "text_config")):
         raise Unsupported(name, f"{config.model_type} is a multimodal model")
+    if getattr(config, "num_hidden_layers", 1) < 1:
+        raise Unsupported(name, "config.json says that it has no layers")
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if unknown:
         raise Unsupported(name, f"it has layers of type {', '.join(sorted(unknown))}")

@@ -5,6 +5,8 @@ filled tensor by tensor from safetensors, or with random numbers for `load_forma
 """
 
 import hashlib
+import json
+import logging
 import math
 import re
 from collections.abc import Callable, Set
@@ -25,6 +27,7 @@ from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 
+_log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
@@ -224,13 +227,19 @@ def _checkpoint_source(
     """The module's tensors by name; refuses a checkpoint that lacks some of them."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     try:
-        readers = converted(module, tensors)
+        readers, unused = converted(module, tensors)
     except Exception as problem:
         raise SetupError(
             f"the weights of {spec.name} cannot be read as config.json describes them "
             f"({_line(problem)})",
             "config.json and the weights do not belong together",
         ) from problem
+    if unused and quantisation(module.config) is None:
+        _log.warning(
+            "%d tensors in the weights of %s are not used, first %s: config.json describes a model "
+            "without them",
+            *(len(unused), spec.name, unused[0]),
+        )
     # A file may hold a tied tensor under any of its names.
     identity = {name: id(tensor) for name, _, _, tensor in _stored(module)}
     names: dict[int, list[str]] = {}
@@ -241,6 +250,8 @@ def _checkpoint_source(
     for aliases in names.values():
         held = [name for name in aliases if name in readers]
         if held:
+            if len(held) > 1:
+                _check_tied(held, readers, spec)
             found |= dict.fromkeys(aliases, readers[held[0]])
         elif not borrowed >= set(aliases):
             missing.append(aliases[0])
@@ -274,6 +285,19 @@ def _checkpoint_source(
         return value
 
     return source
+
+
+def _check_tied(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> None:
+    """Refuse tensors that config.json has as one and the weights as different ones: with either
+    alone the model would write another text than the one that was trained."""
+    first = readers[names[0]](None)
+    for name in names[1:]:
+        if not torch.equal(first, readers[name](None)):
+            raise SetupError(
+                f"{names[0]} and {name} of {spec.name} differ, and config.json says that they are "
+                "one",
+                "if they were trained apart, set tie_word_embeddings to false in config.json",
+            )
 
 
 def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
@@ -341,7 +365,8 @@ def _config(spec: ModelSpec, folder: Path) -> Any:
         if "model type" in str(problem) or "model_type" in str(problem):
             raise Unsupported(spec.name, "transformers does not know its model_type") from None
         raise SetupError(
-            f"cannot read config.json of {spec.name}: {_line(problem)}", "is it a model folder?"
+            f"cannot read config.json of {spec.name}: {_line(problem)}",
+            "it is damaged or was edited, or this is no model folder",
         ) from None
 
 
@@ -376,10 +401,18 @@ def _eos_ids(config: Any, folder: Path) -> frozenset[int]:
                 f"cannot read {file}: {_line(problem)}", "it is damaged; download it again"
             ) from None
         eos = eos if stored is None else stored
-    if eos is None:
-        return frozenset()
-    return frozenset(eos if isinstance(eos, list) else [eos])
+    ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    if not all(type(i) is int for i in ids):
+        where = file if file.is_file() else folder / "config.json"
+        raise SetupError(
+            f"{where}: eos_token_id is {json.dumps(eos)}",
+            "it has to be a number, or a list of them",
+        )
+    return frozenset(ids)
 
 
 def _line(problem: Exception) -> str:
-    return (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+    """What went wrong: the first line, and the next one where that only announces it."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return (" ".join(told) or type(problem).__name__)[:200]

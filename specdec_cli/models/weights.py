@@ -85,6 +85,14 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
     yield tensors
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """The files that hold a checkpoint; none where there are no weights.
+
+    Raises `SetupError` for a missing shard or a damaged index.
+    """
+    return _files(folder, "model.safetensors") or _files(folder, "pytorch_model.bin")
+
+
 def _files(folder: Path, name: str) -> list[Path]:
     """The files of a checkpoint: one, or the shards that its index names."""
     index = folder / f"{name}.index.json"

@@ -13,7 +13,7 @@ from specdec_cli.sweep.folder import (
     write_settings,
 )
 from specdec_cli.sweep.order import units_of
-from specdec_cli.sweep.plan import device_name, few_prompts, for_engine, only
+from specdec_cli.sweep.plan import device_name, few_prompts, for_engine, only, with_weights
 from specdec_cli.sweep.records import peak_memory, sample_of
 
 __all__ = [
@@ -30,5 +30,6 @@ __all__ = [
     "reopened",
     "sample_of",
     "units_of",
+    "with_weights",
     "write_settings",
 ]

@@ -14,6 +14,7 @@ from specdec_cli.results import RunFolder, environment, found_from_anywhere, to_
 from specdec_cli.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records
+from specdec_cli.sweep.same import first_difference, settings_difference
 from specdec_cli.sweep.settings import SweepSettings
 
 _SETTINGS = "settings.json"
@@ -108,27 +109,21 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     return found
 
 
-def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, Any] | None:
-    """The first dotted key at which two documents differ, with both values."""
-    if isinstance(ours, dict) and isinstance(theirs, dict):
-        for name in [*ours, *(n for n in theirs if n not in ours)]:
-            inner = f"{key}.{name}" if key else str(name)
-            if found := first_difference(ours.get(name), theirs.get(name), inner):
-                return found
-        return None
-    return None if ours == theirs else (key, ours, theirs)
-
-
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raises `UsageError` where the settings that a folder was begun with are not ours."""
-    found = first_difference(theirs, ours)
-    if found is not None:
-        key, there, now = found
-        raise UsageError(
-            f"{path} holds a {what} with other settings: {key.removeprefix('recipe.')} is "
-            f"{to_json(there)} there and {to_json(now)} now",
-            "resume with the same options, or name another folder with -o",
-        )
+    found = settings_difference(theirs, ours)
+    if found is None:
+        return
+    told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
+    hint = "resume with the same options, or name another folder with -o"
+    if found.same_name:
+        told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
+        hint = "its samples are of the model that was there: name another folder with -o"
+    elif found.same_model:
+        names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
+        spelled = " ".join(f"--draft {name}" for name in names)
+        hint = f"it is the same model, but records go by its name: pass {spelled}"
+    raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
 
 
 def another_environment(path: Path, where: dict[str, Any]) -> str | None:

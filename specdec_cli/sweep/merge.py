@@ -8,6 +8,7 @@ from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.points import Failure, Key
+from specdec_cli.reading import Record
 from specdec_cli.recipe import load_recipe
 from specdec_cli.results import RunFolder, to_json
 from specdec_cli.sweep.document import (
@@ -17,7 +18,6 @@ from specdec_cli.sweep.document import (
     sweep_document,
 )
 from specdec_cli.sweep.folder import (
-    first_difference,
     read_settings,
     read_warnings,
     write_settings,
@@ -25,6 +25,7 @@ from specdec_cli.sweep.folder import (
 from specdec_cli.sweep.plan import few_prompts
 from specdec_cli.sweep.reading import read_kept
 from specdec_cli.sweep.records import Records
+from specdec_cli.sweep.same import settings_difference
 from specdec_cli.sweep.settings import SweepSettings
 
 
@@ -37,18 +38,19 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        found = first_difference(whole.as_dict(), replace(settings, shard=None).as_dict())
+        # Names of drafts follow from the recipes' sections, where the same model may have two.
+        named = replace(settings, shard=None, drafts=whole.drafts)
+        found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
-            key, first, other = found
-            raise UsageError(
-                f"{path} and {paths[0]} are of different sweeps: "
-                f"{key.removeprefix('recipe.')} is {other!r} and {first!r}"
-            )
+            told = f"{found.key} is {found.ours!r} and {found.theirs!r}"
+            if found.same_name:
+                told = f"{found.key}: other weights in one than in the other ({found.ours!r})"
+            raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
     records = Records()
     failures: dict[Key, Failure] = {}
     for number, path in enumerate(paths):
-        _add(records, path, number, shards[number])
-        failures |= _failures(path, shards[number])
+        _add(records, path, number, shards[number], whole)
+        failures |= _failures(path, shards[number], whole)
     count = whole.prompts["count"]
     failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
     recipe = load_recipe(str(paths[0] / "recipe.yaml"))
@@ -83,8 +85,17 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     return document, records
 
 
-def _add(records: Records, path: Path, number: int, settings: SweepSettings) -> None:
-    for sample in read_kept(path, "samples.jsonl", settings):
+def _read(path: Path, name: str, settings: SweepSettings, whole: SweepSettings) -> list[Record]:
+    """A shard's records, with the drafts called as in the whole."""
+    names = dict(zip(settings.drafts, whole.drafts, strict=True))
+    found = read_kept(path, name, settings)
+    return [record | {"draft": names[record["draft"]]} for record in found]
+
+
+def _add(
+    records: Records, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
+) -> None:
+    for sample in _read(path, "samples.jsonl", settings, whole):
         mine = records.samples[Key.of(sample)]
         if sample["index"] in mine:
             raise UsageError(
@@ -93,17 +104,17 @@ def _add(records: Records, path: Path, number: int, settings: SweepSettings) -> 
                 "merge each shard once",
             )
         mine[sample["index"]] = sample
-    for text in read_kept(path, "replay.jsonl", settings):
+    for text in _read(path, "replay.jsonl", settings, whole):
         records.texts[text["draft"]].setdefault(text["index"], text)
-    for cost in read_kept(path, "curve.jsonl", settings):
+    for cost in _read(path, "curve.jsonl", settings, whole):
         parts = records.costs[Key.of(cost)]
         part = len(parts)
         parts[part] = cost | {"part": part, "shard": number}
 
 
-def _failures(path: Path, settings: SweepSettings) -> dict[Key, Failure]:
+def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
     """Points that failed in a shard: what the others have of them is not the whole."""
-    last = {Key.of(point): point for point in read_kept(path, "points.jsonl", settings)}
+    last = {Key.of(point): point for point in _read(path, "points.jsonl", settings, whole)}
     return {
         key: Failure(point["status"], f"{path.resolve().name}: {point['reason']}")
         for key, point in last.items()

@@ -13,7 +13,9 @@ import torch
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.errors import UsageError
-from specdec_cli.generation import Job, prepare
+from specdec_cli.generation import Job, draft_context_warning, tokenised
+from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.loader import Description
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.sweep.settings import SweepSettings
@@ -26,12 +28,13 @@ class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
     recipe: as the user's command line resolves. jobs: one for each draft, with this shard's
-    prompts only.
+    prompts only. short_drafts: warnings of drafts whose context ends before the texts.
     """
 
     recipe: Recipe
     settings: SweepSettings
     jobs: list[Job]
+    short_drafts: Sequence[str] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -62,7 +65,7 @@ def plan_sweep(
 ) -> SweepPlan:
     """Check every pair and tokenise; a recipe for each draft, equal in everything else.
 
-    Raises `UsageError` for a sweep without a proposer, and what `generation.prepare` raises.
+    Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
     largest = max(ks)
     if largest and recipes[0].speculation.method == "none":
@@ -76,7 +79,7 @@ def plan_sweep(
             "leave --draft out, or pass --set speculation.method=draft_model",
         )
     jobs = [
-        prepare(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
+        tokenised(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
     ]
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
@@ -94,6 +97,8 @@ def plan_sweep(
         shard=shard,
         device_name=device_name(jobs[0].plan.device),
     )
+    # Of the whole data's prompts, so that shards say the same.
+    short_drafts = _short_drafts(jobs)
     if shard is not None:
         place, count = shard
         jobs = [only(job, lambda index: index % count == place) for job in jobs]
@@ -101,7 +106,13 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs)
+    return SweepPlan(recipe, settings, jobs, short_drafts)
+
+
+def _short_drafts(jobs: Sequence[Job]) -> list[str]:
+    """Warnings of drafts whose context ends before the texts; of several drafts with its name."""
+    found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
+    return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
 
 
 def settings_of(
@@ -117,8 +128,11 @@ def settings_of(
     """Settings of a sweep whose jobs still have the prompts of every shard."""
     values = recipe.model_dump(mode="json")
     del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
+    values["target"] = with_weights(values["target"], jobs[0].plan.target)
     values["drafts"] = [
-        job.plan.recipe.draft.model_dump(mode="json") if job.plan.recipe.draft else None
+        with_weights(job.plan.recipe.draft.model_dump(mode="json"), job.plan.draft)
+        if job.plan.recipe.draft
+        else None
         for job in jobs
     ]
     return SweepSettings(
@@ -136,6 +150,13 @@ def settings_of(
         device=device_name,
         dtype=str(jobs[0].plan.target.dtype).removeprefix("torch."),
     )
+
+
+def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
+    """A model's section of the recipe and what tells its folder from others, if it takes part."""
+    if model is None:
+        return section
+    return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
 
 
 def _digest(values: Any) -> str:
@@ -191,7 +212,7 @@ def warnings_of(plan: SweepPlan) -> list[str]:
         )
     if plan.settings.is_synthetic:
         found.append("acceptance is synthetic: times are measured, the text is not the target's")
-    return found
+    return [*found, *plan.short_drafts]
 
 
 def few_prompts(count: int) -> list[str]:

@@ -1,5 +1,6 @@
 """The shell around the commands: exit codes, streams, signals, one JSON document."""
 
+import contextlib
 import errno
 import json
 import os
@@ -206,6 +207,96 @@ def test_signals_in_process(
     assert cleaned == ["up"]
     assert json.loads(capsys.readouterr().out)["error"]["message"] == "terminated"
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_handlers_are_given_back(number: int, command: Callable[[Body], None]) -> None:
+    def body() -> None:
+        assert signal.getsignal(number) != before
+
+    command(body)
+    before = signal.getsignal(number)
+    assert main(["boom"]) == 0 and signal.getsignal(number) == before
+    ignored = signal.signal(number, signal.SIG_IGN)  # as nohup does
+    try:
+        command(lambda: os.kill(os.getpid(), number))
+        assert main(["boom"]) == 0 and signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, ignored)
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_what_a_library_makes_of_a_signal(
+    number: int, code: int, command: Callable[[Body], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def body() -> None:
+        try:
+            os.kill(os.getpid(), number)
+            time.sleep(5)
+        except BaseException as end:
+            raise ModuleNotFoundError("Could not import module 'AttentionInterface'") from end
+
+    command(body)
+    assert main(["boom"]) == code
+    assert re.fullmatch("error: (interrupted|terminated)\n", capsys.readouterr().err)
+
+
+def test_a_signal_much_later_is_another_wish(
+    command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first may be lost in a `__del__`, or clean-up may hang."""
+    monkeypatch.setattr("specdec_cli.app._SAME_WISH_S", 0.1)
+    heeded: list[bool] = []
+
+    def body() -> None:
+        for wait in (0.0, 0.0, 0.2):
+            time.sleep(wait)
+            with contextlib.suppress(SystemExit):
+                heeded.append(False)
+                os.kill(os.getpid(), signal.SIGTERM)
+                continue
+            heeded[-1] = True
+
+    command(body)
+    assert main(["boom"]) == 0 and heeded == [True, False, True]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_second_signal_disturbs_nothing(number: int, code: int) -> None:
+    """Neither clean-up, nor the message, nor the interpreter's end."""
+    program = """
+import sys, time
+from specdec_cli.app import app, main
+
+class Slow:
+    def __del__(self):  # where an exception would be told as a traceback
+        time.sleep(0.2)
+
+def boom():
+    slow = Slow()
+    try:
+        print("ready", file=sys.stderr, flush=True)
+        time.sleep(20)
+    finally:
+        time.sleep(0.1)
+
+app.command("boom")(boom)
+late = Slow()
+sys.exit(main())
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", program, "boom"], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    assert child.stderr is not None and child.stderr.readline() == "ready\n"
+    for _ in range(14):  # so that some come at every stage of its end
+        child.send_signal(number)
+        time.sleep(0.05)
+    _, told = child.communicate(timeout=30)
+    assert re.fullmatch("error: (interrupted|terminated)\n", told) and child.returncode == code
+
+
+def test_help_on_a_terminal_of_no_width() -> None:
+    assert "Usage: specdec" in specdec("--help", COLUMNS="0").stdout
 
 
 def specdec(

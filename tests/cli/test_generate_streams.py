@@ -86,6 +86,47 @@ def test_pipes_carry_no_escapes_whatever_the_environment() -> None:
     assert result.out.count("==> prompt ") == 3
 
 
+RANDOM = {
+    "target": "random weights: the text means nothing",
+    "draft": "the draft's weights are random, and so is what is accepted",
+}
+
+
+def said_of_random_weights(result: Result) -> list[str]:
+    assert result.code == 0, result.err
+    return [role for role, remark in RANDOM.items() if remark in result.err]
+
+
+def test_random_weights_are_said(run: Run) -> None:
+    asked = ("--prompt", "def", "--max-new-tokens", "4")
+    target, draft = (("--set", f"{role}.load_format=dummy") for role in RANDOM)
+    given = ("--set", "speculation.acceptance=synthetic")
+    given += ("--set", "speculation.synthetic_acceptance_length=2.5")
+    assert said_of_random_weights(run(*asked)) == []
+    result = run(*asked, *target)
+    assert said_of_random_weights(result) == ["target"]
+    assert result.err.count("\n") == 1 and result.err.endswith(f"; {RANDOM['target']}\n")
+    assert said_of_random_weights(run(*asked, *target, *draft)) == ["target"]
+    assert said_of_random_weights(run(*asked, *draft)) == ["draft"]
+    assert said_of_random_weights(run(*asked, *draft, *given)) == []  # acceptance is not its own
+    both = run(*asked, *target, *given)
+    assert said_of_random_weights(both) == ["target"] and "synthetic acceptance: " in both.err
+    assert said_of_random_weights(run(*asked, *draft, "-k", "0")) == []
+    document = run(*asked, *target, "--json")
+    assert said_of_random_weights(document) == ["target"] and "means nothing" not in document.out
+
+
+@pytest.mark.parametrize("columns", ["0", "00", "-1", "", "²"])
+def test_a_width_that_is_none(columns: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
+    """Nothing is lost: neither the summary nor why a prompt failed."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("LINES", columns)
+    few = ("--set", "cache.num_blocks=3", "--max-new-tokens", "8")
+    result = run("--prompt", "a", "--prompt", "word " * 200, *few)
+    assert result.code == 3 and re.search("^prompt 1 failed: .", result.err, re.M)
+    assert LINE.search(result.err)
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_output_to_a_full_disk() -> None:
     with open("/dev/full", "wb") as full:
@@ -122,6 +163,12 @@ def test_text_streams_tinted_then_the_table(run: Run) -> None:
         assert re.search(rf"^{name} ", plain, re.M), name
     assert "in this colour" in plain
     assert re.search(r"^Speculation is (slower here: )?\d+\.\d\dx ", plain, re.M)
+
+
+def test_random_weights_are_noted_on_a_terminal_of_no_width() -> None:
+    options = ("--prompt", "def", "--max-new-tokens", "4", "--set", "target.load_format=dummy")
+    seen = shown(on_terminal("generate", *options, COLUMNS="0"))
+    assert re.search(f"^note +{RANDOM['target']} *$", seen, re.M) and "getting ready" in seen
 
 
 def test_several_prompts_on_a_terminal(run: Run) -> None:

@@ -240,6 +240,66 @@ def test_resume_refuses_other_settings(
     assert key in result.err.replace(", ", ",")
 
 
+def changed_weights(folder: Path) -> Path:
+    """The model with another last weight, of which nothing but the file's last bytes tells."""
+    weights = folder / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return folder
+
+
+def test_samples_of_two_models_are_not_mixed(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for place in (here, elsewhere):
+        for name in ("target", "draft"):
+            shutil.copytree(demo_path(f"demo:{name}"), place / name)
+    changed_weights(elsewhere / "target")
+    options = [*SWEEP, *ONCE, "--k", "0-1", "--limit", "2", "-q", "--target", "target"]
+    monkeypatch.chdir(here)
+    run = ["-o", tmp_path / "run", "--resume"]
+    assert specdec(capsys, *options, "--draft", "draft", *run).code == 0
+    absolute = [*options, "--target", f"{here / 'target'}/"]
+    assert specdec(capsys, *absolute, "--draft", "draft", *run).code == 0
+    result = specdec(capsys, *absolute, "--draft", here / "draft", *run)
+    refused(result, 2, "records go by its name: pass --draft draft")
+    monkeypatch.chdir(elsewhere)
+    message = 'target.model: other weights than there ("target")'
+    refused(specdec(capsys, *options, "--draft", "draft", *run), 2, message)
+
+    # A shard of the same models elsewhere, one of another target, and weights that were replaced.
+    shards = [tmp_path / name for name in ("0", "1", "other")]
+    drafts = ["draft", here / "draft", "draft"]
+    for number, (shard, place) in enumerate(zip(shards, (here, here, elsewhere), strict=True)):
+        monkeypatch.chdir(place)
+        part = ["--draft", drafts[number], "--shard", f"{min(number, 1)}/2", "-o", shard]
+        assert specdec(capsys, *options, *part).code == 0
+    merged = tmp_path / "merged"
+    assert specdec(capsys, "merge", *shards[:2], "-o", merged).code == 0
+    assert {s["draft"] for s in samples(merged)} == {"draft"} and len(samples(merged)) == 4
+    result = specdec(capsys, "merge", shards[0], shards[2], "-o", tmp_path / "none")
+    refused(result, 2, "target.model: other weights in one than in the other ('target')")
+    monkeypatch.chdir(here)
+    changed_weights(here / "draft")
+    message = 'draft.model: other weights than there ("draft")'
+    refused(specdec(capsys, *options, "--draft", "draft", *run), 2, message)
+
+
+def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Path) -> None:
+    short = shutil.copytree(demo_path("demo:draft"), tmp_path / "short")
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 3}))
+    said = "the draft's context holds 3 tokens, past which it proposes nothing: 4 of 4 prompts"
+    for command in (SWEEP, ["compare-tp", *SWEEP[1:-4], "--limit", "4"]):
+        result = specdec(capsys, *command, "--draft", short, "--dry-run", "--json")
+        found = [one for one in json.loads(result.out)["warnings"] if said in one]
+        assert result.code == 0 and len(found) == 1 and result.err.count(said) == 1
+    both = [*SWEEP, "--draft", "demo:draft", "--draft", short, "--shard", "0/2", "--dry-run"]
+    assert f"warning: {short}: {said}" in specdec(capsys, *both).err
+
+
 def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     options = [*SWEEP, *ONCE, *SAMPLED, "-q"]
     assert specdec(capsys, *options, "-o", tmp_path / "whole").code == 0

@@ -119,6 +119,24 @@ def test_unknown_model_type(values: dict[str, Any], tmp_path: Path) -> None:
     assert isinstance(problem, Unsupported) and "model_type" in problem.message
 
 
+def test_what_is_wrong_in_a_config_is_told(folder: Path) -> None:
+    """The reason, of which transformers' first line is only the announcement."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
+    assert "64" in refusal(folder).message.partition("hidden_size")[2]
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 0}))
+    problem = refusal(folder)
+    assert isinstance(problem, Unsupported) and "no layers" in problem.message
+
+
+@pytest.mark.parametrize("eos", ["x", ["2"], {"a": 1}, [2, True]], ids=str)
+def test_an_end_that_is_no_token(eos: object, folder: Path) -> None:
+    """Nothing would ever end a text."""
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+    message = refusal(folder).message
+    assert "generation_config.json" in message and "eos_token_id" in message
+
+
 def test_corrupt_generation_config(folder: Path) -> None:
     (folder / "generation_config.json").write_text("{")
     assert "generation_config.json" in refusal(folder).message
@@ -328,10 +346,31 @@ def test_untied_model_without_a_head(folder: Path) -> None:
     assert "lm_head.weight" in refusal(folder).message
 
 
-def test_extra_tensors_do_no_harm(folder: Path) -> None:
+def test_extra_tensors_do_no_harm(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     want = parameters(load_folder(folder))
     rewrite(folder, {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     assert_equal(load_folder(folder), want)
+    assert not caplog.messages
+
+
+def test_a_config_of_fewer_layers_is_told(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    fewer = {"num_hidden_layers": config["num_hidden_layers"] - 1, "layer_types": None}
+    (folder / "config.json").write_text(json.dumps(config | fewer))
+    load_folder(folder)
+    (said,) = caplog.messages
+    assert "9 tensors" in said and f"model.layers.{fewer['num_hidden_layers']}." in said
+
+
+def test_tied_tensors_that_differ(tmp_path: Path) -> None:
+    """transformers unties them; with either alone the text would be another one."""
+    folder = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
+    embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
+    rewrite(folder, {"lm_head.weight": embedding.clone()})
+    load_folder(folder)
+    rewrite(folder, {"lm_head.weight": embedding + 1})
+    problem = refusal(folder)
+    assert "lm_head.weight" in problem.message and "tie_word_embeddings" in (problem.hint or "")
 
 
 # Experts, which files hold one by one and modules hold together.

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -129,7 +130,8 @@ def test_the_table_is_labelled() -> None:
     clock.num_rounds, clock.decode_seconds = 1, 1.0
     seq = Sequence(0, [1, 2, 3], 1, 3, proposed_per_round=[1], accepted_per_round=[1])
     metrics = summarise([seq], clock, 1, 1)
-    for synthetic in (False, True):
+    for remarks in ([], ["the text is not the target's", "random weights"]):
         out = Console(file=io.StringIO(), width=100)
-        out.print(summary_table(metrics, None, tinted=False, synthetic=synthetic))
-        assert ("not the target's" in out.file.getvalue()) == synthetic  # type: ignore[attr-defined]
+        out.print(summary_table(metrics, None, tinted=False, remarks=remarks))
+        table = out.file.getvalue()  # type: ignore[attr-defined]
+        assert re.findall(r"^note +(.+?) *$", table, re.M) == remarks

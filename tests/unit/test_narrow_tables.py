@@ -61,7 +61,7 @@ def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
     clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})
     metrics = summarise([], clock, 2, 1)
     for is_split, sent in ((False, ""), (True, "broadcast 4.00, ")):
-        table = summary_table(metrics, None, tinted=False, synthetic=False, is_split=is_split)
+        table = summary_table(metrics, None, tinted=False, is_split=is_split)
         stages = f"ms: draft 6.00, {sent}verify 20.00, sample 1.00"
         assert any(line.endswith(stages) for line in lines_of(table, 100))
 

@@ -1,0 +1,117 @@
+"""Whether two folders are of the same models, and drafts whose context ends early."""
+
+import copy
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec_cli.demo import demo_path
+from specdec_cli.engine.types import SamplingParams
+from specdec_cli.errors import SetupError
+from specdec_cli.generation import draft_context_warning
+from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.sweep.same import Difference, settings_difference
+
+
+def settings(target: str, weights: str | None, draft: str = "d") -> dict[str, Any]:
+    section = {"model": target, "load_format": "auto"}
+    found = {"target": section | ({"weights": weights} if weights else {})}
+    return {
+        "recipe": found | {"drafts": [{"model": draft, "weights": "of-draft"}]},
+        "drafts": [draft],
+    }
+
+
+@pytest.mark.parametrize(
+    ("there", "now", "expected"),
+    [
+        (settings("t", "1"), settings("/a/t", "1"), None),
+        (settings("t", "1"), settings("t", "2"), Difference("target.model", "t", "t", True)),
+        (settings("t", "1"), settings("u", "2"), Difference("target.model", "t", "u")),
+        # A folder of an earlier version: names are all there is.
+        (settings("t", None), settings("t", "1"), None),
+        (settings("t", None), settings("u", "1"), Difference("target.model", "t", "u")),
+        # Records are labelled with the draft's name.
+        (
+            settings("t", "1", "d"),
+            settings("t", "1", "/a/d"),
+            Difference("drafts", ["d"], ["/a/d"], same_model=True),
+        ),
+    ],
+)
+def test_settings_difference(
+    there: dict[str, Any], now: dict[str, Any], expected: Difference | None
+) -> None:
+    before = copy.deepcopy((there, now))
+    assert settings_difference(there, now) == expected
+    assert (there, now) == before
+
+
+def test_a_comparison_names_its_draft_once() -> None:
+    there, now = (
+        {"recipe": {"draft": {"model": name, "weights": "1"}}, "draft": name} for name in "ab"
+    )
+    assert settings_difference(there, now) == Difference("draft", "a", "b", same_model=True)
+    now["recipe"]["draft"] = {"model": "a", "weights": "2"}
+    assert settings_difference(there, now) == Difference("draft.model", "a", "a", same_name=True)
+
+
+def test_fingerprint(tmp_path: Path) -> None:
+    original = demo_path("demo:draft")
+    copied = shutil.copytree(original, tmp_path / "copy")
+    same = fingerprint(original, "auto")
+    assert fingerprint(copied, "auto") == same
+    assert fingerprint(copied, "dummy") != same
+    random = fingerprint(copied, "dummy")
+    weights = copied / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    for place in (-1, 9):  # the last weight, and the header
+        content[place] ^= 1
+        weights.write_bytes(content)
+        assert fingerprint(copied, "auto") != same
+        content[place] ^= 1
+    weights.write_bytes(content[:5])  # whoever loads it says what is wrong
+    assert fingerprint(copied, "auto") != same
+    weights.unlink()
+    weights.mkdir()  # no weights at all
+    assert fingerprint(copied, "auto") == fingerprint(copied, "dummy") == random
+    (copied / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(SetupError, match="is not a weight index"):
+        fingerprint(copied, "auto")
+    (copied / "config.json").write_text("{}")
+    assert fingerprint(copied, "dummy") != random
+
+
+@pytest.mark.parametrize(
+    ("holds", "lengths", "new", "past"),
+    [
+        (128, [10, 128, 0], 500, 0),  # as long as the target's; two prompts cannot run
+        (126, [10], 500, 1),
+        (127, [10], 500, 0),  # the last token is the target's own
+        (40, [10, 20, 21], 20, 0),
+        (40, [10, 21, 22, 23], 20, 2),
+        (40, [50], 1, 0),  # nothing would be proposed
+        (40, [50], 2, 1),
+    ],
+)
+def test_a_draft_whose_context_ends_early(
+    holds: int, lengths: list[int], new: int, past: int
+) -> None:
+    plan: Any = SimpleNamespace(
+        draft=SimpleNamespace(max_len=holds),
+        max_model_len=128,
+        params=SamplingParams(max_new_tokens=new),
+    )
+    found = draft_context_warning(plan, [(1,) * length for length in lengths])
+    if past == 0:
+        assert found is None
+    else:
+        assert found == (
+            f"the draft's context holds {holds} tokens, past which it proposes nothing: "
+            f"{past} of {len(lengths)} prompts may go past it"
+        )
+    plan.draft = None
+    assert draft_context_warning(plan, [(1,) * length for length in lengths]) is None
