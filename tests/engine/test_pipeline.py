@@ -1,6 +1,7 @@
 """Padded rounds, one ahead of the host, against the ragged rounds of the same engine."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,8 @@ def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> l
 
 def run(engine: Engine, k: int, stop: int | None = None, **params: Any) -> RunResult:
     requests = [
-        Request(i, tuple(p), None if stop is None else Stop(stop)) for i, p in enumerate(PROMPTS)
+        Request(i, tuple(p), None if stop is None else partial(Stop, stop))
+        for i, p in enumerate(PROMPTS)
     ]
     result = engine.run(requests, k, SamplingParams(**params))
     assert engine.allocator.num_used == 0
@@ -173,7 +175,7 @@ def test_few_sequences_run_in_few_slots(pair: tuple[Path, Path], device: torch.d
     assert [slot_counts(n) for n in (1, 9, 32)] == [[1], [1, 3, 9], [1, 2, 8, 32]]
 
     def requests() -> list[Request]:
-        return [Request(i, (5,) * (1 + i % 5), StopAfter(4 + 13 * i)) for i in range(9)]
+        return [Request(i, (5,) * (1 + i % 5), partial(StopAfter, 4 + 13 * i)) for i in range(9)]
 
     ragged, padded = engines(pair, device, batch_size=9)
     params = SamplingParams(max_new_tokens=130, temperature=1.0)
