@@ -11,12 +11,9 @@ import io
 import json
 import os
 import re
-import signal
 import sys
-import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 import typer
@@ -37,6 +34,7 @@ from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.ranks import RanksError
 from specdec_cli.launch.reports import Report
 from specdec_cli.launch.world import Place, find_place
+from specdec_cli.signals import signals
 from specdec_cli.text import inert
 
 _EPILOG = (
@@ -104,7 +102,7 @@ def _main(argv: Sequence[str] | None) -> int:
     outcome = _Outcome()
     held = io.StringIO()
     _forget_no_size()
-    with _signals(is_last=argv is None) as asked:
+    with signals(is_last=argv is None) as asked:
         with _streams(), contextlib.redirect_stdout(held) if as_json else contextlib.nullcontext():
             place = _place(program, verbose, outcome)
             if not outcome.failed:
@@ -345,49 +343,3 @@ def _streams() -> Iterator[None]:
         sys.stdout, sys.stderr = stdout, stderr
         for nothing in closed:
             nothing.close()
-
-
-# A signal so soon after another is the same wish: a second Ctrl-C, or one to the whole group.
-_SAME_WISH_S = 5.0
-
-# Python's own choices; nohup's or a caller's stands.
-_USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
-    signal.SIGINT: signal.default_int_handler,
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGHUP: signal.SIG_DFL,
-}
-
-
-@contextlib.contextmanager
-def _signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
-    """SIGINT, SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs.
-
-    What follows soon is ignored, as it would break clean-up off; what follows later is not, since
-    clean-up may hang and an exception in a `__del__` is lost. is_last: the process ends after
-    this, and once one of them has come, nothing disturbs it while it does. Gives the exit codes
-    that were asked for.
-    """
-    taken: list[signal.Signals] = []
-    asked: list[ExitCode] = []
-    raised_at = 0.0
-
-    def end(signum: int, frame: FrameType | None) -> None:
-        nonlocal raised_at
-        if asked and time.monotonic() - raised_at < _SAME_WISH_S:
-            return
-        raised_at = time.monotonic()
-        asked.append(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM)
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(int(asked[-1]))
-
-    # ValueError: not the main thread, where handlers cannot be set and signals do not arrive.
-    with contextlib.suppress(ValueError):
-        for number, usual in _USUAL.items():
-            if signal.getsignal(number) == usual:
-                signal.signal(number, end)
-                taken.append(number)
-    try:
-        yield asked
-    finally:
-        is_ending = is_last and bool(asked)
-        for number in taken:
-            signal.signal(number, signal.SIG_IGN if is_ending else _USUAL[number])

@@ -11,7 +11,7 @@ PACKAGE = "specdec_cli"
 # A module imports from its own row or below. `x` covers the whole package `x`. A new module finds
 # its row; when none fits, change this table and the one in CONTRIBUTING.md, and say why.
 ROWS = {
-    6: "app __main__ commands",
+    6: "app signals __main__ commands",
     5: "compare launch render report results generation reporting points lossless reading sweep "
     "profiling memory_view",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "

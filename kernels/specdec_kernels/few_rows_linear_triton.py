@@ -25,7 +25,7 @@ from specdec_kernels.launch_triton import (
     is_last,
     prefetch_l2,
 )
-from specdec_kernels.linear import ACTIVATIONS
+from specdec_kernels.linear_outputs import linear_outputs
 from specdec_kernels.linear_tiles import Tiles
 from specdec_kernels.norm_triton import activate
 
@@ -251,24 +251,22 @@ def few_rows_linear(
     Returns [T, N], which is `into` where given; with `norm_weight` [N] also the same times it, and
     squares [T, N / block_n].
     """
+    out, scaled, out_squares = linear_outputs(
+        x,
+        weight,
+        tiles.block_n,
+        squares=squares,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        norm_weight=norm_weight,
+        into=into,
+    )
     num_rows, width = x.shape
-    num_features = weight.shape[0] // (2 if activation else 1)
+    num_features = out.shape[1]
     blocks = triton.cdiv(num_features, tiles.block_n)
-    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
-    assert num_rows <= tiles.block_m and activation in ("", *ACTIVATIONS)
-    assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
-    assert bias is None or bias.shape == (num_features,)
-    assert norm_weight is None or norm_weight.shape == (num_features,)
-    out = into
-    if out is None:
-        out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
-    assert out.shape == (num_rows, num_features) and out.is_contiguous()
-    scaled = out
-    out_squares = partial = counts = out
-    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
-    if norm_weight is not None:
-        scaled = torch.empty_like(out)
-        out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
+    assert num_rows <= tiles.block_m
+    partial = counts = out
     if tiles.splits > 1:
         assert not activation and blocks <= COUNTERS
         partial = torch.empty((tiles.splits, *out.shape), dtype=torch.float32, device=x.device)

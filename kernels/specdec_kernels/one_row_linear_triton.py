@@ -9,13 +9,12 @@ Sums are of plain multiplications: with one row there is no work for the tensor 
 # (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
 # grow.)
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.launch_triton import after_predecessor, dependent_launch
-from specdec_kernels.linear import ACTIVATIONS
+from specdec_kernels.linear_outputs import linear_outputs
 from specdec_kernels.norm_triton import activate
 from specdec_kernels.row_tiles import RowTiles
 
@@ -126,27 +125,22 @@ def one_row_linear(
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `few_rows_linear`, for x [1, K]."""
-    width = x.shape[1]
-    num_features = weight.shape[0] // (2 if activation else 1)
-    blocks = triton.cdiv(num_features, tiles.block_n)
-    assert x.shape[0] == 1 and x.stride(1) == 1
-    assert weight.shape[1] == width and weight.is_contiguous()
-    assert activation in ("", *ACTIVATIONS)
-    assert squares is None or (squares.shape[0] == 1 and squares.is_contiguous())
-    assert bias is None or bias.shape == (num_features,)
-    assert norm_weight is None or norm_weight.shape == (num_features,)
-    out = into
-    if out is None:
-        out = torch.empty((1, num_features), dtype=x.dtype, device=x.device)
-    assert out.shape == (1, num_features) and out.is_contiguous()
-    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
-    scaled = out_squares = out
-    if norm_weight is not None:
-        scaled = torch.empty_like(out)
-        out_squares = torch.empty((1, blocks), dtype=torch.float32, device=x.device)
+    assert x.shape[0] == 1
+    out, scaled, out_squares = linear_outputs(
+        x,
+        weight,
+        tiles.block_n,
+        squares=squares,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        norm_weight=norm_weight,
+        into=into,
+    )
+    width, num_features = x.shape[1], out.shape[1]
     parts = 0 if squares is None else squares.shape[1]
     dependent = dependent_launch(x)
-    one_row_linear_kernel[(blocks,)](
+    one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
         x,
         x if squares is None else squares,
         weight,

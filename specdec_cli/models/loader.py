@@ -5,7 +5,6 @@ filled tensor by tensor from safetensors, or with random numbers for `load_forma
 """
 
 import hashlib
-import json
 import logging
 import math
 import re
@@ -15,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, initialization
+from transformers import AutoModelForCausalLM, initialization
 
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
+from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.gate import Unsupported, check_config, probe, quantisation
 from specdec_cli.models.resolve import model_folder
@@ -91,9 +91,9 @@ def describe(
     Raises `SetupError` for what cannot be found, read or supported.
     """
     folder = model_folder(spec.name, spec.revision)
-    config = _config(spec, folder)
+    config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
     check_config(config, spec.name)
-    dtype = _dtype(spec.dtype, config, device)
+    dtype = dtype_of(spec.dtype, config, device)
     try:
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
@@ -114,7 +114,7 @@ def describe(
     except Exception as problem:
         # Families with attention classes of their own look them up by name.
         is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
-        reason = f"transformers cannot build it ({_line(problem)})"
+        reason = f"transformers cannot build it ({line_of(problem)})"
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
@@ -124,8 +124,8 @@ def describe(
         module=module,
         layers=layers,
         dtype=dtype,
-        max_len=_max_len(config),
-        eos_ids=_eos_ids(config, folder),
+        max_len=max_len_of(config),
+        eos_ids=eos_ids_of(config, folder),
         parallel=parallel,
         shards=shards,
     )
@@ -231,7 +231,7 @@ def _checkpoint_source(
     except Exception as problem:
         raise SetupError(
             f"the weights of {spec.name} cannot be read as config.json describes them "
-            f"({_line(problem)})",
+            f"({line_of(problem)})",
             "config.json and the weights do not belong together",
         ) from problem
     if unused and quantisation(module.config) is None:
@@ -250,9 +250,7 @@ def _checkpoint_source(
     for aliases in names.values():
         held = [name for name in aliases if name in readers]
         if held:
-            if len(held) > 1:
-                _check_tied(held, readers, spec)
-            found |= dict.fromkeys(aliases, readers[held[0]])
+            found |= dict.fromkeys(aliases, _same(held, readers, spec))
         elif not borrowed >= set(aliases):
             missing.append(aliases[0])
     if missing:
@@ -270,7 +268,7 @@ def _checkpoint_source(
         except ValueError as problem:
             raise SetupError(
                 f"{name} of {spec.name} cannot be put together from its parts in the weights "
-                f"({_line(problem)})",
+                f"({line_of(problem)})",
                 "config.json and the weights do not belong together, or a file is missing",
             ) from None
         # Quantised numbers would be copied as if they were the weights themselves.
@@ -287,10 +285,15 @@ def _checkpoint_source(
     return source
 
 
-def _check_tied(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> None:
-    """Refuse tensors that config.json has as one and the weights as different ones: with either
-    alone the model would write another text than the one that was trained."""
-    first = readers[names[0]](None)
+def _same(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> Read:
+    """The reader of a tensor that the weights hold under these names.
+
+    Raises `SetupError` where config.json has as one what the weights have as different ones: with
+    either alone the model would write another text than the one that was trained.
+    """
+    if len(names) == 1:
+        return readers[names[0]]
+    first = readers[names[0]](None)  # kept, since not every tensor can be read twice
     for name in names[1:]:
         if not torch.equal(first, readers[name](None)):
             raise SetupError(
@@ -298,6 +301,7 @@ def _check_tied(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> 
                 "one",
                 "if they were trained apart, set tie_word_embeddings to false in config.json",
             )
+    return lambda part=None: first if part is None else part.of(first)
 
 
 def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
@@ -351,68 +355,3 @@ def _restore_buffers(module: Any, device: torch.device) -> None:
         torch.manual_seed(0)
         with initialization.guard_torch_init_functions():
             module.initialize_weights()
-
-
-def _config(spec: ModelSpec, folder: Path) -> Any:
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=spec.trust_remote_code)
-    except Exception as problem:
-        if "trust_remote_code" in str(problem):
-            raise SetupError(
-                f"model {spec.name} needs code from its own repository",
-                "pass --trust-remote-code if you trust it",
-            ) from None
-        if "model type" in str(problem) or "model_type" in str(problem):
-            raise Unsupported(spec.name, "transformers does not know its model_type") from None
-        raise SetupError(
-            f"cannot read config.json of {spec.name}: {_line(problem)}",
-            "it is damaged or was edited, or this is no model folder",
-        ) from None
-
-
-def _dtype(wanted: str, config: Any, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's on CUDA and float32 on CPU, where halves are slow."""
-    if wanted != "auto":
-        named: torch.dtype = getattr(torch, wanted)
-        return named
-    if device.type != "cuda":
-        return torch.float32
-    stored = getattr(config, "dtype", None)
-    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
-
-
-def _max_len(config: Any) -> int:
-    for key in ("max_position_embeddings", "n_positions"):
-        value = getattr(config, key, None)
-        if isinstance(value, int) and value > 0:
-            return value
-    return 1 << 20
-
-
-def _eos_ids(config: Any, folder: Path) -> frozenset[int]:
-    """Ids that end a text: the generation config's, else the model config's."""
-    eos = getattr(config, "eos_token_id", None)
-    file = folder / "generation_config.json"
-    if file.is_file():
-        try:
-            stored = GenerationConfig.from_pretrained(folder).eos_token_id
-        except Exception as problem:
-            raise SetupError(
-                f"cannot read {file}: {_line(problem)}", "it is damaged; download it again"
-            ) from None
-        eos = eos if stored is None else stored
-    ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
-    if not all(type(i) is int for i in ids):
-        where = file if file.is_file() else folder / "config.json"
-        raise SetupError(
-            f"{where}: eos_token_id is {json.dumps(eos)}",
-            "it has to be a number, or a list of them",
-        )
-    return frozenset(ids)
-
-
-def _line(problem: Exception) -> str:
-    """What went wrong: the first line, and the next one where that only announces it."""
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
-    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
-    return (" ".join(told) or type(problem).__name__)[:200]

@@ -245,7 +245,7 @@ def test_a_signal_much_later_is_another_wish(
     command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first may be lost in a `__del__`, or clean-up may hang."""
-    monkeypatch.setattr("specdec_cli.app._SAME_WISH_S", 0.1)
+    monkeypatch.setattr("specdec_cli.signals._SAME_WISH_S", 0.1)
     heeded: list[bool] = []
 
     def body() -> None:

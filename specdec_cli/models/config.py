@@ -1,0 +1,78 @@
+"""What a model's own files say of it: its config, dtype, length and what ends a text."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GenerationConfig
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.gate import Unsupported
+
+
+def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
+    """transformers' config. Raises `SetupError` for what cannot be read or is not known."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as problem:
+        if "trust_remote_code" in str(problem):
+            raise SetupError(
+                f"model {name} needs code from its own repository",
+                "pass --trust-remote-code if you trust it",
+            ) from None
+        if "model type" in str(problem) or "model_type" in str(problem):
+            raise Unsupported(name, "transformers does not know its model_type") from None
+        raise SetupError(
+            f"cannot read config.json of {name}: {line_of(problem)}",
+            "it is damaged or was edited, or this is no model folder",
+        ) from None
+
+
+def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
+    """`auto` is the checkpoint's on CUDA and float32 on CPU, where halves are slow."""
+    if wanted != "auto":
+        named: torch.dtype = getattr(torch, wanted)
+        return named
+    if device.type != "cuda":
+        return torch.float32
+    stored = getattr(config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else torch.bfloat16
+
+
+def max_len_of(config: Any) -> int:
+    """Most tokens of a sequence; where the config has no limit, more than anybody asks for."""
+    for key in ("max_position_embeddings", "n_positions"):
+        value = getattr(config, key, None)
+        if isinstance(value, int) and value > 0:
+            return value
+    return 1 << 20
+
+
+def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
+    """Ids that end a text: the generation config's, else the model config's."""
+    eos = getattr(config, "eos_token_id", None)
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            stored = GenerationConfig.from_pretrained(folder).eos_token_id
+        except Exception as problem:
+            raise SetupError(
+                f"cannot read {file}: {line_of(problem)}", "it is damaged; download it again"
+            ) from None
+        eos = eos if stored is None else stored
+    ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
+    if not all(type(i) is int for i in ids):
+        where = file if file.is_file() else folder / "config.json"
+        raise SetupError(
+            f"{where}: eos_token_id is {json.dumps(eos)}",
+            "it has to be a number, or a list of them",
+        )
+    return frozenset(ids)
+
+
+def line_of(problem: Exception) -> str:
+    """What went wrong: the first line, and the next one where that only announces it."""
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
+    told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
+    return (" ".join(told) or type(problem).__name__)[:200]

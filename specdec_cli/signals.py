@@ -1,0 +1,54 @@
+"""Signals that end a command like an exception does."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from specdec_cli.errors import ExitCode
+
+# A signal so soon after another is the same wish: a second Ctrl-C, or one to the whole group.
+_SAME_WISH_S = 5.0
+
+# Python's own choices; nohup's or a caller's stands.
+_USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+    signal.SIGHUP: signal.SIG_DFL,
+}
+
+
+@contextlib.contextmanager
+def signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
+    """SIGINT, SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs.
+
+    What follows soon is ignored, as it would break clean-up off; what follows later is not, since
+    clean-up may hang and an exception in a `__del__` is lost. is_last: the process ends after
+    this, and once one of them has come, nothing disturbs it while it does. Gives the exit codes
+    that were asked for.
+    """
+    taken: list[signal.Signals] = []
+    asked: list[ExitCode] = []
+    raised_at = 0.0
+
+    def end(signum: int, frame: FrameType | None) -> None:
+        nonlocal raised_at
+        if asked and time.monotonic() - raised_at < _SAME_WISH_S:
+            return
+        raised_at = time.monotonic()
+        asked.append(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM)
+        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(int(asked[-1]))
+
+    # ValueError: not the main thread, where handlers cannot be set and signals do not arrive.
+    with contextlib.suppress(ValueError):
+        for number, usual in _USUAL.items():
+            if signal.getsignal(number) == usual:
+                signal.signal(number, end)
+                taken.append(number)
+    try:
+        yield asked
+    finally:
+        is_ending = is_last and bool(asked)
+        for number in taken:
+            signal.signal(number, signal.SIG_IGN if is_ending else _USUAL[number])
