@@ -10,9 +10,10 @@ from functools import partial
 import torch
 
 from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.plan import Permissions, Plan, plan
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import UsageError
 from specdec_cli.models.tokenizer import Tokenizer

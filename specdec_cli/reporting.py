@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Protocol
 
 from specdec_cli.engine.detokenize import TextStream
-from specdec_cli.engine.loop import Emission
+from specdec_cli.engine.run import Emission
 from specdec_cli.engine.types import Sequence
 from specdec_cli.generation import Job, output_of
 from specdec_cli.render import TintedText, progress_bar

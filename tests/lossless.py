@@ -19,7 +19,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.sampling import round_noise, to_probs
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
 from specdec_cli.engine.verify import decision

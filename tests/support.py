@@ -13,9 +13,11 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 from specdec_cli.engine.draft import AbsentDraft, DraftWorker
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
-from specdec_cli.engine.loop import Engine, Proposer, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.parallel import ALONE, ONE_RANK, Groups, TensorParallel
+from specdec_cli.engine.run import Proposer, Request
+from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.models.fused import fuse
@@ -328,6 +330,7 @@ def make_engine(
     pipelined: bool = False,
     fused: bool = True,
     groups: Groups = ONE_RANK,
+    synthetic: SyntheticAcceptance | None = None,
 ) -> Engine:
     """An engine over two saved checkpoints."""
     parallel = groups.target or ALONE
@@ -351,6 +354,7 @@ def make_engine(
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
+        synthetic=synthetic,
         pipelined=pipelined,
         parallel=parallel,
     )

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from specdec_cli import demo
 from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Request
 from specdec_cli.engine.plan import plan
+from specdec_cli.engine.run import Request
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
 

@@ -19,9 +19,10 @@ import torch
 import yaml
 
 from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 
 COPY_TB_PER_S = 4.3  # read + written, device to device, H200

@@ -71,8 +71,8 @@ def run_engine(case: Case) -> list[Any]:
     import torch
 
     from specdec_cli.engine.build import build
-    from specdec_cli.engine.loop import Request
     from specdec_cli.engine.plan import plan
+    from specdec_cli.engine.run import Request
     from specdec_cli.recipe import load_recipe
 
     torch.set_num_threads(1)
@@ -120,8 +120,8 @@ def check_rounds(proposer: str, k: int, count: int, new_tokens: int) -> dict[str
 
     from specdec_cli.demo import demo_path
     from specdec_cli.engine.build import build
-    from specdec_cli.engine.loop import Request
     from specdec_cli.engine.plan import plan
+    from specdec_cli.engine.run import Request
     from specdec_cli.recipe import load_recipe
     from tests.support import assisted_rounds, lookup_rounds
 

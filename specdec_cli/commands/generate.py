@@ -145,8 +145,8 @@ def _write(
     with waiting("getting ready", quiet=quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
-            from specdec_cli.engine.loop import Emission
             from specdec_cli.engine.plan import Permissions
+            from specdec_cli.engine.run import Emission
             from specdec_cli.generation import baseline, prepare, requests
             from specdec_cli.render import has_colour, print_failures, print_summary
             from specdec_cli.reporting import collector, shows_live_text, sinks_for

@@ -14,11 +14,12 @@ from typing import Any
 from specdec_cli.compare.records import point_of
 from specdec_cli.compare.settings import Pair, Settings
 from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Emission, Engine
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
 from specdec_cli.engine.parallel import local_world_size
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import available_memory, room_now
+from specdec_cli.engine.run import Emission
 from specdec_cli.engine.types import Sequence as Seq
 from specdec_cli.generation import Job, requests, tokenised
 from specdec_cli.launch.world import World

@@ -10,7 +10,7 @@ import torch
 from specdec_cli.engine.draft import AbsentDraft, DraftWorker
 from specdec_cli.engine.estimate import estimate_passes
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
-from specdec_cli.engine.loop import Engine, Proposer, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.parallel import local_world_size
@@ -24,6 +24,7 @@ from specdec_cli.engine.profile import (
     on_host,
     room_now,
 )
+from specdec_cli.engine.run import Proposer, Request
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError

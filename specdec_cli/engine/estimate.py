@@ -13,7 +13,6 @@ import torch
 
 from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.live_bytes import LiveBytes
-from specdec_cli.engine.loop import slot_counts
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of, check_shared
@@ -24,6 +23,7 @@ from specdec_cli.engine.profile import (
     available_memory,
     total_memory,
 )
+from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.loader import Description, describe

@@ -6,21 +6,19 @@ and what is decided is rank 0's, and everything else follows from it.
 """
 
 import time
-from collections.abc import Callable, Hashable, Iterable
-from collections.abc import Sequence as Values
+from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 import torch
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.draft import AbsentDraft, DraftWorker, no_proposal
 from specdec_cli.engine.kv_cache import BlockAllocator
-from specdec_cli.engine.metrics import Metrics, RunClock, summarise
-from specdec_cli.engine.padded import RoundRule
+from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.engine.pipeline import Pipeline
+from specdec_cli.engine.rounds import PaddedRounds
+from specdec_cli.engine.run import Emission, Proposer, Request, Run, RunResult
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.engine.synthetic import SyntheticAcceptance
@@ -35,84 +33,6 @@ from specdec_cli.engine.types import (
 )
 from specdec_cli.engine.verify import check_finite, read_verdict, verify
 from specdec_cli.errors import RunError
-
-
-class Proposer(Protocol):
-    """What a round needs of a proposer: `engine.draft.DraftWorker`, `engine.ngram.NgramProposer`.
-
-    `propose` is asked for lens[b] tokens of sequence b and says in the proposal's own `lens` how
-    many it found; no sequence may get more than was asked.
-    """
-
-    max_len: int
-
-    def prefill(self, spans: list[Span]) -> None: ...
-
-    def propose(
-        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
-    ) -> Proposal: ...
-
-
-class StopFinder(Protocol):
-    """Says how many of a sequence's new tokens to keep, or None to go on."""
-
-    def feed(self, tokens: Values[int]) -> int | None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One prompt. `index` is global: with the seed it keys the random numbers.
-
-    stop_finder: makes a finder, which each run has a new one of: it remembers what it has seen.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    stop_finder: Callable[[], StopFinder] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Emission:
-    """Tokens that one round added to one sequence; the first `num_accepted` were proposals.
-
-    Empty for a sequence that could not run.
-    """
-
-    seq: Sequence
-    token_ids: list[int]
-    num_accepted: int
-
-
-@dataclass(slots=True)
-class Run:
-    """One pass over a list of prompts: what `Engine.step` advances."""
-
-    k: int
-    params: SamplingParams
-    scheduler: Scheduler
-    clock: RunClock
-    pipelines: tuple[Pipeline, ...] = ()  # by number of slots; none where rounds are ragged
-    pipeline: Pipeline | None = None  # the one of them in use
-    seqs: list[Sequence] = field(default_factory=list)
-    stop_finders: dict[int, StopFinder] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class RunResult:
-    """Every sequence of a run in the order of its prompts, and what was measured."""
-
-    seqs: list[Sequence]
-    metrics: Metrics
-
-
-def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for, so that the end of a run, when few
-    sequences are left, costs about what they cost: a quarter each of the next, as more would be
-    slow to compile."""
-    counts = [batch_size]
-    while counts[0] > 1:
-        counts.insert(0, -(-counts[0] // 4))
-    return counts
 
 
 class Engine:
@@ -149,8 +69,7 @@ class Engine:
         self.synthetic = synthetic
         self.pipelined = pipelined
         self.parallel = parallel
-        self._pipelines: dict[Hashable, tuple[Pipeline, ...]] = {}
-        self._pool: Any = None  # memory that captured rounds share
+        self._rounds = self._padded_rounds()
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
@@ -158,17 +77,24 @@ class Engine:
             return self
         other = copy(self)
         other.batch_size = batch_size
-        other._pipelines = {}
-        other._pool = None
+        other._rounds = other._padded_rounds()
         return other
 
     def forget_rounds(self) -> None:
         """Give up the rounds that were captured, and the memory that they hold."""
-        for pipelines in self._pipelines.values():
-            for pipeline in pipelines:
-                pipeline.close()
-        self._pipelines.clear()
-        self._pool = None
+        self._rounds.close()
+
+    def _padded_rounds(self) -> PaddedRounds:
+        return PaddedRounds(
+            self.target,
+            self.draft if isinstance(self.draft, DraftWorker | AbsentDraft) else None,
+            self.allocator,
+            batch_size=self.batch_size,
+            max_model_len=self.max_model_len,
+            eos_ids=self.eos_ids,
+            synthetic=self.synthetic,
+            parallel=self.parallel,
+        )
 
     def run(
         self,
@@ -209,10 +135,8 @@ class Engine:
         run = Run(k, params, scheduler, RunClock(self.target.model.device))
         for request in requests:
             self._add(run, request)
-        is_model = isinstance(self.draft, DraftWorker | AbsentDraft)
-        if self.pipelined and run.seqs and (k == 0 or is_model):
-            run.pipelines = self._pipelines_of(run)
-            run.pipeline = run.pipelines[-1]
+        if self.pipelined and run.seqs and (pipelines := self._rounds.of(k, params)):
+            run.pipelines, run.pipeline = pipelines, pipelines[-1]
         return run
 
     @staticmethod
@@ -292,39 +216,6 @@ class Engine:
         run.clock.add_stages(done.stage_ms)
         seqs, lens = [done.seqs[b] for b in live], [done.lens[b] for b in live]
         return self._apply(run, seqs, lens, verdict, done.seconds, done.read_at)
-
-    def _pipelines_of(self, run: Run) -> tuple[Pipeline, ...]:
-        """The padded rounds for a run, captured once for each rule and number of slots."""
-        k, params, target = run.k, run.params, self.target
-        key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
-        if key not in self._pipelines:
-            device = target.model.device
-            rates = None
-            if self.synthetic is not None and k:
-                rates = torch.tensor(self.synthetic.rates(k), device=device)
-            eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
-            draft = self.draft if k and isinstance(self.draft, DraftWorker) else None
-            draft_max_len = self.draft.max_len if k and self.draft is not None else 0
-            rule = RoundRule(
-                k=k,
-                params=params,
-                draft_max_len=min(draft_max_len, self.max_model_len),
-                max_model_len=self.max_model_len,
-                eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
-                rates=rates,
-            )
-            # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
-            held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
-            columns = held + self.allocator.blocks_for(k + 1)
-            if device.type == "cuda" and self._pool is None:
-                self._pool = torch.cuda.graph_pool_handle()
-            # The largest first: the smaller ones then find room in what it took.
-            counts = reversed(slot_counts(self.batch_size))
-            made = [
-                Pipeline(target, draft, rule, n, columns, self.parallel, self._pool) for n in counts
-            ]
-            self._pipelines[key] = tuple(reversed(made))
-        return self._pipelines[key]
 
     def _clear_caches(self) -> None:
         """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""

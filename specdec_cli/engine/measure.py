@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from specdec_cli.engine.live_bytes import LiveBytes
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host
+from specdec_cli.engine.run import Request
 from specdec_cli.models.paged import PagedModel
 
 SEGMENT = 2 * 2**20  # what torch rounds a large allocation on CUDA up to

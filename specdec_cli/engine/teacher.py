@@ -11,8 +11,9 @@ from specdec_kernels import ops
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.draft import AbsentDraft, DraftWorker
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.ngram import NgramIndex, NgramProposer
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.sampling import round_noise, to_probs
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.models.paged import PagedModel

@@ -16,8 +16,9 @@ from typing import Protocol
 import torch
 
 from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Emission, Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
+from specdec_cli.engine.run import Emission, Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.engine.types import Sequence as Seq
 from specdec_cli.errors import RunError, SetupError, UsageError, is_out_of_memory

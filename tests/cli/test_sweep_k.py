@@ -432,13 +432,13 @@ def test_resuming_what_fails_again_opens_nothing_else(
 
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
-    from specdec_cli.engine import loop
+    from specdec_cli.engine import rounds
     from specdec_cli.sweep import measure
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    pipeline, build = loop.Pipeline, measure.build
+    pipeline, build = rounds.Pipeline, measure.build
 
     def counted(*arguments: Any) -> Any:
         nonlocal most
@@ -453,12 +453,12 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
         engine.pipelined = True
         return engine
 
-    monkeypatch.setattr(loop, "Pipeline", counted)
+    monkeypatch.setattr(rounds, "Pipeline", counted)
     monkeypatch.setattr(measure, "build", pipelined)
     assert specdec(capsys, *SWEEP, "--batch-size", "4,2", "--json").code == 0
-    slots = loop.slot_counts(4) + loop.slot_counts(2)
+    slots = rounds.slot_counts(4) + rounds.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
-    assert most == 3 * len(loop.slot_counts(4))
+    assert most == 3 * len(rounds.slot_counts(4))
 
 
 @pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])

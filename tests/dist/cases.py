@@ -11,7 +11,8 @@ import torch.distributed as dist
 from specdec_cli.engine import peers
 from specdec_cli.engine.build import build
 from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.parallel import make_groups
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.synthetic import SyntheticAcceptance
@@ -97,12 +98,12 @@ def decode(
     if groups.target is None:
         return None
     settings["device"] = device(rank)
+    if rates is not None:
+        settings["synthetic"] = SyntheticAcceptance.from_rates(rates)
     if pair[1] is None:
         engine = ngram_engine(pair[0], groups=groups, **settings)
     else:
         engine = make_engine(pair[0], pair[1], groups=groups, **settings)
-    if rates is not None:
-        engine.synthetic = SyntheticAcceptance.from_rates(rates)
     return told(engine, prompts, runs)
 
 

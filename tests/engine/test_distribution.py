@@ -15,7 +15,8 @@ import torch
 from scipy import stats
 
 from specdec_cli.engine import loop
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
 from specdec_cli.engine.verify import read_verdict, verify

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdec_cli.engine.batch import Span
 from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
-from specdec_cli.engine.loop import Request
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.models.gate import Unsupported

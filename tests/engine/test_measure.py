@@ -13,10 +13,10 @@ from specdec_cli.engine.estimate import (
     this_machine,
 )
 from specdec_cli.engine.live_bytes import LiveBytes
-from specdec_cli.engine.loop import Request
 from specdec_cli.engine.measure import rehearsal, release, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
+from specdec_cli.engine.run import Request
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
 from tests.conftest import NEEDS_CUDA

@@ -17,9 +17,9 @@ import specdec_cli.engine.plan
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.kv_cache import block_bytes
-from specdec_cli.engine.loop import Request
 from specdec_cli.engine.ngram import NgramIndex, NgramProposer
 from specdec_cli.engine.plan import plan
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.types import Proposal, SamplingParams, Sequence
 from specdec_cli.models import loader

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.loop import Engine, Request, RunResult, slot_counts
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.rounds import slot_counts
+from specdec_cli.engine.run import Request, RunResult
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import RunError
@@ -132,10 +134,9 @@ def test_preemption_changes_nothing(
 
 
 def test_synthetic_acceptance(pair: tuple[Path, Path], device: torch.device) -> None:
+    rates = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
     for temperature in (0.0, 0.7):
-        both = engines(pair, device, batch_size=3)
-        for engine in both:
-            engine.synthetic = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
+        both = engines(pair, device, batch_size=3, synthetic=rates)
         results = [run(e, 3, max_new_tokens=25, temperature=temperature) for e in both]
         assert told(results[0]) == told(results[1])
 

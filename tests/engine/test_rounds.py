@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from specdec_cli.engine.loop import Request
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.types import SamplingParams
 from tests.engine.fakes import (
     FakeDraft,

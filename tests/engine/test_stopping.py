@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from specdec_cli.engine.detokenize import Decoder, StopFinder, cut_at_stop
-from specdec_cli.engine.loop import Emission, Request
+from specdec_cli.engine.run import Emission, Request
 from specdec_cli.engine.types import SamplingParams, Sequence
 from tests.engine.fakes import Rule, fake_engine
 

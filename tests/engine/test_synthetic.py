@@ -9,8 +9,9 @@ import pytest
 import torch
 from rich.console import Console
 
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.errors import UsageError

@@ -9,8 +9,9 @@ import torch
 
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
-from specdec_cli.engine.loop import Engine, Request
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.predict import Text, expected_rounds, greedy_rounds, with_recorded

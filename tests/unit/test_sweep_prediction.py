@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.loop import Emission, Request, RunResult
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
+from specdec_cli.engine.run import Emission, Request, RunResult
 from specdec_cli.engine.sampling import round_noise
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import SamplingParams, Sequence
