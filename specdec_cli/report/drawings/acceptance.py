@@ -1,0 +1,43 @@
+"""Acceptance by position in the proposal."""
+
+from typing import Any
+
+from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
+from specdec_cli.report.findings import draft_labels
+from specdec_cli.report.folder import Point, Run
+
+
+def draw_acceptance(figure: Any, run: Run) -> bool:
+    """The longest proposals of each line, at the smallest batch size that has them; whether there
+    are any."""
+    labels = draft_labels(run)
+    longest: dict[str, Point] = {}
+    for point in run.points:
+        if not point.is_ok or not point.numbers("acceptance_rate_per_pos") or point.is_baseline:
+            continue
+        name = "all" if run.kind == "compare-tp" else labels[point.draft]
+        if name not in longest or (point.k or 0) > (longest[name].k or 0):
+            longest[name] = point
+    if not longest:
+        return False
+    (axis,) = make_axes(figure, 1, 3.2)
+    most = 1
+    for index, (name, point) in enumerate(sorted(longest.items())):
+        style = style_of(index)
+        prefix = f"{safe(name)}, " if len(longest) > 1 else ""
+        for key, word, dash in [
+            ("acceptance_rate_per_pos", "marginal", "-"),
+            ("conditional_acceptance_rate_per_pos", "conditional", "--"),
+        ]:
+            known = [(i, 100 * r) for i, r in enumerate(point.numbers(key), 1) if r is not None]
+            if known:
+                xs, ys = zip(*known, strict=True)
+                most = max(most, *xs)
+                is_hollow = {"mfc": "none"} if dash == "--" else {}
+                axis.plot(xs, ys, dash, linewidth=1.5, markersize=4.5, label=prefix + word,
+                          **style, **is_hollow)  # fmt: skip
+    axis.set_ylim(0, 103)
+    axis.set_xticks(range(1, most + 1, -(-most // 16)))
+    label_axes([axis], "position in the draft (1 is proposed first)", "accepted (%)")
+    add_legend(figure, [axis])
+    return True

@@ -1,0 +1,133 @@
+"""What every drawing shares: colours, a grid of axes, labels, and the figure as PNG or SVG.
+
+Text in them is plain, never markup, and colours are readable on light and on dark paper.
+"""
+
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from specdec_cli.text import inert, one_line
+
+# Okabe and Ito's colours, told apart by colour-blind readers, those that show on black and white.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
+# One more than colours, so that a pair comes back only after all have been.
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_INK = "#1b1e24"  # replaced by the page's own colour in SVG
+FAINT = "#8a8f98"
+_WIDTHS = {1: 6.4, 2: 8.2, 3: 9.6}  # inches, by panels side by side
+STYLE = {
+    "font.size": 9.5,
+    "axes.titlesize": 10,
+    "axes.titleweight": "bold",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": _INK,
+    "axes.labelcolor": _INK,
+    "text.color": _INK,
+    "xtick.color": _INK,
+    "ytick.color": _INK,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": FAINT,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "text.parse_math": False,
+    "svg.fonttype": "none",
+    "font.family": "sans-serif",
+}
+
+
+@contextmanager
+def without_talk() -> Iterator[None]:
+    """No warnings about letters that a font lacks."""
+    logger = logging.getLogger("matplotlib")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def png_of(figure: Any) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def svg_of(figure: Any, name: str) -> str:
+    """The figure as an element for a page: no prolog, its background and ink the page's own."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.hashsalt": name}):
+        figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].replace(_INK, "currentColor")
+    # Ids have to differ between the plots of a page.
+    return (
+        text.replace(' id="', f' id="{name}-')
+        .replace('"#', f'"#{name}-')
+        .replace("url(#", f"url(#{name}-")
+    )
+
+
+def make_axes(figure: Any, count: int, height: float, columns: int = 3) -> list[Any]:
+    """Axes side by side, in rows, sharing their y axis."""
+    columns = max(1, min(columns, count, 3))
+    rows = -(-count // columns)
+    figure.set_size_inches(_WIDTHS[columns], height * rows + 0.5)
+    axes = list(figure.subplots(rows, columns, squeeze=False, sharey=True).flat)
+    for axis in axes[count:]:
+        axis.set_visible(False)
+    return axes[:count]
+
+
+def label_axes(axes: Sequence[Any], x: str, y: str) -> None:
+    """Labels on the outer axes of a grid."""
+    for index, axis in enumerate(axes):
+        if axis.get_subplotspec().is_first_col():
+            axis.set_ylabel(y)
+        columns = axis.get_subplotspec().get_gridspec().ncols
+        if index + columns >= len(axes):
+            axis.set_xlabel(x)
+
+
+def add_legend(figure: Any, axes: Sequence[Any]) -> None:
+    """One legend for all panels, below them, as many entries a row as fit."""
+    entries: dict[str, Any] = {}
+    for axis in axes:
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if not entries:
+        return
+    inches = 0.75 + 0.075 * max(map(len, entries))
+    fit = max(1, int(figure.get_size_inches()[0] / inches))
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside lower center", ncols=min(fit, len(entries))
+    )
+
+
+def style_of(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+    }
+
+
+def safe(text: str) -> str:
+    return one_line(inert(text))
+
+
+def short(title: str) -> str:
+    return title if len(title) <= 38 else f"…{title[-37:]}"

@@ -1,0 +1,31 @@
+"""Which points a drawing shows where: a panel for each setting, a line for each draft."""
+
+from specdec_cli.report.findings import Place, draft_labels, place_of
+from specdec_cli.report.folder import Point, Run
+
+MOST_PANELS = 12
+
+
+def axis_of(run: Run) -> str:
+    return "draft TP" if run.kind == "compare-tp" else "proposal length"
+
+
+def x_label(run: Run) -> str:
+    return "draft TP (ranks)" if run.kind == "compare-tp" else "proposed tokens a round, k"
+
+
+def placed(run: Run) -> dict[str, dict[str, list[tuple[Place, Point]]]]:
+    """Points with a place that are ok, by panel and line."""
+    labels = draft_labels(run)
+    found: dict[str, dict[str, list[tuple[Place, Point]]]] = {}
+    for point in run.points:
+        place = place_of(run, point, labels)
+        if place is not None and point.is_ok:
+            lines = found.setdefault(place.panel, {})
+            lines.setdefault(place.series, []).append((place, point))
+    return dict(sorted(found.items(), key=lambda item: first_number(item[0])))
+
+
+def first_number(text: str) -> tuple[int, str]:
+    digits = "".join(filter(str.isdigit, text))
+    return (int(digits) if digits else 0, text)

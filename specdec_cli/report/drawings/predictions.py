@@ -1,0 +1,64 @@
+"""Predicted speed-ups against measured ones."""
+
+from typing import Any
+
+from specdec_cli.report.drawings.canvas import (
+    FAINT,
+    add_legend,
+    label_axes,
+    make_axes,
+    safe,
+    style_of,
+)
+from specdec_cli.report.findings import draft_labels, speedup
+from specdec_cli.report.folder import Point, Run
+
+
+def draw_predictions(figure: Any, run: Run) -> bool:
+    """Predicted against measured speed-ups; whether there are any."""
+    labels = draft_labels(run)
+    groups: dict[str, list[tuple[float, float, Point]]] = {}
+    for point in run.points:
+        predicted, measured = point.number("predicted_speedup"), speedup(run, point)
+        if predicted is None or measured is None or point.is_baseline:
+            continue
+        drafts = {p.draft for p in run.points if not p.is_baseline}
+        name = f"batch size {point.batch_size}"
+        if len(drafts) > 1:
+            name = f"{labels[point.draft]}, {name}"
+        groups.setdefault(name, []).append((measured, predicted, point))
+    if not groups:
+        return False
+    (axis,) = make_axes(figure, 1, 4.0)
+    ends = [v for group in groups.values() for m, p, _ in group for v in (m, p)]
+    spans = [p.interval("speedup_ci") for group in groups.values() for _, _, p in group]
+    ends += [end for span in spans for end in span or ()]
+    pad = 0.05 * (max(ends) - min(ends)) + 0.01
+    low, high = min(ends) - pad, max(ends) + pad
+    axis.plot([low, high], [low, high], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axis.fill_between(
+        [low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
+        color=FAINT, alpha=0.15, linewidth=0,
+    )  # fmt: skip
+    for index, (name, group) in enumerate(groups.items()):
+        style = style_of(index)
+        for measured, predicted, point in group:
+            if (interval := point.interval("speedup_ci")) is not None:
+                reach = [[max(0.0, measured - interval[0])], [max(0.0, interval[1] - measured)]]
+                axis.errorbar(
+                    measured, predicted, xerr=reach, color=style["color"], linewidth=1, capsize=2
+                )
+        xs, ys, _ = zip(*group, strict=True)
+        axis.plot(xs, ys, linestyle="none", markersize=5.5, label=safe(name), **style)
+        if sum(map(len, groups.values())) <= 20:
+            for measured, predicted, point in group:
+                axis.annotate(
+                    f"{point.k}", (measured, predicted), (4, 5), textcoords="offset points",
+                    fontsize=8, color=style["color"],
+                )  # fmt: skip
+    axis.set_xlim(low, high)
+    axis.set_ylim(low, high)
+    axis.grid(True, axis="both")
+    label_axes([axis], "measured speed-up (×)", "predicted speed-up (×)")
+    add_legend(figure, [axis])
+    return True
