@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention import FEW_QUERIES
+from specdec_kernels.gpu import shared_memory
+from specdec_kernels.hopper import SHARED_MEMORY
 from specdec_kernels.softmax_triton import LOG2E
 
 # Two programs for each of the 132 multiprocessors of an H100 or H200.
@@ -227,15 +229,20 @@ def num_splits(programs: int, max_context: int, block_n: int) -> int:
     return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1
 
 
-def tile_sizes(max_query_len: int, group: int, head_bytes: int) -> tuple[int, int]:
+def tile_sizes(
+    max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
+) -> tuple[int, int]:
     """Rows and keys of a program's tiles; a head of fp32 at 256 or bf16 at 512 has 1024 bytes.
 
     Shared memory holds one tile of queries, of at most 32 KiB unless one group is more, and two
-    each of keys and values.
+    each of keys and values. room: bytes of shared memory that a program can have.
     """
     rows = triton.next_power_of_2(max_query_len * group)
     block_m = max(16, min(rows, 128, 2**15 // head_bytes), triton.next_power_of_2(group))
-    return block_m, 64 if head_bytes <= 256 else 32
+    block_n = 64 if head_bytes <= 256 else 32
+    if block_m * head_bytes + 4 * block_n * head_bytes > room:
+        block_n //= 2
+    return block_m, block_n
 
 
 def paged_attention_triton(
@@ -265,7 +272,8 @@ def paged_attention_triton(
     block_dk = max(16, triton.next_power_of_2(dk))
     block_dv = max(16, triton.next_power_of_2(dv))
     head_bytes = max(block_dk, block_dv) * query.element_size()
-    block_m, block_n = tile_sizes(max_query_len, group, head_bytes)
+    room = shared_memory(query.device)
+    block_m, block_n = tile_sizes(max_query_len, group, head_bytes, room)
     num_tiles = triton.cdiv(max_query_len, block_m // group)
     programs = num_sequences * num_tiles * kv_heads
     if splits is None:

@@ -9,13 +9,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdec_kernels.gpu import shared_memory
 from specdec_kernels.hopper import CACHE_LINE, MULTIPROCESSORS, SHARED_MEMORY
 
 FEW_ROWS = 64
+SCRATCH = 4096  # bytes of shared memory that exchanges between warps take
 
 
 class Tiles(NamedTuple):
-    """How one product is cut; see `linear_triton.few_rows_linear_kernel`."""
+    """How one product is cut; see `few_rows_linear_triton.few_rows_linear_kernel`."""
 
     block_m: int  # all rows; below 16 they are the columns of mma.sync
     block_n: int  # features of a program
@@ -28,7 +30,7 @@ class Tiles(NamedTuple):
     early: int = 0  # numbers of each weight row in registers before the wait
 
 
-def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
+def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
     """Where every program can have a multiprocessor of its own, too many stages for two on one.
 
     A kernel that starts early finds room where its predecessor happens to end first; without this
@@ -37,19 +39,38 @@ def spread(tiles: Tiles, programs: int, itemsize: int) -> Tiles:
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
-    buffers = SHARED_MEMORY // 2 // stage + 1
+    buffers = room // 2 // stage + 1
     # Triton makes a buffer less than stages, but for wgmma, which reads one while it is refilled.
     wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles._replace(num_stages=max(tiles.num_stages, buffers if wgmma else buffers + 1))
 
 
-def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
+def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
+    """With as few stages, and then as short ones, as `room` bytes of shared memory demand.
+
+    parts: weights that a program reads, 2 for a gate.
+    """
+    while True:
+        features = parts * tiles.block_n * itemsize
+        stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
+        # A buffer for each stage but one; weights that came early pass through as well.
+        stages = (room - SCRATCH - features * tiles.early) // stage + 1
+        if stages >= 2 or tiles.block_k <= 64:
+            return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
+        if tiles.early:
+            tiles = tiles._replace(early=0)
+        else:
+            tiles = tiles._replace(block_k=tiles.block_k // 2)
+
+
+def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
     Up to FEW_ROWS rows ours win, since with cuBLAS the norm, the gate and the sum are kernels of
     their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; beyond, M of 64, which
-    the compiler gives to wgmma.
+    the compiler gives to wgmma. room: bytes of shared memory, else what the GPU has.
     """
+    room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     if num_rows > FEW_ROWS:
@@ -69,7 +90,11 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor) -> Tiles | None:
         prefetch = 0
     tiles = tiles._replace(prefetch=prefetch)
     programs = -(-num_features // tiles.block_n) * tiles.splits
-    return tiles if kind == "gate" else spread(tiles, programs, x.element_size())
+    if kind != "gate":
+        tiles = spread(tiles, programs, x.element_size(), room)
+    if room < SHARED_MEMORY:
+        tiles = fitted(tiles, 2 if kind == "gate" else 1, x.element_size(), room)
+    return tiles
 
 
 def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:

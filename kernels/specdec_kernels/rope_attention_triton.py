@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.attention_triton import paged_attention_triton
+from specdec_kernels.gpu import multiprocessors, shared_memory
 from specdec_kernels.launch_triton import EPOCHS, dependent_launch, epochs
 from specdec_kernels.rope_attention_kernel_triton import rope_attention_kernel
 from specdec_kernels.rope_cut import ALONE, MIN_KEYS, choose_cut
@@ -80,6 +81,8 @@ def rope_attention_triton(
         num_columns * block_size,
         splits,
         block_n,
+        shared_memory(device),
+        multiprocessors(device),
     )
     programs = num_sequences * kv_heads
     out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)

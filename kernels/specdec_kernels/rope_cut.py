@@ -5,7 +5,7 @@ scripts/bench/kernels.py shows the outcome.
 
 from typing import NamedTuple
 
-from specdec_kernels.hopper import MULTIPROCESSORS
+from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.powers import power_of_2_from, power_of_2_to
 
 MAX_SPLITS = 33
@@ -13,6 +13,7 @@ FEW_SPLITS = 9
 MIN_KEYS = 128  # the shortest part, and how many older keys the new ones count for
 COMBINED = 64  # numbers that a thread combines at a time
 ALONE = 128  # older keys that one program takes together with the new ones: nothing to combine
+SCRATCH = 24 * 1024  # bytes of shared memory besides the tiles of keys and values, at most
 SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
 
 
@@ -54,8 +55,13 @@ def choose_cut(
     max_context: int,
     splits: int | None = None,
     block_n: int | None = None,
+    room: int = SHARED_MEMORY,
+    multiprocessors: int = MULTIPROCESSORS,
 ) -> Cut:
-    """The cut of an attention over block tables for `max_context` tokens."""
+    """The cut of an attention over block tables for `max_context` tokens.
+
+    room: bytes of shared memory that a program can have on the GPU. multiprocessors: of the GPU.
+    """
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
     programs = num_sequences * kv_heads
@@ -66,12 +72,12 @@ def choose_cut(
     crowded = (
         block_d * itemsize <= 128
         and block_m * block_d <= 32 * 64
-        and programs * MAX_SPLITS > 2 * MULTIPROCESSORS
+        and programs * MAX_SPLITS > 2 * multiprocessors
         and max_context > SHORT_CONTEXT
     )
     if crowded:
         each = 3
-    splits = splits or num_splits(programs, max_context, each * MULTIPROCESSORS)
+    splits = splits or num_splits(programs, max_context, each * multiprocessors)
     few_parts = min(splits, FEW_SPLITS)
     num_stages = 3
     if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
@@ -79,10 +85,11 @@ def choose_cut(
         # Less ahead than 7 leaves room for a third program where two are meant to be.
         if block_d * itemsize <= 128:
             num_stages = 7 if block_m == 16 else 5
-        elif programs <= MULTIPROCESSORS:
+        elif programs <= multiprocessors:
             num_stages = 5
         else:
             num_stages = 2 if block_m == 16 else 3
+    num_stages = min(num_stages, (room - SCRATCH) // (block_n * block_d * itemsize) + 1)
     return Cut(
         splits=splits,
         few_parts=few_parts,

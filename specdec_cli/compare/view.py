@@ -108,7 +108,7 @@ class LiveTable(Silent):
         table = Table(box=None, pad_edge=False)
         for heading in ("target TP", "draft TP", "batch", "prompts", "tokens/s", "x k = 0"):
             table.add_column(heading, justify="right")
-        for (pair, batch_size), by_k in self._rows.items():
+        for (pair, batch_size), by_k in list(self._rows.items()):  # drawn by a thread of its own
             cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
             if (failure := self._failures.get((pair, batch_size))) is not None:
                 table.add_row(*cells, "", failure.status, "")

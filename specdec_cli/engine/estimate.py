@@ -51,15 +51,18 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in plan.held]
     # On CUDA blocks of one model's sizes seldom serve the other.
     prefill = sum(each) if is_cuda else max(each)
-    if not is_cuda:
-        return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)), 0)
-    overhead = _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
-        return PassBytes(max(prefill, _round_bytes(plan, need.batch_size)) + overhead, 0)
+        prefill = max(prefill, _ragged_bytes(plan, need.batch_size))
+    if not is_cuda:
+        return PassBytes(prefill, 0)
+    prefill += _PER_STREAM + cache_rounding(plan)
+    if plan.no_plain_graphs is not None:
+        return PassBytes(prefill, 0)
     # Captured rounds share a pool, and those that warm them up leave as much to their stream.
-    graphs = 2 * (_round_bytes(plan, need.batch_size) + _PER_STREAM)
+    k = plan.k if plan.no_cuda_graphs is None else 0
+    graphs = 2 * (_captured_bytes(plan, need.batch_size, k) + _PER_STREAM)
     graphs += len(slot_counts(need.batch_size)) * _PER_GRAPH
-    return PassBytes(prefill + overhead, graphs)
+    return PassBytes(prefill, graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,23 +165,35 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
     return found
 
 
-def _round_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a round: of the scoring pass, and what sampling keeps."""
-    k, target = plan.k, plan.target
+def _ragged_bytes(plan: Plan, batch: int) -> int:
+    """The largest tensors of a ragged round: of its passes, and what sampling keeps."""
+    found, rows = _passes_bytes(plan, batch, plan.k), batch * (plan.k + 1)
+    if _is_greedy(plan):
+        return found
+    # Distributions in fp32: those of proposals, and the target's with what they are made from.
+    return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
+
+
+def _captured_bytes(plan: Plan, batch: int, k: int) -> int:
+    """The largest tensors of a captured round: of its passes, and what sampling keeps."""
+    found = _passes_bytes(plan, batch, k)
+    if not _is_greedy(plan) and plan.draft is not None and plan.parallel.is_first:
+        # Each step's logits, and all stacked.
+        vocab = min(plan.draft.vocab_size, plan.target.vocab_size)
+        found += 2 * batch * k * vocab * plan.draft.dtype.itemsize
+    return found
+
+
+def _is_greedy(plan: Plan) -> bool:
+    return plan.recipe.sampling.temperature == 0.0
+
+
+def _passes_bytes(plan: Plan, batch: int, k: int) -> int:
+    """The largest tensors of a round's scoring pass, and of its draft's."""
     rows = batch * (k + 1)
-    found = _pass_bytes(target, "target" in plan.compiled, rows, rows)
-    if plan.draft is not None and plan.draft in plan.held:
-        drafting = _pass_bytes(plan.draft, "draft" in plan.compiled, 2 * batch, batch)
-        found = max(found, drafting)
-    is_greedy, vocab = plan.recipe.sampling.temperature == 0.0, target.vocab_size
-    if plan.no_cuda_graphs is not None:
-        # Ragged rounds that sample hold distributions in fp32: those of proposals, and the target's
-        # with what they are made from.
-        return found if is_greedy else found + 4 * vocab * (batch * k + 4 * rows)
-    if not is_greedy and plan.draft is not None:
-        found += (
-            2 * batch * k * vocab * target.dtype.itemsize
-        )  # each step's logits, and all stacked
+    found = _pass_bytes(plan.target, "target" in plan.compiled, rows, rows)
+    if k and plan.draft is not None and plan.draft in plan.held:
+        found = max(found, _pass_bytes(plan.draft, "draft" in plan.compiled, 2 * batch, batch))
     return found
 
 

@@ -119,7 +119,7 @@ def _integer(
     text = environ.get(name)
     if text is None and default is not None:
         return default
-    if text is None or not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < least:
+    if text is None or not re.fullmatch(r"[0-9]{1,10}", text.strip()) or int(text) < least:
         raise UsageError(
             f"{name}={text or ''} is not a number of {least} or more",
             "start the ranks with torchrun or srun, which set it",

@@ -90,7 +90,12 @@ def describe(
 
     Raises `SetupError` for what cannot be found, read or supported.
     """
-    folder = model_folder(spec.name, spec.revision)
+    folder = model_folder(
+        spec.name,
+        spec.revision,
+        weights=spec.load_format != "dummy",
+        allow_pickle=spec.allow_pickle,
+    )
     config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
     check_config(config, spec.name)
     dtype = dtype_of(spec.dtype, config, device)

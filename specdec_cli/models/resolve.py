@@ -9,9 +9,18 @@ from specdec_cli import demo
 from specdec_cli.errors import SetupError
 from specdec_cli.text import one_line
 
+# What is read of a repository on the hub. Weights for other engines lie in folders of their own or
+# are called consolidated.
+_DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
+_WEIGHTS = ("*.safetensors",)
+_PICKLES = ("*.bin",)
+_FOR_OTHERS = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
 
-def model_folder(name: str, revision: str | None) -> Path:
-    """The folder that holds `name`'s config (and, unless dummy, weights).
+
+def model_folder(
+    name: str, revision: str | None, *, weights: bool = True, allow_pickle: bool = False
+) -> Path:
+    """The folder that holds `name`'s config and its `weights`, pickled ones if `allow_pickle`.
 
     A hub id is taken from the local cache, or downloaded where that is possible. Raises
     `SetupError` when there is no such model.
@@ -43,10 +52,14 @@ def model_folder(name: str, revision: str | None) -> Path:
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
     if looks_like_path:
         raise SetupError(f"no such model folder: {name}", "check the path in the recipe")
-    return _from_hub(name, revision)
+    wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
+    folder = _from_hub(name, revision, wanted)
+    if weights and allow_pickle and not any(folder.glob("*.safetensors")):
+        folder = _from_hub(name, revision, [*wanted, *_PICKLES])
+    return folder
 
 
-def _from_hub(name: str, revision: str | None) -> Path:
+def _from_hub(name: str, revision: str | None, wanted: list[str]) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -55,9 +68,11 @@ def _from_hub(name: str, revision: str | None) -> Path:
         RevisionNotFoundError,
     )
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.bin", "*.py"]
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=list(_FOR_OTHERS)
+        )
+        return Path(found)
     except HFValidationError:
         raise SetupError(
             f"no such model: {name}", "name a folder, a hub id (owner/name) or demo:target"

@@ -72,7 +72,8 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
     if not pickled:
         raise SetupError(
             f"no weights in {folder}",
-            "it needs model.safetensors; load_format: dummy runs on random weights",
+            "it needs model.safetensors; pickled weights of a hub id are downloaded with "
+            "--allow-pickle only; load_format: dummy runs on random weights",
         )
     if not allow_pickle:
         raise SetupError(

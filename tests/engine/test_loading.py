@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,7 @@ from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.models.gate import Unsupported
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
 from tests.support import (
     CPU,
@@ -160,6 +162,51 @@ def test_hub_id_that_cannot_be_one(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert name in refusal(name).message
+
+
+DESCRIPTIONS = {"config.json", "tokenizer.json", "chat_template.jinja"}
+REPOSITORY = [
+    *DESCRIPTIONS,
+    *("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"),
+    *("pytorch_model.bin", "training_args.bin", "consolidated.safetensors", "tf_model.h5"),
+    *("original/model.safetensors", "metal/model.bin", "onnx/model.onnx", "README.md"),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "has_safetensors", "weights"),
+    [
+        ({}, True, {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}),
+        ({"weights": False}, True, set()),
+        (
+            {"allow_pickle": True},
+            True,
+            {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"},
+        ),
+        ({}, False, set()),
+        ({"allow_pickle": True}, False, {"pytorch_model.bin"}),
+        ({"weights": False, "allow_pickle": True}, False, set()),
+    ],
+)
+def test_nothing_is_downloaded_that_nobody_reads(
+    options: dict[str, bool],
+    has_safetensors: bool,
+    weights: set[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def download(name: str, *, revision: str, **patterns: list[str]) -> str:
+        assert (name, revision) == ("owner/name", "v2")
+        there = [f for f in REPOSITORY if has_safetensors or not f.startswith("model")]
+        for file in huggingface_hub.utils.filter_repo_objects(there, **patterns):
+            (tmp_path / file).parent.mkdir(exist_ok=True)
+            (tmp_path / file).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert model_folder("owner/name", "v2", **options) == tmp_path
+    found = {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()}
+    assert found == DESCRIPTIONS | weights
 
 
 def test_bundled_name_that_is_not() -> None:

@@ -72,7 +72,11 @@ def test_experts_are_captured_in_bfloat16_only(tmp_path: Path) -> None:
 
 def test_ngram_rounds_are_not_captured(tmp_path: Path) -> None:
     found = tiny_plan(tmp_path, speculation__method="ngram")
-    assert found.execution["cuda_graphs"] == "off: n-gram proposals are made on the host"
+    reason = "n-gram proposals are made on the host"
+    assert found.execution["cuda_graphs"] == f"off: {reason}; on at k = 0"
+    assert found.no_cuda_graphs == reason and found.no_plain_graphs is None
+    found = tiny_plan(tmp_path, speculation__method="ngram", run__cuda_graphs="off")
+    assert found.execution["cuda_graphs"] == "off: as asked"
     found = tiny_plan(tmp_path, speculation__method="ngram", speculation__num_speculative_tokens=0)
     assert found.no_cuda_graphs is None
 

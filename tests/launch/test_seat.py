@@ -67,6 +67,12 @@ def test_a_batch_script_outside_srun_is_no_rank() -> None:
     assert find_seat(script) is None
 
 
+def test_a_shell_of_salloc_is_no_rank() -> None:
+    """Slurm counts its own steps down from 2^32: that of an interactive shell is the sixth."""
+    shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
+    assert find_seat({**SLURM, **shell}) is None
+
+
 def test_a_single_srun_task_starts_its_own_ranks() -> None:
     assert find_seat({**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}) is None
 
