@@ -13,7 +13,7 @@ FEW_SPLITS = 9
 MIN_KEYS = 128  # the shortest part, and how many older keys the new ones count for
 COMBINED = 64  # numbers that a thread combines at a time
 ALONE = 128  # older keys that one program takes together with the new ones: nothing to combine
-SCRATCH = 24 * 1024  # bytes of shared memory besides the tiles of keys and values, at most
+SCRATCH = 8192  # bytes of shared memory that exchanges between warps take
 SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
 
 
@@ -66,6 +66,8 @@ def choose_cut(
     block_d = max(32, power_of_2_from(head_dim))
     programs = num_sequences * kv_heads
     block_n = block_n or max(16, min(128, 2**15 // (block_d * itemsize)))
+    while block_n > 16 and stages_within(room, block_m, block_n, block_d, itemsize) < 3:
+        block_n //= 2
     num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
     # Programs that run on a multiprocessor at once, by their registers and shared memory.
     each = 2 if block_m <= 32 else 1
@@ -89,7 +91,7 @@ def choose_cut(
             num_stages = 5
         else:
             num_stages = 2 if block_m == 16 else 3
-    num_stages = min(num_stages, (room - SCRATCH) // (block_n * block_d * itemsize) + 1)
+    num_stages = min(num_stages, stages_within(room, block_m, block_n, block_d, itemsize))
     return Cut(
         splits=splits,
         few_parts=few_parts,
@@ -103,6 +105,17 @@ def choose_cut(
         num_stages=num_stages,
         maxnreg=168 if crowded and splits > 1 else None,
     )
+
+
+def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
+    """Stages of a pipeline over tiles of keys for which `room` bytes of shared memory are enough.
+
+    Besides them lie queries and weights there, and in fp32 a tile once more, on its way to the
+    products. Below 3 stages there is no room for one tile each of keys and values.
+    """
+    tile = block_n * block_d * itemsize
+    others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
+    return max(0, room - others) // tile + 1
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:

@@ -1,15 +1,17 @@
-"""What holds on a GPU, in eager mode, on the demo pair.
+"""What holds on a GPU, on the demo pair.
 
-    python scripts/proofs/gpu.py
+    python scripts/proofs/gpu.py [--graphs auto|off]
 
 1. fp32: greedy token ids equal transformers' `generate` on the same device.
 2. bf16: every first divergence from the target alone is a near-tie: in fp32 the two best logits
    there are closer than twice the noise that bf16 shows between passes of different width.
 3. fp32 sampling: the same tokens whatever the batch size, and again when repeated.
 
-Prints a table each and exits 1 when one does not hold.
+Rounds are CUDA graphs, or with `--graphs off` launched pass by pass. Prints a table each and exits
+1 when one does not hold.
 """
 
+import argparse
 import json
 import sys
 import time
@@ -37,7 +39,9 @@ def prompts() -> list[list[int]]:
     return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[::5][:PROMPTS]]
 
 
-def run(asked: list[list[int]], k: int, batch: int, dtype: str, **more: object) -> list[Sequence]:
+def run(
+    asked: list[list[int]], k: int, batch: int, dtype: str, graphs: str, **more: object
+) -> list[Sequence]:
     """The engine's finished sequences."""
     overrides: dict[str, object] = {
         "target.model": "demo:target",
@@ -46,6 +50,7 @@ def run(asked: list[list[int]], k: int, batch: int, dtype: str, **more: object) 
         "draft.dtype": dtype,
         "run.device": DEVICE,
         "run.batch_size": batch,
+        "run.cuda_graphs": graphs,
         "speculation.num_speculative_tokens": k,
         "sampling.max_new_tokens": NEW_TOKENS,
         "sampling.ignore_eos": True,
@@ -68,13 +73,13 @@ def alone(asked: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
     return [greedy_reference(model, prompt, NEW_TOKENS) for prompt in asked]
 
 
-def equal_in_fp32(asked: list[list[int]]) -> int:
+def equal_in_fp32(asked: list[list[int]], graphs: str) -> int:
     want, bad = alone(asked, torch.float32), 0
     for draft in ("demo:draft", "demo:target"):
         for k in (0, 1, 3, 6):
             for batch in (1, 8):
                 started = time.perf_counter()
-                seqs = run(asked, k, batch, "float32", **{"draft.model": draft})
+                seqs = run(asked, k, batch, "float32", graphs, **{"draft.model": draft})
                 differ = [s.index for s, w in zip(seqs, want, strict=True) if s.output_ids != w]
                 bad += len(differ)
                 rounds = [a for s in seqs for a in s.accepted_per_round]
@@ -106,12 +111,12 @@ def width_noise(asked: list[list[int]], width: int) -> float:
 
 
 @torch.inference_mode()
-def near_ties_in_bf16(asked: list[list[int]]) -> int:
+def near_ties_in_bf16(asked: list[list[int]], graphs: str) -> int:
     want, exact, bad = alone(asked, torch.bfloat16), target(torch.float32), 0
     for k in (0, 1, 3, 5):
         for batch in (1, 8):
             noise, gaps = width_noise(asked, max(2, k + 1, batch)), []
-            for seq, other in zip(run(asked, k, batch, "bfloat16"), want, strict=True):
+            for seq, other in zip(run(asked, k, batch, "bfloat16", graphs), want, strict=True):
                 at = next((i for i in range(NEW_TOKENS) if seq.output_ids[i] != other[i]), None)
                 if at is None:
                     continue
@@ -130,11 +135,11 @@ def near_ties_in_bf16(asked: list[list[int]]) -> int:
     return bad
 
 
-def sampling_repeats(asked: list[list[int]]) -> int:
+def sampling_repeats(asked: list[list[int]], graphs: str) -> int:
     hot: dict[str, object] = {"sampling.temperature": 0.8, "sampling.top_p": 0.95}
-    first = [s.output_ids for s in run(asked, 4, 1, "float32", **hot)]
-    again = [s.output_ids for s in run(asked, 4, 1, "float32", **hot)]
-    wide = [s.output_ids for s in run(asked, 4, 8, "float32", **hot)]
+    first = [s.output_ids for s in run(asked, 4, 1, "float32", graphs, **hot)]
+    again = [s.output_ids for s in run(asked, 4, 1, "float32", graphs, **hot)]
+    wide = [s.output_ids for s in run(asked, 4, 8, "float32", graphs, **hot)]
     repeats = sum(a != b for a, b in zip(first, again, strict=True))
     batches = sum(a != b for a, b in zip(first, wide, strict=True))
     print(f"sampled fp32: {repeats} differ when repeated, {batches} between batch 1 and 8")
@@ -142,9 +147,13 @@ def sampling_repeats(asked: list[list[int]]) -> int:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--graphs", choices=("auto", "off"), default="auto")
+    graphs = parser.parse_args().graphs
     asked = prompts()
     print(torch.cuda.get_device_name(), torch.__version__, f"{len(asked)} prompts x {NEW_TOKENS}")
-    bad = equal_in_fp32(asked) + near_ties_in_bf16(asked) + sampling_repeats(asked)
+    checks = (equal_in_fp32, near_ties_in_bf16, sampling_repeats)
+    bad = sum(check(asked, graphs) for check in checks)
     print("all hold" if not bad else f"{bad} do not hold")
     return 1 if bad else 0
 

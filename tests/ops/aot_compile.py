@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import triton
 from specdec_kernels.attention_triton import tile_sizes
+from specdec_kernels.hopper import SHARED_MEMORY
 from specdec_kernels.linear_tiles import choose_tiles
 from specdec_kernels.rope_cut import choose_cut
 from specdec_kernels.row_tiles import choose_row_tiles
@@ -58,11 +59,16 @@ SQUARES = {"squares_ptr": "*fp32", "out_squares_ptr": "*fp32"}
 
 
 def linear(
-    kind: str, rows: int, width: int, features: int, dtype: torch.dtype = torch.bfloat16
+    kind: str,
+    rows: int,
+    width: int,
+    features: int,
+    dtype: torch.dtype = torch.bfloat16,
+    room: int | None = None,
 ) -> dict[str, Any]:
     """Constants of a product on a residual stream 4096 wide, as the launcher chooses them."""
     x = torch.empty(rows, width, dtype=dtype, device="meta")
-    tiles = choose_tiles(kind, x, torch.empty(features, width, dtype=dtype, device="meta"))
+    tiles = choose_tiles(kind, x, torch.empty(features, width, dtype=dtype, device="meta"), room)
     assert tiles is not None
     constants = {name.upper(): value for name, value in tiles._asdict().items()}
     constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
@@ -90,9 +96,14 @@ def around(kind: str, width: int) -> dict[str, Any]:
 
 
 def rope_attention(
-    max_query_len: int, sequences: int = 1, dim: int = 128, itemsize: int = 2, **extra: Any
+    max_query_len: int,
+    sequences: int = 1,
+    dim: int = 128,
+    itemsize: int = 2,
+    room: int = SHARED_MEMORY,
+    **extra: Any,
 ) -> dict[str, Any]:
-    cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17)
+    cut = choose_cut(max_query_len, 4, 8, dim, itemsize, sequences, 2**17, room=room)
     constants = {name.upper(): value for name, value in cut._asdict().items()}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
     constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
@@ -332,7 +343,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("batch-16", "*bf16", rope_attention(6, 16), {}),
             ("batch-32", "*bf16", rope_attention(1, 32), {}),
             ("D256", "*bf16", rope_attention(6, 8, dim=256), {}),
-            ("fp32-D256", "*fp32", rope_attention(1, 8, dim=256, itemsize=4), {}),
+            ("fp32-D128", "*fp32", rope_attention(1, 8, itemsize=4), {}),
             (
                 *("everything-fp64-scalars", "*bf16", rope_attention(6, 8, **EVERYTHING)),
                 {"scale": "fp64", "softcap": "fp64", "eps": "fp64"},
@@ -356,6 +367,24 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
 }
 
 
+# Shared memory that a program can have on an A100, and on an L40S or a GPU of a workstation.
+ROOMS = {80: 163 * 1024, 89: 99 * 1024}
+
+_LINEAR = ("few_rows_linear_triton", "few_rows_linear_kernel", "*bf16")
+_ROPE = ("rope_attention_kernel_triton", "rope_attention_kernel", "*bf16")
+
+# Those that take most of an H100's shared memory, as they are cut for GPUs that have less.
+SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str]]]] = {
+    f"{name}-sm_{arch}": (arch, (*kernel, constants | {"DEPENDENT": False}, types))
+    for arch, room in ROOMS.items()
+    for name, kernel, constants, types in [
+        ("linear-add-2", _LINEAR, linear("add", 2, 8192, 2048, room=room), SQUARES),
+        ("linear-add-48", _LINEAR, linear("add", 48, 14336, 4096, room=room), SQUARES),
+        ("batch-16", _ROPE, rope_attention(6, 16, room=room), {"stats_ptr": "*i64"}),
+    ]
+}
+
+
 def type_of(parameter: str, pointer: str) -> str:
     name = parameter.removesuffix("_ptr")
     if name == parameter:
@@ -368,7 +397,12 @@ def type_of(parameter: str, pointer: str) -> str:
 
 
 def compile_case(
-    module: str, kernel: str, pointer: str, constants: dict[str, Any], types: dict[str, str]
+    module: str,
+    kernel: str,
+    pointer: str,
+    constants: dict[str, Any],
+    types: dict[str, str],
+    arch: int = 90,
 ) -> dict[str, int]:
     function = getattr(importlib.import_module(f"specdec_kernels.{module}"), kernel)
     names = function.arg_names
@@ -388,8 +422,8 @@ def compile_case(
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     if kernel == "paged_attention_kernel":
         options["num_stages"] = 3
-    options["launch_pdl"] = "DEPENDENT" in constants
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    options["launch_pdl"] = constants.get("DEPENDENT", False)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     before_wait, _, after_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")
     return {
         "cubin": len(compiled.asm["cubin"]),
@@ -400,4 +434,6 @@ def compile_case(
 
 
 if __name__ == "__main__":
-    print(json.dumps({name: compile_case(*case) for name, case in CASES.items()}))
+    found = {name: compile_case(*case) for name, case in CASES.items()}
+    found |= {name: compile_case(*case, arch) for name, (arch, case) in SMALLER.items()}
+    print(json.dumps(found))

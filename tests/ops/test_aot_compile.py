@@ -32,6 +32,13 @@ def test_kernel_compiles_for_sm_90(case, sizes):
     assert sizes[case]["shared"] <= SHARED_MEMORY
 
 
+@pytest.mark.parametrize("case", aot_compile.SMALLER)
+def test_kernel_fits_gpus_with_less_shared_memory(case, sizes):
+    arch, _ = aot_compile.SMALLER[case]
+    assert sizes[case]["cubin"] > 0
+    assert sizes[case]["shared"] <= aot_compile.ROOMS[arch]
+
+
 @pytest.mark.parametrize("case", [c for c in aot_compile.CASES if c.startswith("rope_attention-")])
 def test_attention_begins_to_wait_soon(case, sizes):
     """Keys that were turned in pieces before it, with barriers between, took 2 us a layer."""
