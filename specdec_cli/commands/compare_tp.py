@@ -103,26 +103,8 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    resolved = options.resolve(
-        recipe,
-        sets,
-        {
-            "target": target,
-            "draft": draft,
-            "num_speculative_tokens": num_speculative_tokens,
-            "dtype": dtype,
-            "device": device,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-            "max_new_tokens": max_new_tokens,
-            "ignore_eos": ignore_eos,
-            "seed": seed,
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            **inputs.dataset_options(dataset),
-        },
-    )
+    chosen = options.given(ctx, "dataset", "target_tp", "draft_tp", "batch_size")
+    resolved = options.resolve(recipe, sets, chosen | inputs.dataset_options(dataset))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
     prompts, resolved = inputs.from_data(

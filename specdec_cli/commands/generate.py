@@ -79,25 +79,7 @@ def generate(
 
     options.set_up_logging(quiet=quiet, verbose=verbose)
     source = _Source(prompt or [], prompt_file, limit, skip_bad)
-    chosen = {
-        "prompt_file": source.recipe_path,
-        "target": target,
-        "draft": draft,
-        "target_tp": target_tp,
-        "draft_tp": draft_tp,
-        "num_speculative_tokens": num_speculative_tokens,
-        "dtype": dtype,
-        "device": device,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-        "batch_size": batch_size,
-        "seed": seed,
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-    }
+    chosen = {"prompt_file": source.recipe_path, **options.given(ctx, "prompt_file")}
     resolved = options.resolve(recipe, sets, chosen)
     use_chat, opening = inputs.chat_of(chat, system, resolved.data)
 

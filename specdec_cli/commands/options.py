@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -247,7 +247,6 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "dataset": ("--dataset", "data.path"),
     "dataset_split": ("--dataset", "data.split"),
     "dataset_column": ("--dataset", "data.column"),
-    "limit": ("--limit", "data.limit"),
     "synthetic_acceptance_rates": (
         "--synthetic-acceptance-rates",
         "speculation.synthetic_acceptance_rates",
@@ -257,6 +256,16 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
         "speculation.synthetic_acceptance_length",
     ),
 }
+
+
+def given(ctx: typer.Context, *but: str) -> dict[str, Any]:
+    """The options of a command that were given and set a key, by names of `OPTION_KEYS`.
+
+    but: those that a command reads in its own way, such as lists. In the table's order, whatever
+    the command line's is.
+    """
+    values = {name: ctx.params.get(name) for name in OPTION_KEYS if name not in but}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def resolve(

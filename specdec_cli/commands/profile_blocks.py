@@ -116,21 +116,7 @@ def profile_blocks(
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
                 raise UsageError(f"{flag}: several values can only be had with --estimate")
-    chosen = {
-        "target": target,
-        "draft": draft,
-        "target_tp": target_tp,
-        "dtype": dtype,
-        "device": device,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-        "batch_size": batch_size,
-        "seed": seed,
-        "num_blocks": num_blocks,
-    }
+    chosen = options.given(ctx, *lists)
 
     def resolve(point: dict[str, object]) -> "specdec_cli.recipe.Recipe":
         return options.resolve(recipe, sets, chosen | point)

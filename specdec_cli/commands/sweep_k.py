@@ -123,22 +123,8 @@ def sweep_k(
             f"shard {part[0]}/{part[1]}, this task's of the Slurm array; --shard 0/1 takes all",
             err=True,
         )
-    chosen: dict[str, object] = {
-        "target": target,
-        "target_tp": target_tp,
-        "draft_tp": draft_tp,
-        "dtype": dtype,
-        "device": device,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-        "seed": seed,
-        "num_blocks": num_blocks,
-        "block_size": block_size,
-        **inputs.dataset_options(dataset),
-    }
+    own = ("draft", "batch_size", "synthetic_acceptance_rates", "synthetic_acceptance_length")
+    chosen = options.given(ctx, "dataset", *own) | inputs.dataset_options(dataset)
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -156,10 +142,7 @@ def sweep_k(
         other = "length" if rates is not None else "rates"
         all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
     drafts: Sequence[str | None] = draft or [None]
-    recipes = [
-        options.resolve(recipe, all_sets, chosen | {"draft": name, "batch_size": None})
-        for name in drafts
-    ]
+    recipes = [options.resolve(recipe, all_sets, chosen | {"draft": name}) for name in drafts]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     if is_heard:
         options.warn_of_unused(recipes[0], has_draft=bool(draft))
