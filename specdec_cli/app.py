@@ -35,7 +35,7 @@ from specdec_cli.launch.ranks import RanksError
 from specdec_cli.launch.reports import Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
-from specdec_cli.text import inert
+from specdec_cli.text import first_line, inert
 
 _EPILOG = (
     "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
@@ -224,7 +224,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     elif is_out_of_memory(error):
         outcome.fail(
             ExitCode.ENVIRONMENT,
-            f"out of memory: {_first_line(error) or 'no more to be had'}",
+            f"out of memory: {first_line(error) or 'no more to be had'}",
             "try a smaller --batch-size, --max-new-tokens or --num-blocks",
         )
     elif isinstance(error, BrokenPipeError):
@@ -237,7 +237,7 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     else:
         outcome.fail(
             ExitCode.RUN_FAILED,
-            f"{type(error).__name__}: {_first_line(error)}".removesuffix(": "),
+            f"{type(error).__name__}: {first_line(error)}".removesuffix(": "),
             "this is not an error we foresaw: run again with -v for the traceback",
         )
 
@@ -251,10 +251,6 @@ _MACHINE_ERRNOS = frozenset(
 def _usage_hint(error: BaseException) -> str:
     context = getattr(error, "ctx", None)
     return f"see `{context.command_path if context else 'specdec'} --help`"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _report(outcome: _Outcome, verbose: bool) -> None:

@@ -32,6 +32,11 @@ def one_line(text: str) -> str:
     return shown if len(text) <= 80 else f"{shown}…"
 
 
+def first_line(problem: BaseException) -> str:
+    """The first line of what an exception says that says anything; empty where none does."""
+    return str(problem).strip().partition("\n")[0]
+
+
 def shown(value: object) -> str:
     """A value as JSON, and nearly YAML, would have it, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)

@@ -12,6 +12,7 @@ import torch
 from specdec_kernels.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
 
 from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
@@ -49,7 +50,7 @@ def shared_memory(
         compare_meetings(parallel)
         found, problem = _shared(parallel, width, vocab_size, dtype), None
     except (RuntimeError, ImportError, AttributeError, OSError) as error:
-        found, problem = None, str(error).partition("\n")[0]
+        found, problem = None, first_line(error)
     problems = [p for p in parallel.gather_objects(problem) if p is not None]
     if problems:
         _log.info("no memory shared between GPUs, small sums go through NCCL: %s", problems[0])

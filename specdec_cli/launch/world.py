@@ -14,6 +14,7 @@ from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.seat import Seat, find_seat
+from specdec_cli.text import first_line
 
 T = TypeVar("T")
 
@@ -238,9 +239,8 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
             rank.store = PrefixStore("specdec", client)
             rank.limit_s = timeout_s
     except (RuntimeError, ValueError, OSError) as problem:
-        reason = str(problem).strip().partition("\n")[0]
         raise PeersMissing(
-            f"could not meet the other ranks at {seat.address}:{seat.port}: {reason}",
+            f"could not meet the other ranks at {seat.address}:{seat.port}: {first_line(problem)}",
             "see that every rank was started and that this address can be reached from all of them",
         ) from problem
     # A load may take long, and longer on ranks that load more; a hung one is found otherwise.

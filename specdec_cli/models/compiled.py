@@ -20,6 +20,7 @@ import torch
 import torch._dynamo
 
 from specdec_cli.errors import SetupError
+from specdec_cli.text import first_line
 
 CompileError = torch._dynamo.exc.TorchDynamoException
 Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -85,7 +86,7 @@ def keep_artifacts() -> None:
 
 def cannot_compile(problem: CompileError) -> SetupError:
     """The error for a model that is no whole graph: running it slowly instead would mislead."""
-    reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+    reason = (first_line(problem) or type(problem).__name__)[:200]
     return SetupError(
         f"a model cannot be compiled: {reason}",
         "--set run.compile=off runs it as it is; -v shows the whole error",

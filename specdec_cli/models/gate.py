@@ -11,6 +11,7 @@ import torch
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, attach
+from specdec_cli.text import first_line
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their tables follow the longest position in the batch, so a sequence's logits would depend on
@@ -149,7 +150,7 @@ def _trial_pass(model: Any, name: str) -> None:
             name, f"{kind} looks at values in the middle of a pass to decide what to compute"
         ) from problem
     except Exception as problem:
-        reason = (str(problem).splitlines() or [type(problem).__name__])[0][:200]
+        reason = (first_line(problem) or type(problem).__name__)[:200]
         raise Unsupported(name, f"a trial pass through {kind} fails ({reason})") from problem
     finally:
         model.set_experts_implementation(chosen)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.text import first_line
 
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
@@ -144,8 +145,8 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
 
 def _reason(problem: Exception) -> str:
     """The first line of what an exception says, or more where that announces a list."""
-    lines = str(problem).splitlines() or [type(problem).__name__]
-    said = " ".join(" ".join(lines).split()) if lines[0].rstrip().endswith(":") else lines[0]
+    first = first_line(problem) or type(problem).__name__
+    said = " ".join(str(problem).split()) if first.rstrip().endswith(":") else first
     return said[:200]
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec_cli.errors import SetupError
+from specdec_cli.text import first_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _same(tensor: torch.Tensor, part: Part | None = None) -> torch.Tensor:
 
 
 def _damaged(file: Path, problem: Exception) -> SetupError:
-    reason = str(problem).splitlines()[0] if str(problem) else type(problem).__name__
+    reason = first_line(problem) or type(problem).__name__
     return SetupError(
         f"cannot read the weights in {file}: {reason}",
         "the file is truncated or damaged; download it again",

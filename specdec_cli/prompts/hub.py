@@ -11,7 +11,7 @@ from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.prompts.lines import Rows
 from specdec_cli.prompts.tables import wanted
 from specdec_cli.prompts.types import Source
-from specdec_cli.text import one_line
+from specdec_cli.text import first_line, one_line
 
 
 def hub_source(
@@ -73,7 +73,7 @@ def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
         )
     if is_folder or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
         cause = problem.__cause__ or problem
-        why = one_line(str(cause).strip().partition("\n")[0])
+        why = one_line(first_line(cause))
         return UsageError(f"{path}: cannot be read as a dataset: {why}")
     if kind == "DatasetNotFoundError":
         return SetupError(

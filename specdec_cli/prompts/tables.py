@@ -11,7 +11,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.prompts.lines import MAX_LINE_BYTES, Rows
 from specdec_cli.prompts.records import CATEGORY_KEY, PROMPT_KEYS
 from specdec_cli.prompts.types import BadRow, Source
-from specdec_cli.text import is_unicode, one_line
+from specdec_cli.text import first_line, is_unicode, one_line
 
 NEEDS_DATASETS = "`pip install datasets` brings it"
 
@@ -85,7 +85,9 @@ def parquet_source(path: Path, name: str, column: str | None) -> Source:
     try:
         file = parquet.ParquetFile(path)
     except (pyarrow.ArrowException, OSError) as error:
-        raise UsageError(f"{name}: cannot be read as parquet: {_first_line(error)}") from None
+        raise UsageError(
+            f"{name}: cannot be read as parquet: {one_line(first_line(error))}"
+        ) from None
     columns = tuple(file.schema_arrow.names)
     return Source(name, _parquet_rows(file, name, wanted(columns, column)), columns)
 
@@ -100,7 +102,7 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
                 number += 1
                 yield f"{name}: row {number}", record
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        what = f"cannot be read as parquet: {_first_line(error)}"
+        what = f"cannot be read as parquet: {one_line(first_line(error))}"
         raise UsageError(f"{name}: row {number + 1}: {what}") from None
 
 
@@ -108,7 +110,3 @@ def wanted(columns: Sequence[str], column: str | None) -> list[str]:
     """The columns to read: pictures and sounds beside a prompt need not be decoded."""
     keys = (*PROMPT_KEYS, CATEGORY_KEY) if column is None else (column, CATEGORY_KEY)
     return [name for name in columns if name in keys]
-
-
-def _first_line(error: Exception) -> str:
-    return one_line(str(error).strip().partition("\n")[0])

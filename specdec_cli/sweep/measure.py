@@ -30,6 +30,7 @@ from specdec_cli.sweep.document import points_of_block
 from specdec_cli.sweep.order import curve_parts, curve_unit, units_of
 from specdec_cli.sweep.plan import SweepPlan, only
 from specdec_cli.sweep.records import Clock, Records, peak_memory, sample_of
+from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
@@ -323,7 +324,7 @@ class Sweep:
         if has_failed:
             assert problem is not None
             _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
-            reason = str(problem).strip().partition("\n")[0] or type(problem).__name__
+            reason = first_line(problem) or type(problem).__name__
             status = "oom" if is_out_of_memory(problem) else "failed"
             self.failures[key] = Failure(status, reason)
             problem = None  # its traceback holds the tensors of what failed
