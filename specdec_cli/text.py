@@ -1,10 +1,12 @@
-"""Making text that we did not write harmless on a terminal.
+"""Text that we did not write made harmless on a terminal; short forms of messages and values.
 
 Knows nothing of who prints it or where.
 """
 
+import hashlib
 import json
 import re
+from typing import Any
 
 # Control bytes (escape sequences start with one), line and direction overrides that reorder what
 # is read, the byte order mark, which cannot be seen, and lone surrogates, which no stream can
@@ -41,6 +43,14 @@ def shown(value: object) -> str:
     """A value as JSON, and nearly YAML, would have it, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def digest(value: Any) -> str:
+    """A short name for a value as JSON, whatever the order of its keys.
+
+    Run folders hold it, so what it is computed from may not change.
+    """
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_unicode(text: str) -> bool:

@@ -3,8 +3,6 @@
 Everything is computed from what lies in the run folder. Knows no ranks and no terminal.
 """
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +22,7 @@ from specdec_cli.reading import (
     read_checked,
 )
 from specdec_cli.results import RunFolder
+from specdec_cli.text import digest
 
 Samples = Mapping[int, Sample]
 
@@ -181,7 +180,7 @@ def point_of(
         "blocks_per_rank": None,
         "speedup_vs_equal_tp": None,
         "speedup_vs_equal_tp_ci": None,
-        "tokens_sha256": _digest(own) if metrics else None,
+        "tokens_sha256": _tokens_digest(own) if metrics else None,
     }
 
 
@@ -212,9 +211,8 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
     return merged
 
 
-def _digest(samples: Samples) -> str:
-    written = [[index, sample["token_ids"]] for index, sample in sorted(samples.items())]
-    return hashlib.sha256(json.dumps(written).encode()).hexdigest()[:16]
+def _tokens_digest(samples: Samples) -> str:
+    return digest([[index, sample["token_ids"]] for index, sample in sorted(samples.items())])
 
 
 def _place(point: Point) -> tuple[Any, ...]:

@@ -3,8 +3,6 @@
 Loads no weights and starts no ranks.
 """
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +32,7 @@ from specdec_cli.sweep import (
     with_weights,
     write_settings,
 )
+from specdec_cli.text import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +107,7 @@ def plan_comparison(
         batches=batches,
         prompts={
             "count": len(job.prompts),
-            "sha256": hashlib.sha256(json.dumps(job.token_ids).encode()).hexdigest()[:16],
+            "sha256": digest(job.token_ids),
         },
         device=device_name(job.plan.device),
         dtype=str(job.plan.target.dtype).removeprefix("torch."),

@@ -1,7 +1,5 @@
 """From recipes to a checked sweep: its settings, and a job for each draft. Loads no weights."""
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -19,6 +17,7 @@ from specdec_cli.models.loader import Description
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.sweep.settings import SweepSettings
+from specdec_cli.text import digest
 
 _FEW_PROMPTS = 20
 
@@ -143,8 +142,8 @@ def settings_of(
         predict_only=predict_only,
         prompts={
             "count": len(jobs[0].prompts),
-            "sha256": _digest(jobs[0].token_ids),
-            "categories": _digest([prompt.category for prompt in jobs[0].prompts]),
+            "sha256": digest(jobs[0].token_ids),
+            "categories": digest([prompt.category for prompt in jobs[0].prompts]),
         },
         shard=shard,
         device=device_name,
@@ -157,10 +156,6 @@ def with_weights(section: dict[str, Any], model: Description | None) -> dict[str
     if model is None:
         return section
     return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
-
-
-def _digest(values: Any) -> str:
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def only(job: Job, keep: Callable[[int], bool]) -> Job:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specdec_cli.text import inert, inert_json, is_unicode, one_line, shown
+from specdec_cli.text import digest, first_line, inert, inert_json, is_unicode, one_line, shown
 
 
 @pytest.mark.parametrize(
@@ -46,3 +46,14 @@ def test_shown_is_short() -> None:
 
 def test_is_unicode() -> None:
     assert is_unicode("é😀") and not is_unicode("a\ud800")
+
+
+def test_first_line() -> None:
+    assert first_line(ValueError("\n  one \ntwo")) == "one "
+    assert first_line(ValueError()) == first_line(ValueError(" \n")) == ""
+
+
+def test_digests_are_those_in_run_folders() -> None:
+    assert digest([[1, 2], [3]]) == "192f318fa6690229"
+    assert digest(["a", None]) == "df14bf1df5b1b943"
+    assert digest({"b": (1, 2), "a": {"y": 1, "x": None}}) == "8083169afea55476"
