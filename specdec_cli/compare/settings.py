@@ -3,12 +3,12 @@
 Imports nothing heavy.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
+
+from specdec_cli.settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,14 +40,13 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(RunSettings):
     """What the samples of a comparison depend on; one that is resumed has to have the same.
 
-    recipe: as resolved, without what the other fields say. batches: at each batch size, at most so
+    batches: at each batch size, at most so
     many batches of prompts; None takes all. prompts: how many, and a digest of their tokens.
     """
 
-    recipe: dict[str, Any]
     draft: str
     k: int
     target_tps: tuple[int, ...]
@@ -57,11 +56,6 @@ class Settings:
     prompts: dict[str, Any]
     device: str
     dtype: str
-
-    @property
-    def digest(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @property
     def pairs(self) -> list[Pair]:
@@ -74,23 +68,7 @@ class Settings:
             own = [pair for pair in self.pairs if pair.target_tp == target_tp]
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
-    @property
-    def seed(self) -> int:
-        return int(self.recipe["run"]["seed"])
-
-    @property
-    def is_greedy(self) -> bool:
-        return bool(self.recipe["sampling"]["temperature"] == 0.0)
-
-    @property
-    def is_synthetic(self) -> bool:
-        return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
-
     def num_prompts(self, batch_size: int) -> int:
         """Prompts that are decoded at a batch size: the first ones."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)
-
-    def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found

@@ -1,22 +1,21 @@
 """What a sweep's samples depend on. Knows no models and no prompts' text."""
 
-import hashlib
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from specdec_cli.settings import RunSettings
+
 
 @dataclass(frozen=True, slots=True)
-class SweepSettings:
+class SweepSettings(RunSettings):
     """What a sweep's samples depend on; two folders with equal settings may be joined.
 
-    recipe: as resolved, without what the other fields say. prompts: how many, and digests of their
+    prompts: how many, and digests of their
     tokens and of their categories. shard: place and number of shards, or None.
     """
 
-    recipe: dict[str, Any]
     drafts: tuple[str | None, ...]
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
@@ -27,11 +26,6 @@ class SweepSettings:
     dtype: str
 
     @property
-    def digest(self) -> str:
-        text = json.dumps(asdict(self), sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
     def measured_ks(self) -> tuple[int, ...]:
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
@@ -39,18 +33,6 @@ class SweepSettings:
     def blocks(self) -> list[tuple[str | None, int]]:
         """Drafts and batch sizes in the order in which they are measured."""
         return list(product(self.drafts, self.batch_sizes))
-
-    @property
-    def is_greedy(self) -> bool:
-        return bool(self.recipe["sampling"]["temperature"] == 0.0)
-
-    @property
-    def is_synthetic(self) -> bool:
-        return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
-
-    @property
-    def seed(self) -> int:
-        return int(self.recipe["run"]["seed"])
 
     def check(self) -> None:
         """Raises `KeyError`, `TypeError` or `ValueError` for what a sweep cannot have."""
@@ -68,10 +50,6 @@ class SweepSettings:
         )
         if not is_sound:
             raise ValueError("no settings of a sweep")
-
-    def as_dict(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return found
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":

@@ -1,0 +1,41 @@
+"""What the settings of a sweep and of a comparison have in common.
+
+Imports nothing heavy.
+"""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from specdec_cli import text
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """What samples depend on, as it is kept in a run folder.
+
+    recipe: as resolved, without what the other fields say.
+    """
+
+    recipe: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return text.digest(asdict(self))
+
+    @property
+    def seed(self) -> int:
+        return int(self.recipe["run"]["seed"])
+
+    @property
+    def is_greedy(self) -> bool:
+        return bool(self.recipe["sampling"]["temperature"] == 0.0)
+
+    @property
+    def is_synthetic(self) -> bool:
+        return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON would give it back: with lists for tuples."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return found
