@@ -8,7 +8,7 @@ with probability p(x).) So one text with these probabilities gives the expected 
 For greedy decoding they are 0 or 1 and the replay is exact: the very rounds that a run makes.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 
@@ -132,16 +132,6 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
                 accept[start + place] = shown
         start += accepted + 1
     return replace(text, accept=tuple(accept)), news
-
-
-def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:
-    """The rounds that greedy decoding makes: how many tokens each proposes, how many stand."""
-    start = 0
-    while start < text.length:
-        chain = text.round_at(start, k)
-        stand = next((i for i, accepted in enumerate(chain) if accepted < 0.5), len(chain))
-        yield len(chain), min(stand, text.length - start)
-        start += stand + 1
 
 
 def iid_length(alpha: float, k: int) -> float:

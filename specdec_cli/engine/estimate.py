@@ -15,7 +15,7 @@ from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.plan import Describe, Plan, allowance_of, block_bytes_of, check_shared
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, check_shared
 from specdec_cli.engine.profile import (
     CacheNeed,
     Overhead,
@@ -137,10 +137,10 @@ class DraftShare(NamedTuple):
     block_bytes: int
 
 
-def draft_shares(plan: Plan, degree: int, describe: Describe = describe) -> list[DraftShare]:
+def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
     """What the planned draft would take of each rank if it were split over `degree` of them.
 
-    describe: as for `plan_all_ranks`. Raises `SetupError` where it cannot be.
+    Raises `SetupError` where it cannot be.
     """
     assert plan.draft is not None
     found = [DraftShare(0, 0)] * plan.parallel.size

@@ -166,9 +166,9 @@ class Allowance:
         return whole // num_ranks
 
 
-def on_host(activation_bytes: int, weight_bytes: int, num_ranks: int | None = None) -> Overhead:
+def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
     """A CPU rank's even share of its host; activations come out of what caches do not get."""
-    ranks = num_ranks or local_world_size()
+    ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
     return Overhead(total, activation_bytes, 0, max(0, taken - weight_bytes))

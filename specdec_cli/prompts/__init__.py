@@ -7,14 +7,12 @@ messages of a conversation, or token ids that somebody else made.
 from specdec_cli.prompts.conversations import as_conversations
 from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
-from specdec_cli.prompts.load import EXTENSIONS, load_prompts, read_prompts
+from specdec_cli.prompts.load import load_prompts, read_prompts
 from specdec_cli.prompts.records import jsonl_of
-from specdec_cli.prompts.types import Message, Prompt
+from specdec_cli.prompts.types import Prompt
 
 __all__ = [
-    "EXTENSIONS",
     "MAX_LINE_BYTES",
-    "Message",
     "Prompt",
     "as_conversations",
     "jsonl_of",

@@ -3,28 +3,21 @@
 Knows nothing of models, devices or the command line: names of models are text here.
 """
 
-from specdec_cli.recipe.bundled import BundledRecipe, bundled_recipes
+from specdec_cli.recipe.bundled import bundled_recipes
 from specdec_cli.recipe.resolve import dump_recipe, load_recipe
 from specdec_cli.recipe.schema import (
-    CacheSection,
     DataSection,
     DraftSection,
     ModelSection,
     Recipe,
-    RunSection,
-    SamplingSection,
     SpeculationSection,
 )
 
 __all__ = [
-    "BundledRecipe",
-    "CacheSection",
     "DataSection",
     "DraftSection",
     "ModelSection",
     "Recipe",
-    "RunSection",
-    "SamplingSection",
     "SpeculationSection",
     "bundled_recipes",
     "dump_recipe",

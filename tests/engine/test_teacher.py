@@ -14,9 +14,10 @@ from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.engine.types import SamplingParams, Sequence
-from specdec_cli.predict import Text, expected_rounds, greedy_rounds, with_recorded
+from specdec_cli.predict import Text, expected_rounds, with_recorded
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
+from tests.rounds import greedy_rounds
 from tests.support import decode, make_engine, ngram_engine, reference, save_tiny
 
 LARGEST = 6

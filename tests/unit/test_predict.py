@@ -8,10 +8,10 @@ import pytest
 from specdec_cli.predict import (
     Text,
     expected_rounds,
-    greedy_rounds,
     iid_length,
     with_recorded,
 )
+from tests.rounds import greedy_rounds
 
 
 def enumerated(text: Text, k: int) -> tuple[float, float, float, float]:
