@@ -203,16 +203,8 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
     rounds = max(1, clock.num_rounds)
     tokens = sum(s.num_new_tokens for s in done)
     stage_ms = {stage: clock.stage_ms[stage] / rounds for stage in STAGES}
-    ttft = [
-        (s.first_token_at - s.admitted_at) * 1e3
-        for s in done
-        if s.first_token_at is not None and s.admitted_at is not None
-    ]
-    tpot = [
-        (s.finished_at - s.first_token_at) * 1e3 / (s.num_new_tokens - 1)
-        for s in done
-        if s.first_token_at is not None and s.finished_at is not None and s.num_new_tokens > 1
-    ]
+    ttft = [ms for s in done if (ms := s.ttft_ms) is not None]
+    tpot = [ms for s in done if (ms := s.tpot_ms) is not None]
     seconds = clock.prefill_seconds + clock.decode_seconds
     return Metrics(
         k=k,

@@ -76,6 +76,20 @@ class Sequence:
         """Whether more than the last token is missing from the target's cache."""
         return self.target_kv < len(self.tokens) - 1
 
+    @property
+    def ttft_ms(self) -> float | None:
+        """From admission to the first token; None before it."""
+        if self.first_token_at is None or self.admitted_at is None:
+            return None
+        return (self.first_token_at - self.admitted_at) * 1e3
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """Per token after the first; None before the end, or where there is only one."""
+        if self.first_token_at is None or self.finished_at is None or self.num_new_tokens < 2:
+            return None
+        return (self.finished_at - self.first_token_at) * 1e3 / (self.num_new_tokens - 1)
+
     def room(self, draft_max_len: int) -> int:
         """Most tokens that may be proposed now.
 

@@ -123,24 +123,12 @@ def sample_of(key: Key, category: str | None, runs: Sequence[Seq], limit: int) -
         "decode_seconds": [s.decode_seconds for s in runs],
         "round_share": [s.round_share for s in runs],
         "stage_ms": {stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
-        "ttft_ms": [t for s in runs if (t := _ttft_ms(s)) is not None],
-        "tpot_ms": [t for s in runs if (t := _tpot_ms(s)) is not None],
+        "ttft_ms": [t for s in runs if (t := s.ttft_ms) is not None],
+        "tpot_ms": [t for s in runs if (t := s.tpot_ms) is not None],
     }
     if seq.error is not None:
         found["error"] = seq.error
     return found
-
-
-def _ttft_ms(seq: Seq) -> float | None:
-    if seq.first_token_at is None or seq.admitted_at is None:
-        return None
-    return (seq.first_token_at - seq.admitted_at) * 1e3
-
-
-def _tpot_ms(seq: Seq) -> float | None:
-    if seq.first_token_at is None or seq.finished_at is None or seq.num_new_tokens < 2:
-        return None
-    return (seq.finished_at - seq.first_token_at) * 1e3 / (seq.num_new_tokens - 1)
 
 
 def peak_memory(device: torch.device) -> int:
