@@ -63,8 +63,8 @@ class KVCache:
 class BlockAllocator:
     """Hands out block ids 1..num_blocks-1; block 0 is never handed out.
 
-    A block is free or used, never both: `allocate` raises when too few are free, `release` of a
-    free block is a bug and asserts.
+    A block is free or used, never both: `extend` asserts that as many are free as `missing` says,
+    `shrink` that what it releases is used.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -92,7 +92,9 @@ class BlockAllocator:
 
     def extend(self, table: list[int], num_tokens: int) -> None:
         """Grow `table` to hold `num_tokens` tokens; the caller has checked `missing`."""
-        for _ in range(self.missing(table, num_tokens)):
+        missing = self.missing(table, num_tokens)
+        assert missing <= self.num_free, f"{missing} blocks are missing, {self.num_free} free"
+        for _ in range(missing):
             block = self._free.pop()
             self._is_free[block] = False
             table.append(block)

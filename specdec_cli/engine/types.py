@@ -104,7 +104,8 @@ class Sequence:
 class Proposal:
     """What a proposer suggests for one round.
 
-    token_ids: int64 [B, K]; entries past a sequence's length are valid ids without meaning.
+    token_ids: int64 [B, K], -1 where the draft's logits are not finite; entries past a sequence's
+    length are valid ids without meaning.
     lens: k_i of each sequence, known to the host.
     probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero. Where
     decoding is greedy, and on ranks other than 0, which do not verify, [B, 0, V] will do.
