@@ -5,14 +5,22 @@ made visible, so nothing a model writes can drive the terminal.
 """
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import TextIO
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.measure import Measurement
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.table import Table
@@ -22,6 +30,7 @@ from specdec_cli.engine.metrics import Metrics
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
+_WIDE = 1000  # columns, for a table that goes into a file: no row is folded
 _NO_LIMIT = 100_000  # columns
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -29,6 +38,14 @@ _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold
 def console(stream: TextIO) -> Console:
     """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
     return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def console_of_results() -> Console:
+    """Standard output; where it is no terminal, with room for any table."""
+    out = console(sys.stdout)
+    if not sys.stdout.isatty():
+        out.width = _WIDE
+    return out
 
 
 def table_within(
@@ -85,15 +102,49 @@ def has_colour(stream: TextIO) -> bool:
 def progress_bar() -> Progress:
     """A bar over prompts on stderr; shown on a terminal only."""
     return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
+        *_bar_columns(),
         console=console(sys.stderr),
         transient=True,
         redirect_stdout=False,  # it would send what is printed to stderr, results included
         disable=not sys.stderr.isatty(),
     )
+
+
+def live_bar() -> Progress:
+    """The same bar for the middle of a `live_view`, which shows it."""
+    return Progress(*_bar_columns())
+
+
+def _bar_columns() -> list[ProgressColumn]:
+    return [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    ]
+
+
+def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
+    """What `render` gives, drawn on stderr so many times a second from its start to its stop."""
+    return Live(
+        console=console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,  # as for `progress_bar`
+        get_renderable=render,
+        refresh_per_second=per_second,
+    )
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    """What follows a value: ` (1.20–1.31)`, and nothing for no interval or one of no width."""
+    if bounds is None or bounds[0] == bounds[1]:
+        return ""
+    return f" ({bounds[0]:.2f}–{bounds[1]:.2f})"
+
+
+def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
+    """`1.25 (1.20–1.31)`; empty for no value."""
+    return "" if value is None else f"{value:.2f}{interval(bounds)}"
 
 
 class TintedText:

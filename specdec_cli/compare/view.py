@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -22,10 +20,16 @@ from specdec_cli.compare.verdict import summary_lines
 from specdec_cli.engine.metrics import STAGES
 from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Failure, Point, Sample, decode_seconds
-from specdec_cli.render import console, table_width
+from specdec_cli.render import (
+    console,
+    console_of_results,
+    live_bar,
+    live_view,
+    table_width,
+    with_interval,
+)
 from specdec_cli.text import inert
 
-_WIDE = 1000  # columns, for a table that goes into a file: no row is folded
 _SETTING = ("target TP", "draft TP", "batch")
 _SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
 _TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
@@ -70,21 +74,9 @@ class LiveTable(Silent):
         self._loaded = _Tail(folder / "pairs.jsonl")
         self._done: set[tuple[Pair, int, int, int]] = set()
         self._pair: Pair | None = None
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
+        self._progress = live_bar()
         self._task = self._progress.add_task("getting ready", total=total)
-        # stdout is left alone: rich would send what is printed there to stderr.
-        self._live = Live(
-            console=console(sys.stderr),
-            transient=True,
-            redirect_stdout=False,
-            get_renderable=self._render,
-            refresh_per_second=4,
-        )
+        self._live = live_view(self._render, 4)
 
     def begin(self, pair: Pair) -> None:
         self._pair = pair
@@ -178,9 +170,7 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """The tables of points and what they say, on stdout."""
-    out = console(sys.stdout)
-    if not sys.stdout.isatty():
-        out.width = _WIDE
+    out = console_of_results()
     points: list[Point] = document["points"]
     for table in results_tables(points, out.width):
         out.width = max(out.width, table_width(table).maximum)
@@ -246,7 +236,7 @@ def _cells(point: Point) -> dict[str, str]:
     equal = point["speedup_vs_equal_tp"]
     return found | {
         "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
-        "x k = 0": _with_interval(point["speedup"], point["speedup_ci"]),
+        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m['mean_acceptance_length']:.2f}",
         **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in (*STAGES, "round")},
@@ -262,11 +252,3 @@ def _counts(blocks: Sequence[int] | None) -> str:
     return (
         f"{len(blocks)} x {blocks[0]:,}" if len(same) == 1 else " ".join(f"{b:,}" for b in blocks)
     )
-
-
-def _with_interval(value: float | None, interval: Sequence[float] | None) -> str:
-    if value is None:
-        return ""
-    if interval is None or interval[0] == interval[1]:
-        return f"{value:.2f}"
-    return f"{value:.2f} ({interval[0]:.2f}–{interval[1]:.2f})"

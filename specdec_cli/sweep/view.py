@@ -9,18 +9,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
-from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Key, Point, Sample, decode_seconds
-from specdec_cli.render import console, table_within
+from specdec_cli.render import (
+    console,
+    console_of_results,
+    interval,
+    live_bar,
+    live_view,
+    table_within,
+    with_interval,
+)
 from specdec_cli.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.text import inert, one_line
 
-_WIDE = 1000  # columns, for a table that goes into a file
 _BROADCAST = "broadcast ms"
 _HEADINGS = (
     "k",
@@ -98,23 +103,11 @@ class LiveTable(Silent):
     """A bar with the time left and a table that fills, on a terminal."""
 
     def __init__(self, total: int) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}", markup=False),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
+        self._progress = live_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._sums: dict[Key, list[float]] = {}
         self._shown: tuple[str | None, int] | None = None
-        # stdout is left alone: rich would send what is printed there to stderr.
-        self._live = Live(
-            console=console(sys.stderr),
-            transient=True,
-            redirect_stdout=False,
-            get_renderable=self._render,
-            refresh_per_second=2,
-        )
+        self._live = live_view(self._render, 2)
 
     def begin(self, what: str) -> None:
         self._live.start()
@@ -172,15 +165,13 @@ def point_line(point: Point) -> str:
         return f"{name}: {point['status']}: {point.get('reason', '')}{about}"
     line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
     if point["speedup"] is not None:
-        line += f", {point['speedup']:.2f}x{_range(point['speedup_ci'], ' ')}"
+        line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
     return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
     """The table of points and the recommendation, on stdout."""
-    out = console(sys.stdout)
-    if not sys.stdout.isatty():
-        out.width = _WIDE
+    out = console_of_results()
     is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
     table, left_out = results_table(document["points"], out.width, is_split=is_split)
     out.print(table, soft_wrap=False)
@@ -229,13 +220,12 @@ def _cells(point: Point) -> list[str]:
         reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
         return [str(point["k"]), length, "", f"{why}{reason}", "", predicted, *[""] * 5]
     rate = m["draft_acceptance_rate"]
-    speedup = f"{point['speedup']:.2f}" if point["speedup"] is not None else ""
     return [
         str(point["k"]),
-        f"{m['mean_acceptance_length']:.2f}{_range(point['mean_acceptance_length_ci'], ' ')}",
+        with_interval(m["mean_acceptance_length"], point["mean_acceptance_length_ci"]),
         f"{100 * rate:.0f}%" if rate is not None else "",
         f"{m['decode_tokens_per_second']:.1f}",
-        f"{speedup}{_range(point['speedup_ci'], ' ')}",
+        with_interval(point["speedup"], point["speedup_ci"]),
         predicted,
         f"{m['draft_ms']:.2f}",
         f"{m['broadcast_ms']:.2f}",
@@ -263,12 +253,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
         "prompts": [str(row["num_prompts"]) for row in rows.values()],
         "tokens a round": [f"{row['mean_acceptance_length']:.2f}" for row in rows.values()],
         "tokens/s": [f"{row['decode_tokens_per_second']:.1f}" for row in rows.values()],
-        "x k = 0": [
-            f"{row['speedup']:.2f}{_range(row['speedup_ci'], ' ')}"
-            if row["speedup"] is not None
-            else ""
-            for row in rows.values()
-        ],
+        "x k = 0": [with_interval(row["speedup"], row["speedup_ci"]) for row in rows.values()],
     }
     spare = ["tokens/s", "prompts", "tokens a round"]
     return table_within(width, columns, spare=spare, names=[name])[0]
@@ -282,12 +267,6 @@ def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
     if len(best["tied"]) < 2:
         return ""
     return f" (tied: k = {', '.join(map(str, best['tied']))})"
-
-
-def _range(interval: Sequence[float] | None, gap: str) -> str:
-    if interval is None or interval[0] == interval[1]:
-        return ""
-    return f"{gap}({interval[0]:.2f}–{interval[1]:.2f})"
 
 
 def _duration(seconds: float) -> str:
