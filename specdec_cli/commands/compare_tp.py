@@ -11,11 +11,12 @@ from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.pictures import write_pictures
 from specdec_cli.commands.status import say_error, waiting
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -113,7 +114,44 @@ def compare_tp(
     if resume and output is None:
         raise UsageError("--resume: which comparison?", "name its folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
+    code = _compare(
+        place,
+        resolved,
+        prompts,
+        degrees,
+        sizes,
+        batches,
+        (trust_remote_code, allow_pickle),
+        resume=resume,
+        dry_run=dry_run,
+        as_json=as_json,
+        output=output,
+        quiet=quiet,
+        verbose=verbose,
+    )
+    raise typer.Exit(code)
 
+
+def _compare(
+    place: Place,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    degrees: tuple[list[int], list[int]],
+    sizes: list[int],
+    batches: int | None,
+    permissions: tuple[bool, bool],
+    *,
+    resume: bool,
+    dry_run: bool,
+    as_json: bool,
+    output: Path | None,
+    quiet: bool,
+    verbose: bool,
+) -> ExitCode:
+    """Plan, run the pairs, keep and show what comes. Returns the exit code.
+
+    degrees: of the target and of the draft. sizes: of batches.
+    """
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
             from specdec_cli.compare.records import Records
@@ -127,8 +165,8 @@ def compare_tp(
             from specdec_cli.results import RunFolder, to_json
             from specdec_cli.sweep import earlier_environment, read_warnings
 
-        permissions = Permissions(trust_remote_code, allow_pickle)
-        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, permissions)
+        allowed = Permissions(*permissions)
+        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, allowed)
         warnings = warnings_of(plan)
         records, where = Records(plan.settings, plan.skips), plan.where
         if dry_run:
@@ -145,7 +183,7 @@ def compare_tp(
         typer.echo(f"warning: {warning}", err=True)
     if dry_run:
         typer.echo(to_json(document) if as_json else document["text"])
-        return
+        return ExitCode.OK
 
     from specdec_cli.compare.run import document_of, exit_code, run_pairs, write_summary
     from specdec_cli.compare.view import print_results, watcher
@@ -178,7 +216,7 @@ def compare_tp(
     else:
         print_results(document)
     say_error(document)
-    raise typer.Exit(code)
+    return code
 
 
 def compare_tp_ranks(
