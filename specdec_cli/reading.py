@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from specdec_cli.engine.types import FinishReason
 from specdec_cli.errors import SetupError
-from specdec_cli.results import read_records
+from specdec_cli.run_folder import read_records
 
 Record = dict[str, Any]
 Check = Callable[[Any], bool]

@@ -13,7 +13,8 @@ from specdec_cli.engine.run import Emission
 from specdec_cli.engine.types import Sequence
 from specdec_cli.generation import Job, output_of
 from specdec_cli.render import TintedText, progress_bar
-from specdec_cli.results import Output, RunFolder, sample_record
+from specdec_cli.results import Output, sample_record
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.text import inert
 
 

@@ -12,8 +12,8 @@ PACKAGE = "specdec_cli"
 # its row; when none fits, change this table and the one in CONTRIBUTING.md, and say why.
 ROWS = {
     6: "app signals __main__ commands",
-    5: "compare launch render report results generation reporting points lossless reading sweep "
-    "profiling memory_view settings",
+    5: "compare launch render report results run_folder generation reporting points lossless "
+    "reading sweep profiling memory_view settings",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
     "engine.rounds engine.run engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",

@@ -162,7 +162,8 @@ def _compare(
                 warnings_of,
             )
             from specdec_cli.engine.plan import Permissions
-            from specdec_cli.results import RunFolder, to_json
+            from specdec_cli.results import to_json
+            from specdec_cli.run_folder import RunFolder
             from specdec_cli.sweep import earlier_environment, read_warnings
 
         allowed = Permissions(*permissions)

@@ -132,12 +132,7 @@ def _write(
             from specdec_cli.generation import baseline, prepare, requests
             from specdec_cli.render import has_colour, print_failures, print_summary
             from specdec_cli.reporting import collector, shows_live_text, sinks_for
-            from specdec_cli.results import (
-                environment,
-                generate_document,
-                point_record,
-                to_json,
-            )
+            from specdec_cli.results import environment, generate_document, point_record, to_json
 
         job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
@@ -211,12 +206,12 @@ def _folder(
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
     where: dict[str, Any],
-) -> "tuple[specdec_cli.results.RunFolder, specdec_cli.recipe.Recipe]":
+) -> "tuple[specdec_cli.run_folder.RunFolder, specdec_cli.recipe.Recipe]":
     """A new run folder, and the recipe that runs again from it: prompts of the command line or from
     a pipe are kept there, too."""
     from specdec_cli.prompts import jsonl_of
     from specdec_cli.recipe import DataSection
-    from specdec_cli.results import RunFolder
+    from specdec_cli.run_folder import RunFolder
 
     if resolved.data is not None:
         return RunFolder.create(path, resolved, where), resolved

@@ -165,7 +165,8 @@ def _measured(
         with importing():
             from specdec_cli.engine.plan import Permissions, plan
             from specdec_cli.profiling import document, measure_blocks
-            from specdec_cli.results import RunFolder, environment
+            from specdec_cli.results import environment
+            from specdec_cli.run_folder import RunFolder
 
         planned = plan(resolved, Permissions(*permissions))
         if output is not None:
@@ -252,7 +253,8 @@ def _show(
     quiet: bool,
 ) -> None:
     from specdec_cli.memory_view import print_profile
-    from specdec_cli.results import RunFolder, to_json
+    from specdec_cli.results import to_json
+    from specdec_cli.run_folder import RunFolder
 
     if output is not None:
         from specdec_cli.report.memory import write_memory_picture

@@ -26,7 +26,7 @@ from specdec_cli.launch.world import World
 from specdec_cli.points import Key, Point, Sample
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep import only, peak_memory, sample_of, units_of
 
 # Of a warm-up: rounds are captured and kernels compiled before the first of them is done.

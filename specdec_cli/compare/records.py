@@ -21,7 +21,7 @@ from specdec_cli.reading import (
     problem_of_sample,
     read_checked,
 )
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.text import digest
 
 Samples = Mapping[int, Sample]

@@ -16,7 +16,8 @@ from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
 from specdec_cli.lossless import is_broken, tokens_line
 from specdec_cli.points import Failure, Point
-from specdec_cli.results import RunFolder, to_json
+from specdec_cli.results import to_json
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep.document import prompts_that_failed
 
 

@@ -20,7 +20,8 @@ from specdec_cli.generation import Job, draft_context_warning, tokenised
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.results import RunFolder, environment
+from specdec_cli.results import environment
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep import (
     check_same,
     device_name,

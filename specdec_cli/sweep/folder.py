@@ -10,7 +10,8 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import Job
 from specdec_cli.points import Point
 from specdec_cli.recipe import dump_recipe
-from specdec_cli.results import RunFolder, environment, found_from_anywhere, to_json
+from specdec_cli.results import environment, to_json
+from specdec_cli.run_folder import RunFolder, found_from_anywhere
 from specdec_cli.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.sweep.plan import SweepPlan, warnings_of
 from specdec_cli.sweep.records import Clock, Records

@@ -10,7 +10,8 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.points import Failure, Key
 from specdec_cli.reading import Record
 from specdec_cli.recipe import load_recipe
-from specdec_cli.results import RunFolder, to_json
+from specdec_cli.results import to_json
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep.document import (
     points_of_block,
     prompts_that_failed,

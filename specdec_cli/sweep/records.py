@@ -12,7 +12,7 @@ import torch
 
 from specdec_cli.engine.types import Sequence as Seq
 from specdec_cli.points import Key, Point, Sample
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep.reading import read_kept
 from specdec_cli.sweep.settings import SweepSettings
 

@@ -15,7 +15,7 @@ import torch
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
 from specdec_cli.report.folder import read_folder
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,

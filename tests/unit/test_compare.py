@@ -22,7 +22,7 @@ from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Failure, Key
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.sweep import read_settings_file
 
 SETTINGS = Settings(
