@@ -46,6 +46,7 @@ class RunFolder:
         recipe = found_from_anywhere(recipe)
         try:
             path.mkdir(parents=True, exist_ok=True)
+            _sync_names(path.parent)
             folder._claim()
             earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
         except OSError as problem:
@@ -97,6 +98,7 @@ class RunFolder:
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._files[name] = os.open(self.path / name, flags, 0o644)
+                _sync_names(self.path)
             written = os.write(self._files[name], line)
             if written != len(line):
                 raise OSError("the disk took only part of a record")
@@ -114,6 +116,7 @@ class RunFolder:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, self.path / name)
+            _sync_names(self.path)
         except OSError as problem:
             with suppress(OSError):
                 temporary.unlink()
@@ -173,6 +176,16 @@ def read_records(path: Path) -> list[dict[str, Any]]:
             raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
         records.append(record)
     return records
+
+
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder survive a crash too, on file systems that can promise it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _is_foreign(path: Path) -> bool:

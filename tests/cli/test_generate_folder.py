@@ -1,6 +1,7 @@
 """`specdec generate -o DIR`: what a run folder holds, and what survives trouble."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.recipe import load_recipe
+from specdec_cli.results import RunFolder
 from tests.cli.generate_helpers import (
     DEMO,
     PROMPTS,
@@ -155,6 +157,27 @@ def test_no_secret_is_written_or_printed(tmp_path: Path) -> None:
     everything = result.out + result.err
     everything += "".join(path.read_text() for path in folder.iterdir())
     assert "planted" not in everything
+
+
+def test_what_is_written_is_on_the_disk_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed process loses nothing without it, but a machine that loses power does."""
+    synced: set[tuple[int, int]] = set()
+
+    def state(file: int | Path) -> tuple[int, int]:
+        return os.stat(file).st_ino, os.stat(file).st_size
+
+    fsync = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.add(state(file)), fsync(file)))
+    folder = RunFolder(tmp_path)
+    for number in range(2):
+        folder.append("samples.jsonl", {"index": 2 * number}, {"index": 2 * number + 1})
+        assert state(tmp_path / "samples.jsonl") in synced
+    folder.write("summary.json", "{}\n")
+    assert state(tmp_path / "summary.json") in synced
+    assert os.stat(tmp_path).st_ino in {number for number, _ in synced}  # what files are called
+    folder.close()
 
 
 def test_folder_that_cannot_be_made(run: Run, tmp_path: Path) -> None:

@@ -210,6 +210,18 @@ def test_what_would_make_a_batch_fit(capsys: pytest.CaptureFixture[str]) -> None
     assert profile(capsys, *asked, *more).document["fit"]["fits"]
 
 
+def test_the_longest_context_is_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    """23 blocks for three sequences: what is left of a division by three serves nobody."""
+    asked = ("demo", *SMALL, "--estimate", "--json", "--batch-size", "3")
+    document = profile(capsys, *asked, "--context", "1").document
+    longest = document["fit"]["longest_context"]
+    k = document["recipe"]["speculation"]["num_speculative_tokens"]
+    assert longest == (document["num_blocks"] - 1) // 3 * 16 - 2 * (k + 1)
+    for context, fits in ((longest, True), (longest + 1, False)):
+        fit = profile(capsys, *asked, "--context", str(context)).document["fit"]
+        assert (fit["fits"], fit["longest_context"]) == (fits, longest)
+
+
 @pytest.mark.parametrize("blocks", ["10", "1000000"])
 def test_a_recipe_with_another_number_of_blocks_than_fits(
     blocks: str, capsys: pytest.CaptureFixture[str]

@@ -587,6 +587,51 @@ def test_predict_only(capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_p
     assert points[1]["predicted_speedup"] > 0
 
 
+@pytest.mark.parametrize("whose", ["target", "draft"])
+def test_texts_that_reach_the_end_of_a_context_are_replayed_exactly(
+    capsys: Capture, tmp_path: Path, whose: str
+) -> None:
+    """The last rounds propose less, or nothing."""
+    (tmp_path / "p.txt").write_text("def f(x):\n")
+    options = [*QUICK, *ONCE, "--set", "sampling.ignore_eos=true", "--k", "1-3", "--json"]
+    options += ["--dataset", tmp_path / "p.txt"]
+    if whose == "target":
+        options += ["--set", "cache.max_model_len=10"]
+    else:
+        short = shutil.copytree(demo_path("demo:draft"), tmp_path / "short")
+        config = json.loads((short / "config.json").read_text())
+        (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10}))
+        options += ["--draft", short]
+    result = specdec(capsys, "sweep-k", "demo", *options)
+    assert result.code == 0, result.err
+    metrics = [point["metrics"] for point in result.document["points"]]
+    assert {m["num_output_tokens"] < 8 for m in metrics} == {whose == "target"}
+    for point, found in zip(result.document["points"], metrics, strict=True):
+        replayed = point["prediction"]["mean_acceptance_length"]
+        assert replayed == pytest.approx(found["mean_acceptance_length"], abs=1e-12)
+    assert any(m["num_drafts"] and m["num_rounds_without_proposal"] for m in metrics)
+
+
+def test_a_point_that_failed_in_a_shard_has_failed_in_the_whole(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the other shards have of it is not the sweep that was asked for."""
+    run = Engine.run
+
+    def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
+        if k == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run(self, requests, k, *rest)
+
+    monkeypatch.setattr(Engine, "run", fails)
+    options = ["--limit", "2", "--shard", "0/2", "-q", "-o", tmp_path / "first"]
+    assert specdec(capsys, *SWEEP, *ONCE, *options).code == 3
+    result = specdec(capsys, "merge", tmp_path / "first", "-o", tmp_path / "new", "--json", "-q")
+    found = [(p["k"], p["status"], p.get("reason")) for p in result.document["points"]]
+    assert result.code == 3
+    assert found == [(0, "ok", None), (1, "oom", "first: CUDA out of memory"), (2, "ok", None)]
+
+
 def test_what_if(capsys: Capture) -> None:
     options = [*ONCE, "--k", "0-3", "--limit", "2", "--max-new-tokens", "12", "--json"]
     rates = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-rates", "1,1,0")

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME
-from specdec_cli.models.gate import Unsupported, probe
+from specdec_cli.models.gate import Unsupported, check_config, probe
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from tests.support import _COMMON, CPU, FAMILIES, VOCAB, description, save_tiny, tiny_config
@@ -333,6 +334,18 @@ def test_rules_behind_the_one_for_layer_types(values: dict[str, Any], reason: st
         module = build(values, ATTENTION_NAME)
     with pytest.raises(Unsupported, match=reason):
         probe(module, "m")
+
+
+def test_rotary_settings_are_found_wherever_a_config_has_them() -> None:
+    """By layer type, as gemma3 has them; and under the old key, as code of a model's own may."""
+    plain = {"rope_type": "default", "rope_theta": 1e4}
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}
+    by_type = {"sliding_attention": plain, "full_attention": scaled}
+    check_config(tiny_config("gemma3", rope_parameters=dict.fromkeys(by_type, plain)), "m")
+    old = SimpleNamespace(model_type="own", rope_scaling={"type": "dynamic", "factor": 2.0})
+    for config in (tiny_config("gemma3", rope_parameters=by_type), old):
+        with pytest.raises(Unsupported, match="its rotary embedding is of type dynamic"):
+            check_config(config, "m")
 
 
 @pytest.mark.parametrize("case", ["rope-dynamic", "rope-longrope"])

@@ -18,6 +18,7 @@ from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, RunError, SetupError
+from specdec_cli.models.config import dtype_of
 from specdec_cli.models.gate import Unsupported
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
@@ -809,6 +810,14 @@ def test_dtype_auto_on_cpu_is_float32(stored: str, folder: Path) -> None:
     assert {p.dtype for p in again.parameters()} == {torch.float32}
     for name, tensor in parameters(again).items():
         assert torch.equal(tensor, parameters(module)[name].float()), name
+
+
+def test_dtype_auto_on_a_gpu_is_the_checkpoints() -> None:
+    """Where its config has none, one of 16 bits: weights in 32 would take twice the memory."""
+    cuda = torch.device("cuda")
+    for stored in (torch.float16, torch.bfloat16, torch.float32):
+        assert dtype_of("auto", tiny_config("llama", dtype=stored), cuda) == stored
+    assert dtype_of("auto", tiny_config("llama", dtype=None), cuda) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -17,6 +17,7 @@ from specdec_cli.engine.measure import rehearsal, release, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.engine.run import Request
+from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe
 from tests.conftest import NEEDS_CUDA
@@ -196,6 +197,24 @@ def test_nothing_is_measured_for_a_cache_of_known_size(monkeypatch: pytest.Monke
     monkeypatch.setattr("specdec_cli.engine.build.rank_memory", fail)
     engine = build(plan(demo(cache__num_blocks=40)), 10)
     assert engine.allocator.num_usable == 39
+
+
+def test_a_cache_is_no_larger_than_the_run_can_use() -> None:
+    """Half of a host's memory would be taken for one short text, and from everybody else."""
+    keys = {"run__batch_size": 3, "sampling__max_new_tokens": 50, "cache__cpu_bytes": 2**30}
+    planned = plan(demo(**keys))
+    need = CacheNeed(3, 10 + 50, planned.k, 16)
+    assert build(planned, 10).allocator.num_usable + 1 == need.num_blocks
+
+
+def test_every_rank_of_a_host_needs_room_for_its_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = plan(demo(cache__num_blocks=40))
+    free = 40 * sum(block_bytes_of(planned))
+    monkeypatch.setattr("specdec_cli.engine.build.available_memory", lambda: free)
+    assert build(planned, 10).allocator.num_usable == 39
+    monkeypatch.setattr("specdec_cli.engine.build.local_world_size", lambda: 2)
+    with pytest.raises(SetupError, match="out of memory: 40 blocks of the caches take"):
+        build(planned, 10)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "deepseek_v3"])

@@ -209,3 +209,24 @@ def test_logits_that_are_not_finite(
     assert engine.allocator.num_used == 0
     caches = [model.cache for model in (engine.target.model, engine.draft.model)]  # type: ignore[union-attr]
     assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)
+
+
+@pytest.mark.parametrize("is_padded", [False, True], ids=["ragged", "padded"])
+def test_a_run_that_was_not_finite_leaves_nothing_to_the_next(
+    pair: tuple[Path, Path], device: torch.device, is_padded: bool
+) -> None:
+    """Its keys are not finite either, and padding reads keys that nobody wrote since."""
+    engine = engines(pair, device, batch_size=2)[is_padded]
+    assert engine.draft is not None
+    before = told(run(engine, 3, max_new_tokens=6))
+    caches = [engine.target.model.cache, engine.draft.model.cache]  # type: ignore[attr-defined]
+    embeddings = engine.target.model.module.get_input_embeddings().weight
+    row = embeddings[PROMPTS[0][-1]].clone()
+    with torch.no_grad():
+        embeddings[PROMPTS[0][-1]] = float("nan")
+    with pytest.raises(RunError, match="the target produced logits that are not finite"):
+        run(engine, 3, max_new_tokens=6)
+    assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)
+    with torch.no_grad():
+        embeddings[PROMPTS[0][-1]] = row
+    assert told(run(engine, 3, max_new_tokens=6)) == before

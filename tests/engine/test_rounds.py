@@ -1,11 +1,14 @@
 """The arithmetic of a round, on fakes and on real tiny models."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
 
+from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.run import Request
+from specdec_cli.engine.sampling import to_probs
 from specdec_cli.engine.types import SamplingParams
 from tests.engine.fakes import (
     FakeDraft,
@@ -255,6 +258,17 @@ def test_draft_with_another_padded_vocabulary(
     assert any(t >= VOCAB - 14 for row in want for t in row), "no id the narrow draft lacks"
     for k in (1, 4):
         assert [s.output_ids for s in decode(engine, asked, k, max_new_tokens=20)] == want
+
+
+def test_a_narrower_draft_proposes_no_id_that_it_lacks() -> None:
+    """However low its own logits are: an id without any would otherwise be the likeliest."""
+    own = VOCAB - 14
+    worker = DraftWorker(cast(Any, None), VOCAB, 512)
+    logits = worker.fit(torch.linspace(-30.0, -20.0, own).repeat(2, 1))
+    assert logits.shape == (2, VOCAB) and logits.argmax(dim=1).tolist() == [own - 1] * 2
+    for temperature in (0.5, 5.0):
+        probs = to_probs(logits, SamplingParams(temperature=temperature))
+        assert (probs[:, own:] == 0.0).all() and (probs[:, :own] > 0.0).all()
 
 
 def test_same_weights_in_a_wider_vocabulary_accept_everything(

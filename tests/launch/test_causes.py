@@ -89,6 +89,13 @@ def test_bad_usage_is_nobodys_in_particular() -> None:
     assert Report(1, End.FAILED, 5, "out of memory").explained == "rank 1: out of memory"
 
 
+def test_prompts_that_could_not_run_are_no_ranks_fault() -> None:
+    """Every rank has them."""
+    assert (
+        Report(1, End.FAILED, 3, "2 prompts could not run").explained == "2 prompts could not run"
+    )
+
+
 def test_what_every_rank_finds_names_none_as_the_cause() -> None:
     """Whichever tells it first: no room on one rank is known to all of them."""
     told: list[Report] = []

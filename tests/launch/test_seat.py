@@ -39,6 +39,12 @@ def test_torchrun() -> None:
     assert seat.folder is None
 
 
+def test_ranks_that_are_not_told_of_hosts_are_on_one() -> None:
+    """Some launchers set the pair alone; ranks must not share the first GPU for that."""
+    seat = find_seat({n: v for n, v in TORCHRUN.items() if not n.startswith("LOCAL_")})
+    assert seat is not None and (seat.local_rank, seat.local_size) == (3, 4)
+
+
 def test_srun_meets_at_the_first_node_of_the_job() -> None:
     seat = find_seat(SLURM)
     assert seat is not None

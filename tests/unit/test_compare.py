@@ -5,19 +5,22 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from specdec_cli.compare.records import Records, merge_repeats
-from specdec_cli.compare.run import exit_code
+from specdec_cli.compare.run import exit_code, run_pairs
 from specdec_cli.compare.settings import Pair, Settings, Skip
-from specdec_cli.compare.setup import Plan, skips_of
+from specdec_cli.compare.setup import Plan, plan_comparison, skips_of, warnings_of
 from specdec_cli.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.compare.view import print_results
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import prepare
+from specdec_cli.launch.ranks import RanksOutcome
+from specdec_cli.launch.reports import End, Report
 from specdec_cli.lossless import tokens_line
 from specdec_cli.points import Failure, Key
 from specdec_cli.prompts import Prompt
@@ -42,6 +45,7 @@ SETTINGS = Settings(
     dtype="float32",
 )
 WRITTEN = list(range(30))
+NO_ROOM = "no room for a KV cache on rank 0 (cuda:0): 1.0 MiB are left for it"
 
 
 def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> dict[str, Any]:
@@ -122,6 +126,62 @@ def test_where_the_best_degree_flips(tmp_path: Path) -> None:
     assert few.startswith("batch size 1: target TP 2 with draft TP 1 is the fastest: ")
     assert "(draft 3.00 ms less): exchanges between its ranks cost the draft more" in few
     assert "(draft 5.00 ms less): sharing its weights saves the draft more" in many
+
+
+def test_a_flip_to_what_may_be_chance_is_said_to_be_tied(tmp_path: Path) -> None:
+    found = verdict(filled(tp1=(2.0, 3.0), tp2=(5.0, 2.999)), tmp_path)
+    assert found["flips"] == [
+        {"target_tp": 2, "batch_size": 8, "from": 1, "to": 2, "is_tied": True}
+    ]
+
+
+Round = tuple[float, float, float, int]  # ms of draft, verification and host; tokens it writes
+
+
+@pytest.mark.parametrize(
+    ("best", "rival", "why"),
+    [
+        pytest.param(
+            (2.0, 16.0, 0.0, 3),
+            (3.0, 10.0, 0.0, 2),
+            "a round takes 18.00 ms, 5.00 ms more than with draft TP 2 (verify 6.00 ms more, "
+            "draft 1.00 ms less), and writes 3.00 tokens, not 2.00",
+            id="slower-rounds-that-write-more",
+        ),
+        pytest.param(
+            (2.0, 5.0, 1.0, 2),
+            (8.0, 5.2, 4.0, 3),
+            "a round takes 8.00 ms, 9.20 ms less than with draft TP 2 (draft 6.00 ms less, "
+            "host 3.00 ms less), and writes 2.00 tokens, not 3.00: exchanges between its ranks "
+            "cost the draft more than sharing its weights saves",
+            id="faster-rounds-that-write-less",
+        ),
+        pytest.param(
+            (2.0, 5.0, 1.0, 3),
+            (2.0, 5.0, 3.0, 3),
+            "a round takes 8.00 ms, 2.00 ms less than with draft TP 2 (host 2.00 ms less)",
+            id="the-host",
+        ),
+    ],
+)
+def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path: Path) -> None:
+    """The stages that differ most come first, whichever way they differ."""
+    records = Records(replace(SETTINGS, batch_sizes=(1,)), {})
+    for degree, (draft, verify, host, tokens) in ((1, best), (2, rival)):
+        pair, rounds = Pair(2, degree), 30 // tokens
+        for index in range(10):
+            plain = sample(pair, 1, 0, index, verify=30.0)
+            found = sample(pair, 1, 2, index) | {
+                "accepted_per_round": [tokens - 1] * rounds,
+                "proposed_per_round": [2] * rounds,
+                "round_share": [float(rounds)],
+                "stage_ms": {"draft": [draft * rounds], "verify": [verify * rounds]},
+                "decode_seconds": [(draft + verify + host) * rounds / 1e3],
+            }
+            for k, taken in ((0, plain), (2, found)):
+                records.samples[pair, Key("a-draft", 1, k)][index] = taken
+    found = verdict(records, tmp_path)["best"]
+    assert found["draft_tp"] == 1 and found["reason"].endswith(f"; {why}")
 
 
 def test_equal_pairs_are_tied(tmp_path: Path) -> None:
@@ -208,6 +268,17 @@ def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
         Records(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
+def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
+    """A batch size that was cut short is measured again as a whole, on one start of the ranks."""
+    first, last = (sample(Pair(2, 1), 1, 2, 0, verify=ms) for ms in (10.0, 20.0))
+    folder = RunFolder(tmp_path)
+    folder.append("samples.jsonl", first, last)
+    folder.close()
+    records = Records(SETTINGS, {})
+    records.load(folder)
+    assert records.of(Pair(2, 1), 1, 2) == {0: last} != {0: first}
+
+
 def test_settings_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(SetupError, match=r"settings\.json: no settings"):
@@ -270,11 +341,50 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     assert tokens_of(records)["compared"] is False and tokens_line(tokens_of(records)) is None
 
 
+def test_the_point_at_which_the_largest_part_of_its_prompts_diverges_is_told() -> None:
+    """Points may have different numbers of prompts, as batch sizes do."""
+    many = {"batch_size": 8, "k": 2, "num_diverging": 3, "num_prompts": 10, "first": 1}
+    most = {"batch_size": 1, "k": 2, "num_diverging": 2, "num_prompts": 2, "first": 0}
+    for diverging in ([many, most], [most, many]):
+        tokens = {"identical": False, "must_be_identical": False, "diverging": diverging}
+        line = tokens_line(tokens)
+        assert line is not None and line.endswith("in 2 of 2 prompts at batch size 1, k = 2")
+
+
 def test_worlds_are_merged_as_repeats() -> None:
     one, other = ({0: sample(Pair(2, d), 1, 0, 0, verify=ms)} for d, ms in ((1, 10.0), (2, 20.0)))
     merged = merge_repeats([one, other])[0]
     assert merged["decode_seconds"] == [0.3, 0.6] and merged["stage_ms"] == {"verify": [300, 600]}
     assert one[0]["decode_seconds"] == [0.3]  # what was merged is not changed
+
+
+def test_merged_worlds_held_as_much_memory_as_the_one_that_held_most() -> None:
+    worlds = [{0: sample(Pair(2, 1), 1, 0, 0) | {"peak_memory_bytes": n}} for n in (5, 9, 7)]
+    assert merge_repeats(worlds)[0]["peak_memory_bytes"] == 9
+    assert merge_repeats(worlds)[0]["ttft_ms"] == [10.0] * 3
+
+
+def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path: Path) -> None:
+    """Their times are merged into one point, and any of them had room for no more."""
+    records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
+    facts = {1: (9, [9, 12]), 2: (11, [11, 11])}
+    for degree, (count, by_rank) in facts.items():
+        records.facts[Pair(2, degree)] = {"num_blocks": count, "blocks_per_rank": by_rank}
+    records.update_points(RunFolder(tmp_path))
+    found = {p["draft_tp"]: (p["num_blocks"], p["blocks_per_rank"]) for p in records.points}
+    assert found == {None: facts[1], **facts}
+
+
+def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> None:
+    """Until then the ranks of the next pair may still measure it."""
+    records = Records(SETTINGS, {})
+    records.failures[Pair(2, 2), 1] = Failure("failed", "rank 0: gone")
+    first = records.update_points(RunFolder(tmp_path))
+    assert [(p["draft_tp"], p["batch_size"], p["status"]) for p in first] == [(2, 1, "failed")]
+    records.failures[Pair(2, 1), 1] = Failure("oom", "rank 1: out of memory")
+    plain, *_ = records.update_points(RunFolder(tmp_path))
+    assert (plain["draft_tp"], plain["k"], plain["status"]) == (None, 0, "oom")
+    assert plain["reason"] == "rank 1: out of memory"
 
 
 def test_equal_degrees_are_run_first() -> None:
@@ -298,6 +408,7 @@ def test_batches_bound_the_prompts_of_a_batch_size() -> None:
         ({}, {2: "oom"}, [5], 3),
         ({}, {1: "oom", 2: "oom"}, [5, 5], 5),
         ({}, {1: "failed", 2: "oom"}, [1, 5], 1),
+        ({}, {1: "oom", 2: "failed"}, [5, 1], 1),
     ],
 )
 def test_exit_codes(
@@ -322,6 +433,45 @@ def planned(skips: dict[Pair, Skip]) -> Plan:
     plan = Plan.__new__(Plan)
     object.__setattr__(plan, "skips", skips)
     return plan
+
+
+def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"}, {})
+    prompts = [Prompt(i, "def f():") for i in range(40)]
+    degrees = ((1, 2), (1,))
+    found = plan_comparison(recipe, prompts, degrees, (32, 4), 2, Permissions())
+    assert [found.settings.num_prompts(b) for b in (32, 4)] == [40, 8]
+    assert warnings_of(found) == ["8 prompts are few: intervals are wide (--limit, --dataset)"]
+    found = plan_comparison(recipe, prompts, degrees, (32, 4), None, Permissions())
+    assert warnings_of(found) == []
+
+
+@pytest.mark.parametrize(
+    ("report", "status", "reason"),
+    [
+        (Report(1, End.FAILED, 5, "out of memory on cuda:1"), "oom", "rank 1: out of memory on "),
+        (Report(1, End.FAILED, 5, NO_ROOM, is_common=True), "oom", NO_ROOM),
+        (Report(1, End.FAILED, 5, "model m is damaged\nhere"), "failed", "rank 1: model m is "),
+        (Report(0, End.STOPPED, 143), "failed", "the ranks ended without a word"),
+    ],
+    ids=["out-of-memory", "no-room-for-a-cache", "other", "silent"],
+)
+def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
+    report: Report, status: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu"}, {})
+    degrees = ((1,), (1,))
+    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
+    records, told = Records(plan.settings, plan.skips), []
+    ended = RanksOutcome(report.code, report)
+    monkeypatch.setattr("specdec_cli.compare.run.run_ranks", lambda *_, **__: ended)
+    watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
+    assert run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher) == [report.code]
+    assert [(pair, batch_size) for pair, batch_size, _ in told] == [(Pair(1, 1), b) for b in (2, 1)]
+    points = [p for p in records.points if p["k"]]
+    assert [(p["batch_size"], p["status"]) for p in points] == [(2, status), (1, status)]
+    for point in points:
+        assert point["reason"].startswith(reason) and "\n" not in point["reason"]
 
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:

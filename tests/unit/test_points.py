@@ -54,6 +54,44 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     assert "share a batch and end together, and so it has no interval" in best["reason"]
 
 
+def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
+    stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0}
+    found = {}
+    for index, memory in ((0, 9), (1, 7)):
+        found[index] = sample(index, [(2, 1)] * 6, 1.0) | {
+            "seconds": [1.5, 3.5],
+            "decode_seconds": [1.0, 3.0],
+            "round_share": [3.0, 3.0],
+            "stage_ms": {name: [ms, 3 * ms] for name, ms in stages.items()},
+            "ttft_ms": [10.0, 30.0],
+            "tpot_ms": [2.0, 6.0],
+            "num_preemptions": 2,
+            "peak_memory_bytes": memory,
+        }
+    failed = {"finish_reason": "error", "token_ids": [], "round_share": [0.0, 0.0], "category": "x"}
+    found[2] = sample(2, [], 0.0) | failed | {"rounds_without_proposal": 0, "peak_memory_bytes": 99}
+    point = measured_point(Key("d", 2, 2), found, {}, None, seed=0)
+    metrics = point["metrics"]
+    assert (metrics["num_prompts"], metrics["num_output_tokens"]) == (3, 24)
+    assert (metrics["num_rounds"], metrics["num_drafts"], metrics["num_preemptions"]) == (6, 12, 4)
+    # Two prompts, each twice its first repeat in the mean, over six rounds.
+    for name, ms in stages.items():
+        assert metrics[f"{name}_ms"] == pytest.approx(2 * 2 * ms / 6)
+    assert metrics["round_ms"] == pytest.approx(4e3 / 6)
+    assert metrics["prefill_seconds"] == pytest.approx(1.0)
+    assert metrics["prefill_ms"] == pytest.approx(500.0)
+    assert metrics["output_tokens_per_second"] == pytest.approx(24 / 5)
+    assert metrics["decode_tokens_per_second"] == pytest.approx(24 / 4)
+    assert (metrics["ttft_ms"]["mean"], metrics["tpot_ms"]["mean"]) == (20.0, 4.0)
+    assert metrics["peak_memory_bytes"] == 9, "of the prompts that ran"
+    assert point["per_category"].keys() == {"all"}
+    assert point["per_category"]["all"]["num_output_tokens"] == 24
+    found[1]["category"] = None
+    point = measured_point(Key("d", 2, 2), found, {}, None, seed=0)
+    assert point["per_category"].keys() == {"all"}, "what has no category is in none"
+    assert point["per_category"]["all"]["num_prompts"] == 1
+
+
 def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
     samples = {
         Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(2)},
@@ -131,6 +169,24 @@ def test_a_last_round_without_proposals_cuts_no_other() -> None:
     forecasts = Forecasts(2, [Text(limit=4, draft_limit=99, accept=(0.5,) * 4)], {}, is_exact=True)
     _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
     assert point["prediction"]["iid_alpha"] == pytest.approx(1 / 3)
+
+
+def test_a_prediction_is_held_against_what_was_measured() -> None:
+    """Positive errors are of predictions that promise too much."""
+    rounds = [(1, 1)] * 4 + [(1, 0)] * 4
+    samples = {Key("d", 1, 0): {0: sample(0, [], 1.2)}, Key("d", 1, 1): {0: sample(0, rounds, 1.0)}}
+    overlap = (0.25,) * 4 + (0.75,) * 8
+    text = Text(limit=12, draft_limit=99, accept=(1.0,) * 12, overlap=overlap)
+    forecasts = Forecasts(1, [text], {0: 0.1, 1: 0.15}, is_exact=False)
+    plain, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    prediction = point["prediction"]
+    # 12 rounds of 0.1 s over 6 of 0.15 s, where 1.2 s over 1 s were measured.
+    assert point["predicted_speedup"] == prediction["speedup"] == pytest.approx(4 / 3)
+    assert prediction["speedup_error"] == pytest.approx(4 / 3 / 1.2 - 1)
+    assert prediction["mean_acceptance_length"] == 2.0
+    assert prediction["mean_acceptance_length_error"] == pytest.approx(2.0 / 1.5 - 1)
+    assert prediction["analytic_alpha"] == pytest.approx(7 / 12) and not prediction["is_exact"]
+    assert plain["prediction"]["speedup"] == 1.0 and plain["prediction"]["speedup_error"] == 0.0
 
 
 def test_the_stages_of_the_time_curve() -> None:

@@ -9,7 +9,7 @@ import torch
 from specdec_cli.engine import profile
 from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
-from specdec_cli.memory_view import PARTS, cells, print_profile
+from specdec_cli.memory_view import PARTS, answers, cells, print_profile
 
 GIB = 2**30
 RANK = RankMemory(
@@ -127,6 +127,20 @@ def test_figures_of_many_ranks_are_not_cut(
     assert "…" not in shown and "activations " in shown
     assert shown.count("1,160,500") == 7 and "7,372,784" in shown
     assert is_terminal or shown.count("571.00 MiB") == 7
+
+
+def test_what_is_stranded_is_what_the_other_ranks_cannot_use() -> None:
+    """On the rank with least room a part of a block is left, which nobody could use."""
+    ranks = [{"rank": i, "stranded_bytes": n * 2**20} for i, n in enumerate((5, 1, 7))]
+    document = {"ranks": ranks, "limiting_rank": 1, "num_blocks": 9, "block_size": 16}
+    document |= {"method": "measured", "max_tokens": 128, "max_sequences": 1, "context": 100}
+    document |= {"draft_cost": None}
+    document["fit"] = {"batch_size": 1, "fits": True, "needed_blocks": 8, "recipe_blocks": 9}
+    said = answers(document)
+    assert said[1] == "Rank 1 has the least room; 12.00 MiB are stranded on the others."
+    assert said[2] == "The recipe asks for 9 blocks (cache.num_blocks).", "as many as fit"
+    document["fit"] |= {"recipe_blocks": 10}
+    assert answers(document)[2].endswith("10 blocks (cache.num_blocks), more than fit.")
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,14 @@ def test_settings_difference(
     assert (there, now) == before
 
 
+def test_random_weights_are_told_by_the_setting_that_made_them() -> None:
+    """Their fingerprints differ too, but nobody has changed the folder."""
+    there, now = settings("t", "1"), settings("t", "2")
+    now["recipe"]["target"]["load_format"] = "dummy"
+    expected = Difference("target.load_format", "auto", "dummy")
+    assert settings_difference(there, now) == expected
+
+
 def test_a_comparison_names_its_draft_once() -> None:
     there, now = (
         {"recipe": {"draft": {"model": name, "weights": "1"}}, "draft": name} for name in "ab"

@@ -65,6 +65,16 @@ def test_few_prompts_take_students_t() -> None:
     assert found == pytest.approx(list(expected), rel=1e-4)
 
 
+@pytest.mark.parametrize("prompts", range(2, 8))
+def test_few_prompts_of_any_number_take_their_own_students_t(prompts: int) -> None:
+    """Values so close that the logarithm is as good as straight."""
+    values = [10.0 + 0.001 * (i % 3 + i) for i in range(prompts)]
+    found = stats.interval(stats.speed(values, [1.0] * prompts))
+    assert found is not None
+    reach = (found[1] - found[0]) / 2 / scipy.stats.sem(values)
+    assert reach == pytest.approx(scipy.stats.t.ppf(0.975, df=prompts - 1), rel=1e-3)
+
+
 def test_too_little_to_say() -> None:
     assert stats.interval(skewed(1)) is None
     assert stats.interval(stats.speed([1.0, 2.0], [1.0, 2.0])) is None  # no spread at all
