@@ -36,7 +36,7 @@ def one_line(text: str) -> str:
 
 def first_line(problem: BaseException) -> str:
     """The first line of what an exception says that says anything; empty where none does."""
-    return str(problem).strip().partition("\n")[0]
+    return "".join(str(problem).strip().splitlines()[:1])
 
 
 def shown(value: object) -> str:

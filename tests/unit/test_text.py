@@ -50,6 +50,7 @@ def test_is_unicode() -> None:
 
 def test_first_line() -> None:
     assert first_line(ValueError("\n  one \ntwo")) == "one "
+    assert first_line(ValueError("one\rtwo")) == "one"
     assert first_line(ValueError()) == first_line(ValueError(" \n")) == ""
 
 
