@@ -18,7 +18,7 @@ from specdec_cli.results import to_json
 from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
-_RECORDS = ("samples.jsonl", "points.jsonl")
+_RECORDS = ("samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pairs.jsonl")
 
 
 @dataclass(slots=True)
@@ -65,9 +65,20 @@ class RunFolder:
                 f"{path / 'recipe.yaml'} was not written by a run, and would be replaced",
                 "name another folder with -o, or move that file away",
             )
+        for name in ("settings.json", "summary.json"):
+            folder.refuse_foreign(name)
         folder.write("recipe.yaml", dump_recipe(recipe))
         folder.write("environment.json", to_json(where) + "\n")
         return folder
+
+    def refuse_foreign(self, name: str) -> None:
+        """Raise `UsageError` for a file of somebody else, which would be replaced."""
+        if (self.path / name).exists() and not (self.path / "recipe.yaml").exists():
+            self.close()
+            raise UsageError(
+                f"{self.path / name} was not written by a run, and would be replaced",
+                "name another folder with -o, or move that file away",
+            )
 
     def mend(self) -> None:
         """Cut off what a crash left of a last line."""

@@ -215,6 +215,7 @@ def _folder(
 
     if resolved.data is not None:
         return RunFolder.create(path, resolved, where), resolved
+    RunFolder(path).refuse_foreign(_PROMPTS)
     data = DataSection(path=os.path.abspath(path / _PROMPTS))
     resolved = resolved.model_copy(update={"data": data})
     folder = RunFolder.create(path, resolved, where)

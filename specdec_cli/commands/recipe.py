@@ -5,7 +5,7 @@ Knows nothing of models, devices or whether a recipe can run here.
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -93,6 +93,23 @@ def validate_recipes(
         typer.echo(f"{inert(path)}: ok")
 
 
+# What pydantic calls limits of numbers that are checked before they are parsed.
+_LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
+
+
+def _with_limits(schema: Any) -> Any:
+    """A schema in which every limit has JSON Schema's name."""
+    if isinstance(schema, list):
+        return [_with_limits(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    is_number = schema.get("type") == "number"
+    return {
+        _LIMITS.get(name, name) if is_number else name: _with_limits(part)
+        for name, part in schema.items()
+    }
+
+
 @app.command("schema")
 def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List every key with its default and meaning; with --json as a JSON Schema."""
@@ -100,7 +117,7 @@ def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
     from specdec_cli.recipe.schema import key_fields
 
     if as_json:
-        _print_json(Recipe.model_json_schema())
+        _print_json(_with_limits(Recipe.model_json_schema()))
         return
     keys = key_fields()
     width = max(len(key) for key in keys)

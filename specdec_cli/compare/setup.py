@@ -40,8 +40,9 @@ from specdec_cli.text import digest
 class Plan:
     """A checked comparison.
 
-    recipe: as the user's command line resolves; engine_recipe: with a cache for the largest batch
-    size, which every pair gets. job: the pair at one rank each, and its prompts.
+    recipe: as the user's command line resolves, for the first pair and batch size; engine_recipe:
+    with a cache for the largest batch size, which every pair gets. job: the pair at one rank each,
+    and its prompts.
     """
 
     recipe: Recipe
@@ -114,9 +115,12 @@ def plan_comparison(
         dtype=str(job.plan.target.dtype).removeprefix("torch."),
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
-    return Plan(
-        recipe, engine_recipe, settings, job, skips_of(settings, job, num_gpus), permissions
-    )
+    skips = skips_of(settings, job, num_gpus)
+    # What is kept is a recipe that runs: the first legal pair, at the first batch size.
+    first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
+    run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
+    kept = with_degrees(recipe, first).model_copy(update={"run": run})
+    return Plan(kept, engine_recipe, settings, job, skips, permissions)
 
 
 def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:

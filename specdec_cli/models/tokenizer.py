@@ -93,15 +93,19 @@ class ByteTokenizer:
         return {}
 
 
+_FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
+
+
 def load_tokenizer(
     folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
     """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
-    has_files = any(
-        (folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")
-    ) or (any(folder.glob("*.model")) or (folder / "vocab.json").is_file())
-    if not has_files and is_dummy:
-        return ByteTokenizer(vocab_size)
+    if not any(any(folder.glob(pattern)) for pattern in _FILES):
+        if is_dummy:
+            return ByteTokenizer(vocab_size)
+        # Of some families transformers makes one up that knows no words.
+        raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
     from transformers import AutoTokenizer
 
     try:
@@ -117,7 +121,7 @@ def load_tokenizer(
             ) from None
         raise SetupError(
             f"cannot load the tokenizer of {name}: {_reason(problem)}",
-            "the model folder needs its tokenizer files (tokenizer.json)",
+            _NEEDED,
         ) from None
 
 

@@ -3,6 +3,7 @@
 Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
 """
 
+import re
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
@@ -26,13 +27,14 @@ from specdec_cli.text import is_unicode
 
 _YES = frozenset({"yes", "on", "y", "true"})
 _NO = frozenset({"no", "off", "n", "false"})
+_EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """YAML 1.1 writers turn an unquoted on/off into a boolean; take it back."""
+    """YAML 1.1 writers turn an unquoted on/off into a boolean; take it back. Yes is on, no off."""
     if isinstance(value, bool):
         return "on" if value else "off"
-    return value
+    return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
 
 
 def _yes_or_no(value: object) -> object:
@@ -42,8 +44,8 @@ def _yes_or_no(value: object) -> object:
 
 
 def _number(value: object) -> object:
-    """Refuse what lax float parsing would turn into 0 or 1."""
-    if isinstance(value, bool):
+    """Refuse what lax float parsing would take for a number, but for 1e-6, a word to YAML."""
+    if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.demo import demo_path
+from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import Result, generate
 from tests.cli.sweep_helpers import specdec
 from tests.launch.helpers import ROOT, living, marked, start, wait_until_gone
@@ -134,6 +135,14 @@ def test_document(whole: tuple[Path, Result]) -> None:
         assert metrics["k"] == point["k"] == (0 if draft_tp is None else 4)
         assert point["speedup"] == 1.0 or draft_tp is not None
     assert json.loads((folder / "summary.json").read_text()) == document
+
+
+def test_what_is_kept_is_a_recipe_that_runs(whole: tuple[Path, Result]) -> None:
+    folder, result = whole
+    kept = load_recipe(str(folder / "recipe.yaml"))
+    assert kept.model_dump(mode="json") == result.document["recipe"]
+    assert kept.draft is not None and kept.run.batch_size == 1
+    assert (kept.target.tensor_parallel_size, kept.draft.tensor_parallel_size) == (1, 1)
 
 
 def test_the_rank_without_the_draft_has_room_for_more(whole: tuple[Path, Result]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.recipe import load_recipe
-from specdec_cli.results import RunFolder
+from specdec_cli.run_folder import RunFolder
 from tests.cli.generate_helpers import (
     DEMO,
     PROMPTS,
@@ -180,6 +180,20 @@ def test_what_is_written_is_on_the_disk_before_it_counts(
     folder.close()
 
 
+def test_a_users_own_files_are_left_alone(run: Run, tmp_path: Path) -> None:
+    for name in ("prompts.jsonl", "settings.json", "summary.json"):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_text("mine")
+        refused(
+            run("--prompt", "x", *SHORT, "-o", folder),
+            2,
+            f"{re.escape(str(folder / name))} was not written by a run, and would be replaced",
+        )
+        assert [f.name for f in folder.iterdir()] == [name]
+        assert (folder / name).read_text() == "mine"
+
+
 def test_folder_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -194,7 +208,9 @@ def test_folder_that_cannot_be_written(run: Run) -> None:
     refused(run("--prompt", "x", *SHORT, "-o", "/proc/self"), 5, "cannot write /proc/self/recipe")
 
 
-@pytest.mark.parametrize("name", ["samples.jsonl", "points.jsonl"])
+@pytest.mark.parametrize(
+    "name", ["samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pairs.jsonl"]
+)
 def test_earlier_results_are_left_alone(name: str, run: Run, tmp_path: Path) -> None:
     kept = {"recipe.yaml": "target: x\n", "summary.json": "{}", name: '{"k": 1}\n'}
     for file, text in kept.items():

@@ -64,6 +64,8 @@ def test_schema(capsys: Capture) -> None:
     schema = json.loads(printed(capsys, "schema", "--json"))
     assert schema["additionalProperties"] is False
     assert list(schema["properties"]) == list(Recipe.model_fields)
+    top_p = schema["$defs"]["SamplingSection"]["properties"]["top_p"]
+    assert (top_p["exclusiveMinimum"], top_p["maximum"]) == (0.0, 1.0)
 
 
 def test_options_name_real_keys() -> None:

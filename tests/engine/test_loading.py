@@ -146,6 +146,15 @@ def test_corrupt_generation_config(folder: Path) -> None:
     assert "generation_config.json" in refusal(folder).message
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
+def test_a_folder_without_a_tokenizer(family: str, tmp_path: Path) -> None:
+    """For some families transformers makes one up, which knows no words."""
+    folder = save_tiny(tmp_path, family)
+    with pytest.raises(SetupError, match="cannot load the tokenizer of mine: there is none"):
+        load_tokenizer(folder, "mine", 64, is_dummy=False)
+    assert load_tokenizer(folder, "mine", 64, is_dummy=True).encode("ab") == [97 % 64, 98 % 64]
+
+
 @pytest.mark.parametrize("name", ["nobody/nothing", "nothing-at-all"])
 def test_hub_id_that_is_not_cached(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

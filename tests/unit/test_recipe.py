@@ -142,14 +142,14 @@ def test_dtype_of_every_model(write: Write) -> None:
     assert pair.draft is not None and pair.draft.dtype == "float16"
 
 
-@pytest.mark.parametrize("word", ["on", "ON", "off", "auto", "'on'", "true", "false"])
+@pytest.mark.parametrize("word", ["on", "ON", "off", "auto", "'on'", "true", "false", "no"])
 def test_switches_survive_yaml(write: Write, word: str) -> None:
     text = f"target: {{model: t}}\nrun: {{compile: {word}, cuda_graphs: {word}}}"
     if word == "ON":
         with pytest.raises(UsageError, match="did you mean on"):
             load_recipe(write(text))
         return
-    expected = {"true": "on", "false": "off"}.get(word, word.strip("'"))
+    expected = {"true": "on", "false": "off", "no": "off"}.get(word, word.strip("'"))
     assert load_recipe(write(text)).run.compile == expected
 
 

@@ -121,6 +121,8 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "duplicate-in-one-line": ("target: {model: t, model: u}\n", 1, "target.model: duplicate key (first given on line 1)"),
     "merge-of-a-list": ("target: &t {model: t}\ndraft:\n  model: d\n  <<: [*t]\n", 4, "draft.<<: merge keys are not supported"),
     # Values that YAML 1.1, or a person, reads otherwise
+    "underscores in a number": (GOOD + "run: {timeout_s: 1_0}\n", 2, "should be a number"),
+    "a number in quotes": (GOOD + "sampling: {top_p: '0.5'}\n", 2, "should be a number"),
     "underscores": (GOOD + "run: {seed: 1_000}\n", 2, 'whole number, not "1_000"'),
     "hexadecimal": (GOOD + "run: {seed: 0x1F}\n", 2, 'whole number, not "0x1F"'),
     "octal": (GOOD + "run: {seed: 0o17}\n", 2, 'whole number, not "0o17"'),
