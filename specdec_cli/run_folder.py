@@ -60,11 +60,7 @@ class RunFolder:
                 "name another folder with -o, or move that one away",
             )
         if _is_foreign(path / "recipe.yaml"):
-            folder.close()
-            raise UsageError(
-                f"{path / 'recipe.yaml'} was not written by a run, and would be replaced",
-                "name another folder with -o, or move that file away",
-            )
+            raise folder._not_ours("recipe.yaml")
         for name in ("settings.json", "summary.json"):
             folder.refuse_foreign(name)
         folder.write("recipe.yaml", dump_recipe(recipe))
@@ -74,11 +70,14 @@ class RunFolder:
     def refuse_foreign(self, name: str) -> None:
         """Raise `UsageError` for a file of somebody else, which would be replaced."""
         if (self.path / name).exists() and not (self.path / "recipe.yaml").exists():
-            self.close()
-            raise UsageError(
-                f"{self.path / name} was not written by a run, and would be replaced",
-                "name another folder with -o, or move that file away",
-            )
+            raise self._not_ours(name)
+
+    def _not_ours(self, name: str) -> UsageError:
+        self.close()
+        return UsageError(
+            f"{self.path / name} was not written by a run, and would be replaced",
+            "name another folder with -o, or move that file away",
+        )
 
     def mend(self) -> None:
         """Cut off what a crash left of a last line."""

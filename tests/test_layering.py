@@ -15,7 +15,7 @@ ROWS = {
     5: "compare launch render report results run_folder generation reporting points lossless "
     "reading sweep profiling memory_view settings",
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
-    "engine.rounds engine.run engine.teacher engine.measure engine.estimate",
+    "engine.rounds engine.run engine.sharing engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
     2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "

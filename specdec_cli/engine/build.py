@@ -14,7 +14,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.parallel import local_world_size
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, borrowed_weights
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
     RankMemory,
@@ -25,6 +25,7 @@ from specdec_cli.engine.profile import (
     room_now,
 )
 from specdec_cli.engine.run import Proposer, Request
+from specdec_cli.engine.sharing import borrowed_weights
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError

@@ -15,7 +15,7 @@ from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, check_shared
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
     Overhead,
@@ -24,6 +24,7 @@ from specdec_cli.engine.profile import (
     total_memory,
 )
 from specdec_cli.engine.rounds import slot_counts
+from specdec_cli.engine.sharing import check_shared
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.loader import Description, describe

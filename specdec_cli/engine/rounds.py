@@ -1,6 +1,7 @@
 """The padded rounds of an engine: one pipeline for each rule and number of slots, captured once."""
 
 from collections.abc import Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,40 +26,30 @@ def slot_counts(batch_size: int) -> list[int]:
     return counts
 
 
+@dataclass(slots=True, eq=False)
 class PaddedRounds:
     """Rounds over the models and caches of one engine, at one batch size.
 
-    draft: None or of another kind where rounds of proposals cannot be padded. max_model_len: most
-    tokens a sequence may hold. eos_ids: ids that end a sequence. synthetic: accept by given rates.
+    draft: None where no model proposes, so that rounds of proposals cannot be padded.
+    max_model_len: most tokens a sequence may hold. eos_ids: ids that end a sequence. synthetic:
+    accept by given rates.
     """
 
-    def __init__(
-        self,
-        target: TargetScorer,
-        draft: DraftWorker | AbsentDraft | None,
-        allocator: BlockAllocator,
-        *,
-        batch_size: int,
-        max_model_len: int,
-        eos_ids: frozenset[int],
-        synthetic: SyntheticAcceptance | None,
-        parallel: TensorParallel,
-    ) -> None:
-        self._target = target
-        self._draft = draft
-        self._allocator = allocator
-        self._batch_size = batch_size
-        self._max_model_len = max_model_len
-        self._eos_ids = eos_ids
-        self._synthetic = synthetic
-        self._parallel = parallel
-        self._made: dict[Hashable, tuple[Pipeline, ...]] = {}
-        self._pool: Any = None  # memory that captured rounds share
+    target: TargetScorer
+    draft: DraftWorker | AbsentDraft | None
+    allocator: BlockAllocator
+    batch_size: int
+    max_model_len: int
+    eos_ids: frozenset[int]
+    synthetic: SyntheticAcceptance | None
+    parallel: TensorParallel
+    _made: dict[Hashable, tuple[Pipeline, ...]] = field(default_factory=dict, init=False)
+    _pool: Any = field(default=None, init=False)  # memory that captured rounds share
 
     def of(self, k: int, params: SamplingParams) -> tuple[Pipeline, ...]:
-        """Those of proposal length `k`, by number of slots; captured when first asked for. None
-        where the proposer is no model."""
-        if k and self._draft is None:
+        """Those of proposal length `k`, by number of slots; captured when first asked for.
+        Empty where the proposer is no model."""
+        if k and self.draft is None:
             return ()
         key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
         if key not in self._made:
@@ -74,31 +65,31 @@ class PaddedRounds:
         self._pool = None
 
     def _rule(self, k: int, params: SamplingParams) -> RoundRule:
-        device = self._target.model.device
+        device = self.target.model.device
         rates = None
-        if self._synthetic is not None and k:
-            rates = torch.tensor(self._synthetic.rates(k), device=device)
-        eos_ids = [] if params.ignore_eos else sorted(self._eos_ids)
-        draft_max_len = self._draft.max_len if k and self._draft is not None else 0
+        if self.synthetic is not None and k:
+            rates = torch.tensor(self.synthetic.rates(k), device=device)
+        eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
+        draft_max_len = self.draft.max_len if k and self.draft is not None else 0
         return RoundRule(
             k=k,
             params=params,
-            draft_max_len=min(draft_max_len, self._max_model_len),
-            max_model_len=self._max_model_len,
+            draft_max_len=min(draft_max_len, self.max_model_len),
+            max_model_len=self.max_model_len,
             eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             rates=rates,
         )
 
     def _make(self, rule: RoundRule) -> tuple[Pipeline, ...]:
-        draft = self._draft if rule.k and isinstance(self._draft, DraftWorker) else None
+        draft = self.draft if rule.k and isinstance(self.draft, DraftWorker) else None
         # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
-        held = min(self._allocator.blocks_for(self._max_model_len), self._allocator.num_usable)
-        columns = held + self._allocator.blocks_for(rule.k + 1)
-        if self._target.model.device.type == "cuda" and self._pool is None:
+        held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
+        columns = held + self.allocator.blocks_for(rule.k + 1)
+        if self.target.model.device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # The largest first: the smaller ones then find room in what it took.
         made = [
-            Pipeline(self._target, draft, rule, count, columns, self._parallel, self._pool)
-            for count in reversed(slot_counts(self._batch_size))
+            Pipeline(self.target, draft, rule, count, columns, self.parallel, self._pool)
+            for count in reversed(slot_counts(self.batch_size))
         ]
         return tuple(reversed(made))

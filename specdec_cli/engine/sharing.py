@@ -1,0 +1,60 @@
+"""What a draft borrows of the target's weights: embeddings and head."""
+
+from typing import Any
+
+import torch
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.loader import Description
+
+
+def borrowed_weights(
+    draft: Any, target: Any, share: tuple[str, ...]
+) -> dict[str, torch.nn.Parameter]:
+    """The target's weights that the draft module is to use, by their names in the draft.
+
+    Weights only, never modules: some families scale inside theirs.
+    """
+    names = {id(module): name for name, module in draft.named_modules()}
+    found = {}
+    for what in share:
+        ours, theirs = (
+            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
+            for m in (draft, target)
+        )
+        found[f"{names[id(ours)]}.weight"] = theirs.weight
+    return found
+
+
+def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
+    """Bytes of the draft's weights that need not be loaded when it borrows the target's.
+
+    Both are on meta. Raises `SetupError` where shapes or dtypes differ.
+    """
+    if "lm_head" in share and draft.parallel.size != target.parallel.size:
+        raise SetupError(
+            f"draft.share: lm_head cannot be borrowed; the target's is split over "
+            f"{target.parallel.size} ranks, and the draft runs on {draft.parallel.size}",
+            "take lm_head out of draft.share, or give both the same tensor_parallel_size",
+        )
+    own = dict(draft.module.named_parameters(remove_duplicate=False))
+    borrowed = borrowed_weights(draft.module, target.module, share)
+    for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
+        ours = own.pop(name)
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            raise SetupError(
+                f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
+                f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
+                f"shapes and dtypes must agree; take {what} out of draft.share",
+            )
+    # A tied weight is still loaded when only one of its two uses is borrowed. Split, a head is a
+    # view of the embedding that is loaded, and a weight of its own beside one that is borrowed.
+    tied = draft.shards.tied
+    loaded: dict[int, int] = {
+        id(p): p.numel() * p.element_size() for n, p in own.items() if tied.get(n) not in own
+    }
+    return draft.weight_bytes - sum(loaded.values())
+
+
+def _shape(weight: torch.Tensor) -> str:
+    return f"{list(weight.shape)} {str(weight.dtype).removeprefix('torch.')}"
