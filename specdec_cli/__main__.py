@@ -1,18 +1,27 @@
-"""`python -m specdec_cli` is `specdec`; what is interrupted while it begins ends like the rest."""
+"""`python -m specdec_cli` is `specdec`; what is stopped while it begins ends like the rest."""
 
 import os
 import sys
+
+from specdec_cli.errors import ExitCode
+from specdec_cli.signals import signals
 
 
 def main() -> int:
     """Run the command line of this process; returns its exit code."""
     try:
-        from specdec_cli.app import main as run
-    except KeyboardInterrupt:
+        with signals(is_last=False):
+            from specdec_cli.app import main as run
+    except (KeyboardInterrupt, SystemExit) as end:
+        is_interrupt = isinstance(end, KeyboardInterrupt)
+        code = int(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM)
+        message = "interrupted" if is_interrupt else "terminated"
         if "--json" in sys.argv:
-            print('{"error": {"code": 130, "message": "interrupted", "hint": null}}', flush=True)
-        print("error: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)
+            print(
+                f'{{"error": {{"code": {code}, "message": "{message}", "hint": null}}}}', flush=True
+            )
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(code)
     return run()
 
 

@@ -147,19 +147,23 @@ def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, S
         if not pair.divides:
             reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
+        elif "lm_head" in job.plan.shared and pair.draft_tp != pair.target_tp:
+            reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"
+            found[pair] = Skip(reason, expected=True)
         elif why is not None:
             found[pair] = Skip(why, expected=False)
         elif num_gpus is not None and pair.target_tp > num_gpus:
             reason = f"needs {pair.target_tp} GPUs, and this machine has {num_gpus}"
             found[pair] = Skip(reason, expected=False)
     if len(found) == len(settings.pairs):
-        legal = [skip.reason for pair, skip in found.items() if pair.divides]
+        legal = [skip.reason for skip in found.values() if not skip.expected]
         illegal = [skip.reason for skip in found.values() if skip.expected]
         if legal and not any(unsplit.values()):
             raise SetupError(f"no pair can run here: {legal[0]}", "pass smaller --target-tp")
         raise UsageError(
             f"no legal pair: {(legal or illegal)[0]}",
-            "the draft's degree has to divide the target's, such as --target-tp 4 --draft-tp 1,2,4",
+            "the draft's degree has to divide the target's (--target-tp 4 --draft-tp 1,2,4); "
+            "where draft.share has lm_head, it has to be the target's",
         )
     return found
 

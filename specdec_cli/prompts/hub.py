@@ -5,6 +5,7 @@ Knows nothing of what makes a prompt.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
@@ -31,7 +32,9 @@ def hub_source(
         ) from None
     with _quiet(datasets):
         try:
-            data = _loaded(datasets, path, subset, split)
+            is_saved = is_folder and _is_saved(Path(path))
+            load = _from_disk if is_saved else _loaded
+            data = load(datasets, path, subset, split)
         except SpecdecError:
             raise
         except Exception as problem:
@@ -48,15 +51,36 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
         split = known[0]
     # Some datasets learn their splits only while they are prepared.
     data = datasets.load_dataset(path, name=subset, split=split)
+    return data if split is not None else data[_only_split(path, list(data))]
+
+
+def _is_saved(folder: Path) -> bool:
+    """Whether a folder is what `save_to_disk` of `datasets` wrote."""
+    names = ("dataset_dict.json",), ("state.json", "dataset_info.json")
+    return any(all((folder / name).is_file() for name in one) for one in names)
+
+
+def _from_disk(datasets: Any, path: str, subset: str | None, split: str | None) -> Any:
+    if subset is not None:
+        raise UsageError(f"{path}: a saved dataset has no subsets", "leave data.subset out")
+    data = datasets.load_from_disk(path)
+    splits = data if isinstance(data, dict) else {str(data.split or "train"): data}
     if split is None:
-        known = list(data)
-        if len(known) > 1:
-            raise UsageError(
-                f"{path}: the dataset has several splits: {', '.join(map(one_line, known))}",
-                f"name one: data.split, or {path}:{known[0]}",
-            )
-        data = data[known[0]]
-    return data
+        return splits[_only_split(path, list(splits))]
+    sizes = {name: len(rows) for name, rows in splits.items()}
+    wanted_rows = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+    return datasets.concatenate_datasets(
+        [splits[part.splitname].select(range(part.from_, part.to)) for part in wanted_rows]
+    )
+
+
+def _only_split(path: str, known: list[str]) -> str:
+    if len(known) > 1:
+        raise UsageError(
+            f"{path}: the dataset has several splits: {', '.join(map(one_line, known))}",
+            f"name one: data.split, or {path}:{known[0]}",
+        )
+    return known[0]
 
 
 def _rows(data: Any, name: str) -> Rows:

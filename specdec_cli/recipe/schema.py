@@ -316,6 +316,25 @@ class Recipe(_Section):
             )
         return value
 
+    @field_validator("draft")
+    @classmethod
+    def _head_is_split_alike(
+        cls, value: DraftSection | None, info: ValidationInfo
+    ) -> DraftSection | None:
+        target = info.data.get("target")
+        if value is None or target is None or "lm_head" not in value.share:
+            return value
+        ours, theirs = value.tensor_parallel_size, target.tensor_parallel_size
+        if ours != theirs:
+            raise PydanticCustomError(
+                "share",
+                "lm_head cannot be borrowed: the target's is split over "
+                "target.tensor_parallel_size ({theirs}) ranks, and "
+                "draft.tensor_parallel_size is {ours}",
+                {"key": "share", "ours": ours, "theirs": theirs},
+            )
+        return value
+
     @field_validator("speculation")
     @classmethod
     def _has_its_draft(cls, value: SpeculationSection, info: ValidationInfo) -> SpeculationSection:

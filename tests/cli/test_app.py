@@ -342,17 +342,27 @@ def test_ascii_terminal() -> None:
     assert done.returncode == 2 and "Traceback" not in done.stderr
 
 
-def test_an_interrupt_while_it_begins() -> None:
+@pytest.mark.parametrize(
+    ("cause", "code", "message"),
+    [
+        # Which Python remembers, to end by the signal.
+        ("exec('raise KeyboardInterrupt')", 130, "interrupted"),
+        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "terminated"),
+        ("os.kill(os.getpid(), signal.SIGHUP)", 143, "terminated"),
+    ],
+)
+def test_a_signal_while_it_begins(cause: str, code: int, message: str) -> None:
     """Before there is anything to catch it but the entry itself."""
-    program = """
-import sys
+    program = f"""
+import os, signal, sys
 
-class Interrupting:
+class Stopping:
     def find_spec(self, name, path=None, target=None):
         if name == "specdec_cli.app":
-            exec("raise KeyboardInterrupt")  # which Python remembers, to end by the signal
+            {cause}
 
-sys.meta_path.insert(0, Interrupting())
+sys.meta_path.insert(0, Stopping())
 from specdec_cli.__main__ import main
 sys.exit(main())
 """
@@ -363,5 +373,6 @@ sys.exit(main())
         text=True,
         check=False,
     )
-    assert done.returncode == 130 and done.stderr == "error: interrupted\n"
-    assert json.loads(done.stdout)["error"]["code"] == 130
+    assert done.returncode == code and done.stderr == f"error: {message}\n"
+    document = {"error": {"code": code, "message": message, "hint": None}}
+    assert json.loads(done.stdout) == document

@@ -488,3 +488,15 @@ def test_pairs_without_gpus_enough_are_skipped() -> None:
         skips_of(replace(SETTINGS, draft_tps=(1,)), job, num_gpus=1)
     with pytest.raises(UsageError, match=r"no legal pair: .*3"):  # heads do not divide
         skips_of(replace(SETTINGS, target_tps=(3,), draft_tps=(1,)), job, num_gpus=None)
+
+
+def test_a_borrowed_head_needs_the_targets_degree() -> None:
+    keys = {"run.device": "cpu", "draft.model": "demo:target", "draft.share": ["lm_head"]}
+    recipe = load_recipe("demo", keys, {})
+    job = prepare(recipe, [Prompt(0, "def f():")], Permissions())
+    skips = skips_of(replace(SETTINGS, target_tps=(1, 2), draft_tps=(1, 2)), job, num_gpus=None)
+    assert set(skips) == {Pair(1, 2), Pair(2, 1)}
+    reason = "draft TP 1 cannot borrow lm_head at target TP 2"
+    assert skips[Pair(2, 1)] == Skip(reason, expected=True)
+    with pytest.raises(UsageError, match=f"no legal pair: {reason}"):
+        skips_of(replace(SETTINGS, target_tps=(2,), draft_tps=(1,)), job, num_gpus=None)

@@ -292,6 +292,35 @@ def test_a_dataset_folder(cache: Path) -> None:
         assert words in refused.value.message
 
 
+def test_what_save_to_disk_wrote(cache: Path) -> None:
+    import datasets
+
+    whole = datasets.Dataset.from_dict({"question": [f"q{i}" for i in range(10)], "x": range(10)})
+    few = datasets.Dataset.from_dict({"question": ["one"]})
+    whole.save_to_disk(cache / "whole")
+    datasets.DatasetDict({"train": whole, "test": few}).save_to_disk(cache / "both")
+    datasets.DatasetDict({"dev": few}).save_to_disk(cache / "one")
+    everything = [f"q{i}" for i in range(10)]
+    assert texts(load(cache / "whole")) == everything
+    assert texts(load(cache / "whole", split="train[2:4]", column="question")) == ["q2", "q3"]
+    assert texts(load(cache / "both", split="train[50%:]")) == everything[5:]
+    assert texts(load(cache / "both", split="test+train[:1]")) == ["one", "q0"]
+    assert texts(load(cache / "one")) == ["one"]
+    for name, keys, words in [
+        ("both", {}, "has several splits: train, test"),
+        ("both", {"split": "dev"}, 'Unknown split "dev"'),
+        ("both", {"split": "train[:1"}, "train[:1"),
+        ("whole", {"subset": "main"}, "a saved dataset has no subsets"),
+        ("whole", {"column": "answer"}, "no column 'answer': there is question, x"),
+    ]:
+        with pytest.raises(UsageError) as refused:
+            load(cache / name, **keys)
+        assert words in refused.value.message
+    (cache / "whole" / "data-00000-of-00001.arrow").write_bytes(b"nothing")
+    with pytest.raises(UsageError, match="cannot be read as a dataset"):
+        load(cache / "whole")
+
+
 def test_an_id_that_cannot_be_had(cache: Path) -> None:
     with pytest.raises(SetupError) as refused:
         load("owner/name")
