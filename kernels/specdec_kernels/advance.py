@@ -45,6 +45,8 @@ def advance_reference(
     active: Tensor,
     eos_ids: Tensor,
     record: Tensor,
+    history: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """See `ops.advance`."""
     width = tokens.shape[1]
@@ -57,5 +59,9 @@ def advance_reference(
     after = torch.cat((tail, tokens.clamp(min=0)), dim=1)
     moved = after.gather(1, count[:, None] + torch.arange(2, device=tokens.device))
     tail.copy_(torch.where(active[:, None], moved, tail))
+    if history is not None and rows is not None:
+        counts = active[:, None] & (place < count[:, None])
+        at = (rows[:, None].expand_as(counts)[counts], (length[:, None] + place)[counts])
+        history.index_put_(at, tokens[counts].clamp(min=0).to(history.dtype))
     length.add_(count * active)
     active.logical_and_((first == width) & (length < limit))

@@ -56,9 +56,13 @@ def advance_kernel(
     active_ptr,  # [B] bool, in and out
     eos_ids_ptr,  # [E] int64
     record_ptr,  # [B, K + 3] int64, out
+    history_ptr,  # [R, L] int32, out, or anything without HAS_HISTORY
+    rows_ptr,  # [B] int64, likewise
     num_eos,
+    history_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    HAS_HISTORY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -85,13 +89,17 @@ def advance_kernel(
     old = tl.load(tail_ptr + row * 2 + 1)
     before = tl.where(count >= 2, before, old)
     active = tl.load(active_ptr + row) != 0
-    length = tl.load(length_ptr + row) + count
+    before_round = tl.load(length_ptr + row)
+    length = before_round + count
     stays = (first == WIDTH) & (length < tl.load(limit_ptr + row))
     if active:
         tl.store(tail_ptr + row * 2, before)
         tl.store(tail_ptr + row * 2 + 1, last)
         tl.store(length_ptr + row, length)
         tl.store(active_ptr + row, stays)
+        if HAS_HISTORY:
+            end_ptr = history_ptr + tl.load(rows_ptr + row) * history_stride + before_round
+            tl.store(end_ptr + place, tokens.to(tl.int32), mask=place < count)
 
 
 def accept_triton(
@@ -135,13 +143,17 @@ def advance_triton(
     active: Tensor,
     eos_ids: Tensor,
     record: Tensor,
+    history: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """See `ops.advance`."""
-    rows, width = tokens.shape
-    assert tail.shape == (rows, 2) and record.shape == (rows, width + 2)
-    assert accepted.shape == lens.shape == length.shape == limit.shape == active.shape == (rows,)
+    batch, width = tokens.shape
+    assert tail.shape == (batch, 2) and record.shape == (batch, width + 2)
+    assert accepted.shape == lens.shape == length.shape == limit.shape == active.shape == (batch,)
     assert all(t.is_contiguous() for t in (tokens, tail, record))
-    advance_kernel[(rows,)](
+    assert (history is None) == (rows is None)
+    assert history is None or history.stride(1) == 1
+    advance_kernel[(batch,)](
         tokens,
         accepted,
         lens,
@@ -151,8 +163,12 @@ def advance_triton(
         active,
         eos_ids,
         record,
+        record if history is None else history,
+        lens if rows is None else rows,
         eos_ids.numel(),
+        0 if history is None else history.stride(0),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
+        HAS_HISTORY=history is not None,
         num_warps=1,
     )

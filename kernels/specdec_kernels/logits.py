@@ -92,7 +92,7 @@ def sample_logits_reference(
 def reject_logits_reference(
     draft_tokens: Tensor,
     lens: Tensor,
-    draft_logits: Tensor,
+    draft_logits: Tensor | None,
     target_logits: Tensor,
     temperature: float,
     top_k: int,
@@ -101,12 +101,16 @@ def reject_logits_reference(
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.reject_logits`."""
-    missing = target_logits.shape[2] - draft_logits.shape[2]
-    draft_logits = F.pad(draft_logits, (0, missing), value=-INF)
+    vocab = target_logits.shape[2]
+    if draft_logits is None:
+        q = F.one_hot(draft_tokens.clamp(min=0), vocab).float()
+    else:
+        padded = F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF)
+        q = to_probs(padded, temperature, top_k, top_p)
     tokens, accepted = rejection_sample_reference(
         draft_tokens.clamp(min=0),
         lens,
-        to_probs(draft_logits, temperature, top_k, top_p),
+        q,
         to_probs(target_logits, temperature, top_k, top_p),
         accept_noise,
         sample_noise,

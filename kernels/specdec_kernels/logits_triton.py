@@ -61,14 +61,27 @@ def token_probability(logits_ptr, token, mask, row_ptr, scale, V: tl.constexpr):
 
 @triton.jit
 def residual_weight(
-    at, end, p_ptr, q_ptr, p_row_ptr, q_row_ptr, scale, V: tl.constexpr, DRAFT_V: tl.constexpr
+    at,
+    end,
+    p_ptr,
+    q_ptr,
+    p_row_ptr,
+    q_row_ptr,
+    proposed,
+    scale,
+    V: tl.constexpr,
+    DRAFT_V: tl.constexpr,
+    ONE_HOT: tl.constexpr,
 ):
     """max(p - q, 0) at places `at` before `end`. A NaN stays one: no sum over it is positive."""
     here = at < end
     x = tl.load(p_ptr + at, mask=here & (at < V), other=float("-inf")).to(tl.float32)
     p = kept_weight(x, at, p_row_ptr, True, scale) / tl.load(p_row_ptr + 1)
-    x = tl.load(q_ptr + at, mask=here & (at < DRAFT_V), other=float("-inf")).to(tl.float32)
-    q = kept_weight(x, at, q_row_ptr, True, scale) / tl.load(q_row_ptr + 1)
+    if ONE_HOT:
+        q = (at == proposed).to(tl.float32)
+    else:
+        x = tl.load(q_ptr + at, mask=here & (at < DRAFT_V), other=float("-inf")).to(tl.float32)
+        q = kept_weight(x, at, q_row_ptr, True, scale) / tl.load(q_row_ptr + 1)
     return tl.where(p - q <= 0.0, 0.0, p - q)
 
 
@@ -76,8 +89,8 @@ def residual_weight(
 def reject_logits_kernel(
     draft_tokens_ptr,  # [B, K] int64, -1 where the draft had no token
     lens_ptr,  # [B] int64 or int32
-    draft_logits_ptr,  # [B, K, DRAFT_V]
-    draft_rows_ptr,  # [B, K, 4] fp32
+    draft_logits_ptr,  # [B, K, DRAFT_V], or anything where drafts are ONE_HOT
+    draft_rows_ptr,  # [B, K, 4] fp32, likewise
     target_logits_ptr,  # [B, K + 1, V]
     target_rows_ptr,  # [B, K + 1, 4] fp32
     target_parts_ptr,  # [B, K + 1, PARTS] fp32
@@ -102,6 +115,7 @@ def reject_logits_kernel(
     PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    ONE_HOT: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -122,14 +136,16 @@ def reject_logits_kernel(
         draft_logits_ptr += row * draft_stride_b
         drafts = tl.load(draft_tokens_ptr + row * tokens_stride + place, mask=drafted, other=0)
         token = tl.maximum(drafts, 0)
-        q = token_probability(
-            draft_logits_ptr + place * draft_stride_k,
-            token,
-            drafted,
-            draft_rows_ptr + place * 4,
-            scale,
-            DRAFT_V,
-        )
+        q = tl.full([BLOCK_K], 1.0, tl.float32)
+        if not ONE_HOT:
+            q = token_probability(
+                draft_logits_ptr + place * draft_stride_k,
+                token,
+                drafted,
+                draft_rows_ptr + place * 4,
+                scale,
+                DRAFT_V,
+            )
         p = token_probability(
             target_logits_ptr + place * target_stride_k,
             token,
@@ -149,14 +165,28 @@ def reject_logits_kernel(
     p_row_ptr = target_rows_ptr + accepted * 4
     q_ptr = draft_logits_ptr
     q_row_ptr = draft_rows_ptr
+    proposed = tl.full([], 0, tl.int64)
     if K > 0:
         # After the last place q is not read, but has an address.
         behind = tl.minimum(accepted, K - 1)
-        q_ptr += behind.to(tl.int64) * draft_stride_k
-        q_row_ptr += behind * 4
+        if ONE_HOT:
+            proposed = tl.sum(tl.where(place == accepted, drafts, 0), axis=0)
+        else:
+            q_ptr += behind.to(tl.int64) * draft_stride_k
+            q_row_ptr += behind * 4
         if rejected:
             weight = residual_weight(
-                part * BLOCK + lane, V, p_ptr, q_ptr, p_row_ptr, q_row_ptr, scale, V, DRAFT_V
+                part * BLOCK + lane,
+                V,
+                p_ptr,
+                q_ptr,
+                p_row_ptr,
+                q_row_ptr,
+                proposed,
+                scale,
+                V,
+                DRAFT_V,
+                ONE_HOT,
             )
             tl.store(residuals_ptr + row * PARTS + part, tl.sum(weight, axis=0))
 
@@ -186,7 +216,17 @@ def reject_logits_kernel(
         if K > 0:
             end = tl.where(from_residual, V, 0)
             residual = residual_weight(
-                at, end, p_ptr, q_ptr, p_row_ptr, q_row_ptr, scale, V, DRAFT_V
+                at,
+                end,
+                p_ptr,
+                q_ptr,
+                p_row_ptr,
+                q_row_ptr,
+                proposed,
+                scale,
+                V,
+                DRAFT_V,
+                ONE_HOT,
             )
             weights = tl.where(from_residual, residual, weights)
         own = drawn * BLOCK + first_above(weights, before, level, lane, BLOCK)
@@ -226,8 +266,8 @@ def sample_logits_triton(
 def reject_logits_triton(
     draft_tokens: Tensor,
     lens: Tensor,
-    draft_logits: Tensor,
-    draft_rows: Tensor,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
     target_logits: Tensor,
     target: LogitRows,
     temperature: float,
@@ -236,17 +276,21 @@ def reject_logits_triton(
 ) -> tuple[Tensor, Tensor]:
     """See `ops.reject_logits`."""
     (batch, width), vocabulary = draft_tokens.shape, target_logits.shape[2]
-    assert target_logits.shape[:2] == (batch, width + 1) and draft_logits.shape[:2] == (
-        batch,
-        width,
-    )
-    assert draft_rows.shape == (batch, width, 4) and target.rows.shape == (batch * (width + 1), 4)
+    is_one_hot = draft_logits is None or draft_rows is None
+    if draft_logits is None or draft_rows is None:
+        # Not read, but they have addresses.
+        draft_logits, draft_rows = target_logits[:, :width], target.rows
+    else:
+        assert draft_rows.shape == (batch, width, 4) and draft_rows.is_contiguous()
+    assert target_logits.shape[:2] == (batch, width + 1)
+    assert draft_logits.shape[:2] == (batch, width)
+    assert target.rows.shape == (batch * (width + 1), 4)
     assert draft_logits.shape[2] <= vocabulary
     assert lens.shape == (batch,) and lens.is_contiguous() and batch <= COUNTERS
     assert width == 0 or draft_tokens.stride(1) == accept_noise.stride(1) == 1
     assert accept_noise.shape == (batch, width) and sample_noise.shape == (batch, width + 1)
     assert target_logits.stride(2) == 1 and (width == 0 or draft_logits.stride(2) == 1)
-    assert all(t.is_contiguous() for t in (draft_rows, *target))
+    assert all(t.is_contiguous() for t in target)
     parts = target.parts.shape[1]
     device = target_logits.device
     residuals = torch.empty((batch, parts), dtype=torch.float32, device=device)
@@ -264,6 +308,7 @@ def reject_logits_triton(
         DRAFT_V=draft_logits.shape[2],
         K=width,
         BLOCK_K=triton.next_power_of_2(width + 1),
+        ONE_HOT=is_one_hot,
         num_warps=8,
         **cut(vocabulary, parts),
         **dependence(target_logits),

@@ -40,7 +40,7 @@ def attention(
 REJECTION = {"K": 5, "BLOCK_K": 8, "CHUNKS": 32, "CHUNK": 4096, "BLOCK_CHUNKS": 32}
 
 LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
-LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "DEPENDENT": True}
+LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "ONE_HOT": False, "DEPENDENT": True}
 MANY_LOGITS = {**LOGITS, "PARTS": 32, "BLOCK_PARTS": 32, "BLOCK": 4096, "WAYS": 4}
 LOGIT_TYPES = {
     **{f"{name}_ptr": "*i32" for name in ("counters", "keys", "equals")},
@@ -169,13 +169,32 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for name, has_rates in (("greedy", False), ("rates", True))
     },
-    "advance": (
-        "advance_triton",
-        "advance_kernel",
-        "*i64",
-        {"WIDTH": 6, "BLOCK": 8},
-        {"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
-    ),
+    **{
+        name: (
+            "advance_triton",
+            "advance_kernel",
+            "*i64",
+            {"WIDTH": 6, "BLOCK": 8, "HAS_HISTORY": name != "advance"},
+            {
+                **{"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
+                "history_ptr": "*i32",
+            },
+        )
+        for name in ("advance", "advance-history")
+    },
+    **{
+        f"ngram_lookup-{longest}": (
+            "ngram_triton",
+            "ngram_lookup_kernel",
+            "*i64",
+            {
+                **{"K": 5, "BLOCK_K": 8, "LONGEST": longest, "SHORTEST": 1},
+                **{"BLOCK": 2048, "num_warps": 8},
+            },
+            {"history_ptr": "*i32", "lens_ptr": "*i64"},
+        )
+        for longest in (1, 4, 32)
+    },
     "chunk_sums": ("rejection_triton", "chunk_sums_kernel", "*fp32", REJECTION, {}),
     "draw": ("rejection_triton", "draw_kernel", "*fp32", REJECTION, {}),
     "chunk_sums-k0": ("rejection_triton", "chunk_sums_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
@@ -210,6 +229,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                 *("reject_logits", "other-dtype", "*bf16", MANY_LOGITS),
                 {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
             ),
+            ("reject_logits", "one-hot", "*bf16", {**LOGITS, "ONE_HOT": True}, LOGIT_TYPES),
             ("reject_logits", "k0", "*bf16", {**LOGITS, "K": 0, "BLOCK_K": 1}, LOGIT_TYPES),
         ]
     },

@@ -35,7 +35,7 @@ SETTINGS: list[Settings] = [
 def triton_rejects(
     draft_tokens: Tensor,
     lens: Tensor,
-    draft_logits: Tensor,
+    draft_logits: Tensor | None,
     target_logits: Tensor,
     temperature: float,
     top_k: int,
@@ -54,11 +54,14 @@ def triton_rejects(
             return LogitRows(*(t.repeat(batch, 1) for t in one))
         return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
 
+    def draft_rows(logits: Tensor) -> Tensor:
+        return rows_of(logits).rows.view(*logits.shape[:2], 4)
+
     return reject_logits_triton(
         draft_tokens,
         lens,
         draft_logits,
-        rows_of(draft_logits).rows.view(*draft_logits.shape[:2], 4),
+        draft_logits if draft_logits is None else draft_rows(draft_logits),
         target_logits,
         rows_of(target_logits),
         temperature,
@@ -322,14 +325,21 @@ def judge(reject, made: dict[str, Tensor], settings: Settings) -> tuple[Tensor, 
 
 
 def check_round(
-    made: dict[str, Tensor], settings: Settings, tokens: Tensor, accepted: Tensor
+    made: dict[str, Tensor],
+    settings: Settings,
+    tokens: Tensor,
+    accepted: Tensor,
+    one_hot: Tensor | None = None,
 ) -> None:
-    """Follow the rule row by row; rounding may only move a draw at a CDF step."""
+    """Follow the rule row by row; rounding may only move a draw at a CDF step.
+
+    one_hot: q in place of what the draft's logits make.
+    """
     host = {name: tensor.cpu() for name, tensor in made.items()}
     missing = host["target_logits"].shape[2] - host["draft_logits"].shape[2]
     padded = torch.nn.functional.pad(host["draft_logits"].float(), (0, missing), value=-INF)
     p = exact_probs(host["target_logits"], settings)
-    q = exact_probs(padded, settings)
+    q = exact_probs(padded, settings) if one_hot is None else one_hot.cpu()
     for b, length in enumerate(host["lens"].tolist()):
         count = 0
         while count < length:
@@ -373,6 +383,34 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
     tokens, accepted = judge(reject, made, settings)
     assert tokens.dtype == accepted.dtype == torch.int64
     check_round(made, settings, tokens, accepted)
+
+
+@both_rejections
+@pytest.mark.parametrize(
+    ("lens", "width", "vocabulary", "settings"),
+    [
+        ([0, 1, 2, 4], 4, 61, PLAIN),
+        ([3, 0, 3, 2, 1, 3], 3, 61, MASKED),
+        ([5, 0, 5, 2, 1], 6, 257, (1.3, 0, 0.6)),
+        ([1, 1], 1, 2, PLAIN),
+        ([4, 2], 4, 1999, PLAIN),
+    ],
+)
+@pytest.mark.parametrize("scale", [1, 6], ids=["flat", "peaked"])
+def test_proposals_that_were_not_drawn(
+    lens, width, vocabulary, settings, scale, reject, device, monkeypatch
+):
+    """q is one-hot: d stands with the target's own chance, and never comes back as the next."""
+    monkeypatch.setattr(rows_of_logits, "BLOCKS", (64, 128))
+    made = make_round(lens, width, vocabulary, settings, device)
+    made["target_logits"] = made["target_logits"] * scale
+    tokens, accepted = judge(reject, made | {"draft_logits": None}, settings)
+    places = made["draft_tokens"].clamp(min=0)
+    one_hot = torch.nn.functional.one_hot(places, vocabulary).double()
+    check_round(made, settings, tokens, accepted, one_hot)
+    for b, length in enumerate(lens):
+        if accepted[b] < length:
+            assert tokens[b, accepted[b]] != made["draft_tokens"][b, accepted[b]]
 
 
 @pytest.mark.parametrize("draft_vocabulary", [1, 130, 205])

@@ -113,7 +113,8 @@ def test_accept_by_hand(accept, with_rates, width, batch, device):
 @pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
 @pytest.mark.parametrize("width", [1, 2, 6])
 @pytest.mark.parametrize("batch", BATCHES)
-def test_advance_by_hand(advance, eos, width, batch, device):
+@pytest.mark.parametrize("has_history", [False, True], ids=["plain", "history"])
+def test_advance_by_hand(advance, eos, width, batch, has_history, device):
     generator = torch.Generator().manual_seed(width + len(eos))
 
     def ints(low, high, *shape):
@@ -127,10 +128,14 @@ def test_advance_by_hand(advance, eos, width, batch, device):
     active = torch.rand(batch, generator=generator) < 0.7
     state = [t.clone().to(device) for t in (tail, length, limit, active)]
     record = torch.full((batch, width + 2), -99, device=device)
+    wide = torch.full((batch + 4, 30), -99, dtype=torch.int32, device=device)
+    history, rows = wide[:, :24], 2 + torch.randperm(batch, generator=generator)
     advance(
         *(tokens.to(device), accepted.to(device), lens.to(device), *state),
         *(torch.tensor(eos, dtype=torch.int64, device=device), record),
+        *((history, rows.to(device)) if has_history else ()),
     )
+    expected = torch.full((batch + 4, 30), -99, dtype=torch.int32)
     told = torch.cat((tokens, accepted[:, None], lens[:, None]), dim=1)
     assert torch.equal(record.cpu(), told)
     for b in range(batch):
@@ -141,7 +146,11 @@ def test_advance_by_hand(advance, eos, width, batch, device):
         if active[b]:
             total = int(length[b]) + len(new)
             want = ((tail[b].tolist() + new)[-2:], total, not ends and total < int(limit[b]))
+            if has_history:
+                place = slice(int(length[b]), total)
+                expected[int(rows[b]), place] = torch.tensor(new, dtype=torch.int32)
         assert (state[0][b].tolist(), int(state[1][b]), bool(state[3][b])) == want
+    assert torch.equal(wide.cpu(), expected)
 
 
 def test_stamps_rise():

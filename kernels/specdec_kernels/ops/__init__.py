@@ -28,7 +28,14 @@ from specdec_kernels.ops.layers import (
     rms_norm,
     rope_attention,
 )
-from specdec_kernels.ops.rounds import accept, advance, merge_tokens, padded_pass, stamp
+from specdec_kernels.ops.rounds import (
+    accept,
+    advance,
+    merge_tokens,
+    ngram_lookup,
+    padded_pass,
+    stamp,
+)
 from specdec_kernels.ops.sampling import (
     greedy_argmax,
     logit_rows,
@@ -59,6 +66,7 @@ __all__ = [
     "linear_add_norm",
     "logit_rows",
     "merge_tokens",
+    "ngram_lookup",
     "norm_gate_up",
     "norm_linear",
     "pack_weight",

@@ -5,6 +5,7 @@ from torch import Tensor
 from specdec_kernels.advance import accept_reference, advance_reference
 from specdec_kernels.clock import stamp_reference
 from specdec_kernels.merge import merge_tokens_reference
+from specdec_kernels.ngram import ngram_lookup_reference
 from specdec_kernels.padding import padded_pass_reference
 
 
@@ -120,6 +121,8 @@ def advance(
     active: Tensor,
     eos_ids: Tensor,
     record: Tensor,
+    history: Tensor | None = None,
+    rows: Tensor | None = None,
 ) -> None:
     """Append what a round decided to every active sequence, in place, and record it.
 
@@ -133,13 +136,48 @@ def advance(
         active: [B] bool.
         eos_ids: [E] int64, or empty.
         record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
+        history: [R, L] int32, for those who look tokens up; what is appended is written there too,
+            from place `length` on.
+        rows: [B] int64, each sequence's row of `history`, no two the same.
     """
-    args = (tokens, accepted, lens, tail, length, limit, active, eos_ids, record)
+    args = (tokens, accepted, lens, tail, length, limit, active, eos_ids, record, history, rows)
     if tokens.is_cuda:
         from specdec_kernels.advance_triton import advance_triton
 
         return advance_triton(*args)
     return advance_reference(*args)
+
+
+def ngram_lookup(
+    history: Tensor,
+    rows: Tensor,
+    length: Tensor,
+    room: Tensor,
+    longest: int,
+    shortest: int,
+    k: int,
+) -> tuple[Tensor, Tensor]:
+    """What followed the longest suffix of each text that occurs earlier in it, the first time.
+
+    Suffixes of `longest` down to `shortest` tokens are looked for (Saxena, "Prompt Lookup
+    Decoding", 2023).
+
+    Args:
+        history: [R, L] int32, token ids; rows contiguous.
+        rows, length: [B] int64, the row of each text, and its tokens.
+        room: [B] int64, most tokens to find, 0..k.
+        longest, shortest: 1 or more.
+        k: 1 or more.
+
+    Returns:
+        found [B, k] int64, of which lens count, the others 0; lens [B] int64.
+    """
+    args = (history, rows, length, room, longest, shortest, k)
+    if history.is_cuda:
+        from specdec_kernels.ngram_triton import ngram_lookup_triton
+
+        return ngram_lookup_triton(*args)
+    return ngram_lookup_reference(*args)
 
 
 def stamp(out: Tensor, place: int) -> None:

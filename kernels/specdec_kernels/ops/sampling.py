@@ -140,8 +140,8 @@ def sample_logits(
 def reject_logits(
     draft_tokens: Tensor,
     lens: Tensor,
-    draft_logits: Tensor,
-    draft_rows: Tensor,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
     target_logits: Tensor,
     target: LogitRows,
     temperature: float,
@@ -156,8 +156,8 @@ def reject_logits(
         draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
         lens: [B] int64 or int32, 0..K, drafted tokens of each row.
         draft_logits: [B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V'
-            have probability 0.
-        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`.
+            have probability 0. None for proposals that were not drawn: q is one-hot at each.
+        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`, or None likewise.
         target_logits: [B, K + 1, V] of any of these types, rows contiguous.
         target: `logit_rows` of the B * (K + 1) rows.
         temperature, top_k, top_p: As `logit_rows` had them.
