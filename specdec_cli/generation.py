@@ -6,6 +6,7 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.results import Output
+from specdec_cli.run_folder import RunFolder
 from specdec_cli.text import is_unicode
 
 _log = logging.getLogger("specdec")
@@ -48,6 +50,29 @@ class Job:
         if length < most:
             return None
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All that a run needs.
+
+    recipe: what is to be said of it, which runs again. where: the record of its environment.
+    folder: for its results, on rank 0, where there is to be one.
+    """
+
+    recipe: Recipe
+    job: Job
+    where: dict[str, Any]
+    folder: RunFolder | None
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of a run: an output for each prompt, in their order."""
+
+    outputs: list[Output]
+    metrics: Metrics
 
 
 def prepare(

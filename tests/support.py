@@ -331,13 +331,17 @@ def make_engine(
     fused: bool = True,
     groups: Groups = ONE_RANK,
     synthetic: SyntheticAcceptance | None = None,
+    ngram: tuple[int, int] | None = None,
 ) -> Engine:
-    """An engine over two saved checkpoints."""
+    """An engine over two saved checkpoints; ngram: over one, which looks up suffixes of so many
+    tokens, longest and shortest."""
     parallel = groups.target or ALONE
     target_model = paged_model(
         target, num_blocks, block_size, device, dtype, fused=fused, parallel=parallel
     )
     worker: Proposer | None = None
+    if ngram is not None:
+        worker = NgramProposer(*ngram, target_model.vocab_size, device)
     if draft is not None and groups.draft is None:
         worker = AbsentDraft(target_model.vocab_size, draft_max_len, device)
     elif draft is not None and groups.draft is not None:
@@ -362,10 +366,7 @@ def make_engine(
 
 def ngram_engine(target: Path, longest: int = 3, shortest: int = 1, **options: Any) -> Engine:
     """An engine that looks n-grams up; options as for `make_engine`."""
-    engine = make_engine(target, None, **options)
-    model = engine.target.model
-    engine.draft = NgramProposer(longest, shortest, model.vocab_size, model.device)
-    return engine
+    return make_engine(target, None, ngram=(longest, shortest), **options)
 
 
 def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> list[Sequence]:

@@ -17,7 +17,7 @@ ROWS = {
     4: "engine.build engine.plan engine.profile engine.loop engine.scheduler engine.pipeline "
     "engine.rounds engine.run engine.sharing engine.teacher engine.measure engine.estimate",
     3: "engine.draft engine.ngram engine.target engine.verify engine.synthetic engine.padded",
-    2: "models engine.slots engine.sampling engine.metrics engine.detokenize",
+    2: "models engine.history engine.slots engine.sampling engine.metrics engine.detokenize",
     1: "engine engine.types engine.batch engine.kv_cache engine.parallel engine.peers "
     "engine.live_bytes recipe prompts",
     0: "specdec_cli specdec_kernels errors text demo stats predict",

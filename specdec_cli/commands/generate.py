@@ -104,12 +104,19 @@ def generate(
             resolved.model_copy(update={"data": data}),
             prompts,
             (trust_remote_code, allow_pickle),
+            _Shown(as_json, output, quiet),
             is_single=bool(prompt) and len(prompts) == 1,
-            as_json=as_json,
-            output=output,
-            quiet=quiet,
         )
     raise typer.Exit(code)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What is asked for of the results."""
+
+    as_json: bool
+    output: Path | None
+    quiet: bool
 
 
 def _write(
@@ -117,34 +124,70 @@ def _write(
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
     permissions: tuple[bool, bool],
+    shown: _Shown,
     *,
     is_single: bool,
-    as_json: bool,
-    output: Path | None,
-    quiet: bool,
 ) -> ExitCode:
     """Run the prompts and show what comes, on rank 0; returns the exit code."""
-    with waiting("getting ready", quiet=quiet) as stages:
+    ready = _get_ready(world, resolved, prompts, permissions, shown, is_single=is_single)
+    written = _run(world, ready, shown)
+    outputs = written.outputs
+    if is_single and outputs[0].error is not None:
+        if ready.folder is not None:
+            # As no run took place: the next one may be kept there.
+            ready.folder.forget("samples.jsonl")
+        hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
+        raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
+    with world.outside():
+        _deliver(ready, written, as_json=shown.as_json)
+    if not shown.quiet:
+        _summarise(world, ready, written, as_json=shown.as_json)
+    # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
+    ready.engine.forget_rounds()
+    return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+
+
+def _get_ready(
+    world: World,
+    resolved: "specdec_cli.recipe.Recipe",
+    prompts: "list[specdec_cli.prompts.Prompt]",
+    permissions: tuple[bool, bool],
+    shown: _Shown,
+    *,
+    is_single: bool,
+) -> "specdec_cli.generation.Ready":
+    """Check everything, make the run folder, load the models."""
+    with waiting("getting ready", quiet=shown.quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
             from specdec_cli.engine.plan import Permissions
-            from specdec_cli.engine.run import Emission
-            from specdec_cli.generation import baseline, prepare, requests
-            from specdec_cli.render import has_colour, print_failures, print_summary
-            from specdec_cli.reporting import collector, shows_live_text, sinks_for
-            from specdec_cli.results import environment, generate_document, point_record, to_json
+            from specdec_cli.generation import Ready, prepare
+            from specdec_cli.results import environment
 
         job = prepare(resolved, prompts, Permissions(*permissions))
         if is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = None
-        if output is not None and world.is_first:
-            folder, resolved = _folder(output, resolved, prompts, where)
+        if shown.output is not None and world.is_first:
+            folder, resolved = _folder(shown.output, resolved, prompts, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
     world.ready()
-    sinks = sinks_for(job, folder, as_json=as_json, quiet=quiet) if world.is_first else []
+    return Ready(resolved, job, where, folder, engine)
+
+
+def _run(
+    world: World, ready: "specdec_cli.generation.Ready", shown: _Shown
+) -> "specdec_cli.generation.Written":
+    """The run, with each output shown and on disk as it comes."""
+    from specdec_cli.engine.run import Emission
+    from specdec_cli.generation import Written, requests
+    from specdec_cli.reporting import collector, sinks_for
+
+    job, sinks = ready.job, []
+    if world.is_first:
+        sinks = sinks_for(job, ready.folder, as_json=shown.as_json, quiet=shown.quiet)
     show, finish = collector(job, sinks)
 
     def on_emit(emissions: list[Emission]) -> None:
@@ -153,40 +196,57 @@ def _write(
             show(emissions)
 
     try:
-        result = engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
-        outputs = finish()
+        result = ready.engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
+        return Written(finish(), result.metrics)
     finally:
         for sink in sinks:
             sink.close()
-    if is_single and outputs[0].error is not None:
-        if folder is not None:
-            folder.forget("samples.jsonl")  # as no run took place: the next one may be kept there
-        hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
-        raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
-    failures = {o.index: o.error for o in outputs if o.error is not None}
-    with world.outside():
-        document = generate_document(resolved, where, outputs, result.metrics)
-        if folder is not None:
-            setting = (job.plan.proposer, job.plan.k, resolved.run.batch_size)
-            folder.append("points.jsonl", point_record(outputs, result.metrics, *setting))
-            folder.write("summary.json", to_json(document) + "\n")
-            folder.close()
-        if as_json:
-            typer.echo(to_json(document))
-        print_failures(failures)
-    if not quiet:
-        compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
-        is_tinted = not as_json and shows_live_text(job) and has_colour(sys.stdout)
-        print_summary(
-            result.metrics,
-            baseline(engine, job, outputs) if compared else None,
-            tinted=is_tinted,
-            remarks=_remarks(job),
-            is_split=resolved.target.tensor_parallel_size > 1,
-        )
-    # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
-    engine.forget_rounds()
-    return ExitCode.PARTIAL if failures else ExitCode.OK
+
+
+def _deliver(
+    ready: "specdec_cli.generation.Ready",
+    written: "specdec_cli.generation.Written",
+    *,
+    as_json: bool,
+) -> None:
+    """Finish the folder, write the document and say which prompts could not run."""
+    from specdec_cli.render import print_failures
+    from specdec_cli.results import generate_document, point_record, to_json
+
+    outputs = written.outputs
+    document = generate_document(ready.recipe, ready.where, outputs, written.metrics)
+    if (folder := ready.folder) is not None:
+        plan = ready.job.plan
+        setting = (plan.proposer, plan.k, ready.recipe.run.batch_size)
+        folder.append("points.jsonl", point_record(outputs, written.metrics, *setting))
+        folder.write("summary.json", to_json(document) + "\n")
+        folder.close()
+    if as_json:
+        typer.echo(to_json(document))
+    print_failures({o.index: o.error for o in outputs if o.error is not None})
+
+
+def _summarise(
+    world: World,
+    ready: "specdec_cli.generation.Ready",
+    written: "specdec_cli.generation.Written",
+    *,
+    as_json: bool,
+) -> None:
+    """Say how it went; on a terminal a few tokens at k = 0 are run to compare with."""
+    from specdec_cli.generation import baseline
+    from specdec_cli.render import has_colour, print_summary
+    from specdec_cli.reporting import shows_live_text
+
+    job = ready.job
+    compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
+    print_summary(
+        written.metrics,
+        baseline(ready.engine, job, written.outputs) if compared else None,
+        tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
+        remarks=_remarks(job),
+        is_split=ready.recipe.target.tensor_parallel_size > 1,
+    )
 
 
 def _remarks(job: "specdec_cli.generation.Job") -> list[str]:

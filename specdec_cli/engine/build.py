@@ -141,7 +141,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
         synthetic=_synthetic(recipe.speculation) if plan.k else None,
-        pipelined=plan.no_plain_graphs is None,
+        pipelined=plan.no_cuda_graphs is None,
         parallel=plan.parallel,
     )
 

@@ -57,12 +57,13 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     if not is_cuda:
         return PassBytes(prefill, 0)
     prefill += _PER_STREAM + cache_rounding(plan)
-    if plan.no_plain_graphs is not None:
+    if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
     # Captured rounds share a pool, and those that warm them up leave as much to their stream.
-    k = plan.k if plan.no_cuda_graphs is None else 0
-    graphs = 2 * (_captured_bytes(plan, need.batch_size, k) + _PER_STREAM)
+    graphs = 2 * (_captured_bytes(plan, need.batch_size) + _PER_STREAM)
     graphs += len(slot_counts(need.batch_size)) * _PER_GRAPH
+    if plan.k and plan.draft is None:  # the texts that n-grams are looked up in, int32
+        graphs += 4 * need.batch_size * min(plan.max_model_len, need.num_blocks * need.block_size)
     return PassBytes(prefill, graphs)
 
 
@@ -168,20 +169,20 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
 
 def _ragged_bytes(plan: Plan, batch: int) -> int:
     """The largest tensors of a ragged round: of its passes, and what sampling keeps."""
-    found, rows = _passes_bytes(plan, batch, plan.k), batch * (plan.k + 1)
+    found, rows = _passes_bytes(plan, batch), batch * (plan.k + 1)
     if _is_greedy(plan):
         return found
     # Distributions in fp32: those of proposals, and the target's with what they are made from.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 
-def _captured_bytes(plan: Plan, batch: int, k: int) -> int:
+def _captured_bytes(plan: Plan, batch: int) -> int:
     """The largest tensors of a captured round: of its passes, and what sampling keeps."""
-    found = _passes_bytes(plan, batch, k)
+    found = _passes_bytes(plan, batch)
     if not _is_greedy(plan) and plan.draft is not None and plan.parallel.is_first:
         # Each step's logits, and all stacked.
         vocab = min(plan.draft.vocab_size, plan.target.vocab_size)
-        found += 2 * batch * k * vocab * plan.draft.dtype.itemsize
+        found += 2 * batch * plan.k * vocab * plan.draft.dtype.itemsize
     return found
 
 
@@ -189,11 +190,11 @@ def _is_greedy(plan: Plan) -> bool:
     return plan.recipe.sampling.temperature == 0.0
 
 
-def _passes_bytes(plan: Plan, batch: int, k: int) -> int:
+def _passes_bytes(plan: Plan, batch: int) -> int:
     """The largest tensors of a round's scoring pass, and of its draft's."""
-    rows = batch * (k + 1)
+    rows = batch * (plan.k + 1)
     found = _pass_bytes(plan.target, "target" in plan.compiled, rows, rows)
-    if k and plan.draft is not None and plan.draft in plan.held:
+    if plan.k and plan.draft is not None and plan.draft in plan.held:
         found = max(found, _pass_bytes(plan.draft, "draft" in plan.compiled, 2 * batch, batch))
     return found
 

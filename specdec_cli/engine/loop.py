@@ -12,7 +12,7 @@ from copy import copy
 import torch
 
 from specdec_cli.engine.batch import Span
-from specdec_cli.engine.draft import AbsentDraft, DraftWorker, no_proposal
+from specdec_cli.engine.draft import DraftWorker, no_proposal
 from specdec_cli.engine.kv_cache import BlockAllocator
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.parallel import ALONE, TensorParallel
@@ -41,8 +41,7 @@ class Engine:
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. synthetic: accept by given rates instead of by
     rejection sampling; the output is then not the target's. pipelined: run padded rounds, launched
-    one ahead of the host (as graphs on CUDA), where the proposer is a model or k = 0. parallel: the
-    ranks that the target is split over.
+    one ahead of the host (as graphs on CUDA). parallel: the ranks that the target is split over.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Engine:
     def _padded_rounds(self) -> PaddedRounds:
         return PaddedRounds(
             self.target,
-            self.draft if isinstance(self.draft, DraftWorker | AbsentDraft) else None,
+            self.draft,
             self.allocator,
             batch_size=self.batch_size,
             max_model_len=self.max_model_len,
@@ -135,8 +134,9 @@ class Engine:
         run = Run(k, params, scheduler, RunClock(self.target.model.device))
         for request in requests:
             self._add(run, request)
-        if self.pipelined and run.seqs and (pipelines := self._rounds.of(k, params)):
-            run.pipelines, run.pipeline = pipelines, pipelines[-1]
+        if self.pipelined and run.seqs:
+            run.pipelines = self._rounds.of(k, params)
+            run.pipeline = run.pipelines[-1]
         return run
 
     @staticmethod

@@ -37,8 +37,6 @@ def measure_rank(
     engine = wire(num_blocks)
 
     def capture() -> None:
-        if plan.no_cuda_graphs is not None:
-            engine.start(requests, 0, params)  # captured all the same, where any round is
         engine.start(requests, plan.k, params)
 
     def run() -> None:

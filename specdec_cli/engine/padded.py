@@ -33,7 +33,8 @@ class RoundRule:
     draft_max_len: the draft's context length. max_model_len: the target's. eos_ids: int64 [E],
     the ids that end a sequence; empty where they are ignored.
     rates: fp32 [K], for each place the chance of acceptance after those before it, or None for
-    rejection sampling.
+    rejection sampling. ngram: the longest and the shortest suffix to look up, where proposals are
+    n-grams.
     """
 
     k: int
@@ -42,6 +43,7 @@ class RoundRule:
     max_model_len: int
     eos_ids: torch.Tensor
     rates: torch.Tensor | None
+    ngram: tuple[int, int] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -117,8 +119,7 @@ def padded_round(
     """
     ops.stamp(record.stamps, 0)
     noise = _noise(slots, rule)
-    lens = proposal_lens(slots, rule)
-    proposed, drawn_from = _propose(slots, draft, lens, rule, noise)
+    proposed, lens, drawn_from = _propose(slots, draft, proposal_lens(slots, rule), rule, noise)
     ops.stamp(record.stamps, 1)
     if parallel.size > 1:
         parallel.broadcast(proposed)
@@ -140,6 +141,7 @@ def padded_round(
         slots.active,
         rule.eos_ids,
         record.rows,
+        *((slots.history.tokens, slots.row) if slots.history is not None else ()),
     )
     ops.stamp(record.stamps, 6)
 
@@ -155,7 +157,7 @@ def _agreed(
 
 
 def proposal_lens(slots: Slots, rule: RoundRule) -> torch.Tensor:
-    """k_i of each slot, int64 [B]; see `Sequence.room`."""
+    """The most that each slot may propose, int64 [B]; see `Sequence.room`."""
     room = (slots.limit - 1).clamp(max=rule.draft_max_len) - slots.length
     return room.clamp(0, rule.k) * slots.active
 
@@ -178,15 +180,20 @@ def _propose(
     lens: torch.Tensor,
     rule: RoundRule,
     noise: RoundNoise | None,
-) -> tuple[torch.Tensor, DraftLogits | None]:
-    """K tokens a slot, int64 [B, K] (-1 where logits are not finite), and, unless decoding is
-    greedy, what they were drawn from.
+) -> tuple[torch.Tensor, torch.Tensor, DraftLogits | None]:
+    """K tokens a slot, int64 [B, K] (-1 where logits are not finite), k_i of each, int64 [B], and
+    what they were drawn from: nothing where decoding is greedy, or they were looked up.
+
+    lens: as many as there may be; a draft model proposes all of them.
 
     The first pass feeds the last two tokens: the draft's cache lacks one of them, or both after a
     round whose proposals were all accepted. To write a key again changes nothing.
     """
+    if rule.ngram is not None and slots.history is not None:
+        texts = (slots.history.tokens, slots.row, slots.length)
+        return *ops.ngram_lookup(*texts, lens, *rule.ngram, rule.k), None
     if rule.k == 0 or draft is None:
-        return slots.tail.new_zeros(len(slots.tail), rule.k), None
+        return slots.tail.new_zeros(len(slots.tail), rule.k), lens, None
     tokens: list[torch.Tensor] = []
     drawn_from: list[torch.Tensor] = []
     stats: list[torch.Tensor] = []
@@ -211,8 +218,8 @@ def _propose(
                 stats.append(rows.rows)
     proposed = torch.stack(tokens, dim=1)
     if not drawn_from:
-        return proposed, None
-    return proposed, DraftLogits(torch.stack(drawn_from, dim=1), torch.stack(stats, dim=1))
+        return proposed, lens, None
+    return proposed, lens, DraftLogits(torch.stack(drawn_from, dim=1), torch.stack(stats, dim=1))
 
 
 def _score(
@@ -257,14 +264,14 @@ def _decide(
     if rule.rates is not None:
         best = ops.sample_logits(flat, rows, *rule.filters, noise.sample.flatten())
         return ops.accept(proposed, best.view(logits.shape[:2]), lens, noise.accept, rule.rates)
-    if draft is None:
+    if rule.k == 0:
         tokens = ops.sample_logits(flat, rows, *rule.filters, noise.sample[:, 0])
         return tokens[:, None], tokens.clamp(max=0)
     return ops.reject_logits(
         proposed,
         lens,
-        draft.logits,
-        draft.rows,
+        draft.logits if draft is not None else None,  # looked up, not drawn
+        draft.rows if draft is not None else None,
         logits,
         rows,
         *rule.filters,

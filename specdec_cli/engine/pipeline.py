@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.history import History
 from specdec_cli.engine.padded import Record, RoundRule, padded_round
 from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.slots import Slots
@@ -56,7 +57,8 @@ class Pipeline:
 
     pool: the memory of the captured round's own tensors, from `torch.cuda.graph_pool_handle`, or
     None for one of its own. Rounds may share it when no two are ever in flight together, since none
-    leaves anything there.
+    leaves anything there. history: what n-grams are looked up in; rounds may share it likewise, as
+    it is written anew for sequences that come.
     """
 
     def __init__(
@@ -67,11 +69,12 @@ class Pipeline:
         batch_size: int,
         num_columns: int,
         parallel: TensorParallel,
+        history: History | None = None,
         pool: Any = None,
     ) -> None:
         device = target.model.device
         self.rule = rule
-        self.slots = Slots.empty(batch_size, num_columns, device)
+        self.slots = Slots.empty(batch_size, num_columns, device, history)
         self.seqs: list[Sequence] = []
         self._record = Record.empty(batch_size, rule.k, device)
         self._on_host = [

@@ -103,8 +103,8 @@ class Plan:
         return self.models if self.groups.draft is not None else [self.target]
 
     @property
-    def no_plain_graphs(self) -> str | None:
-        """Why rounds without proposals are not replayed as CUDA graphs, or None when they are."""
+    def no_cuda_graphs(self) -> str | None:
+        """Why rounds are not replayed as CUDA graphs, or None when they are."""
         if self.recipe.run.cuda_graphs == "off":
             return "as asked"
         if self.device.type != "cuda":
@@ -114,13 +114,6 @@ class Plan:
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
         return None
-
-    @property
-    def no_cuda_graphs(self) -> str | None:
-        """Why rounds with proposals are not replayed as CUDA graphs, or None when they are."""
-        if self.no_plain_graphs is None and self.k and self.draft is None:
-            return "n-gram proposals are made on the host"
-        return self.no_plain_graphs
 
     @property
     def stages(self) -> list[str]:
@@ -154,7 +147,9 @@ class Plan:
             "compile": f"on: {', '.join(self.compiled)}"
             if self.compiled
             else f"off: {self._no_compile}",
-            "cuda_graphs": self._graphs,
+            "cuda_graphs": "on: one graph a round"
+            if self.no_cuda_graphs is None
+            else f"off: {self.no_cuda_graphs}",
         }
         if self.is_synthetic:
             how["acceptance"] = "synthetic: the text is not the target's"
@@ -165,15 +160,6 @@ class Plan:
             saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
             how["shared"] = f"{', '.join(self.shared)}: {saved}"
         return how
-
-    @property
-    def _graphs(self) -> str:
-        """Which rounds are graphs, and why not all."""
-        if self.no_cuda_graphs is None:
-            return "on: one graph a round"
-        if self.no_plain_graphs is None:
-            return f"off: {self.no_cuda_graphs}; on at k = 0"
-        return f"off: {self.no_cuda_graphs}"
 
     @property
     def params(self) -> SamplingParams:

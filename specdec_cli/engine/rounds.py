@@ -6,11 +6,14 @@ from typing import Any
 
 import torch
 
-from specdec_cli.engine.draft import AbsentDraft, DraftWorker
+from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.engine.history import History
 from specdec_cli.engine.kv_cache import BlockAllocator
+from specdec_cli.engine.ngram import NgramProposer
 from specdec_cli.engine.padded import RoundRule
 from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.pipeline import Pipeline
+from specdec_cli.engine.run import Proposer
 from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.engine.types import SamplingParams
@@ -36,7 +39,7 @@ class PaddedRounds:
     """
 
     target: TargetScorer
-    draft: DraftWorker | AbsentDraft | None
+    draft: Proposer | None
     allocator: BlockAllocator
     batch_size: int
     max_model_len: int
@@ -45,12 +48,10 @@ class PaddedRounds:
     parallel: TensorParallel
     _made: dict[Hashable, tuple[Pipeline, ...]] = field(default_factory=dict, init=False)
     _pool: Any = field(default=None, init=False)  # memory that captured rounds share
+    _history: History | None = field(default=None, init=False)  # likewise, where it is looked up
 
     def of(self, k: int, params: SamplingParams) -> tuple[Pipeline, ...]:
-        """Those of proposal length `k`, by number of slots; captured when first asked for.
-        Empty where the proposer is no model."""
-        if k and self.draft is None:
-            return ()
+        """Those of proposal length `k`, by number of slots; captured when first asked for."""
         key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
         if key not in self._made:
             self._made[key] = self._make(self._rule(k, params))
@@ -62,7 +63,7 @@ class PaddedRounds:
             for pipeline in pipelines:
                 pipeline.close()
         self._made.clear()
-        self._pool = None
+        self._pool = self._history = None
 
     def _rule(self, k: int, params: SamplingParams) -> RoundRule:
         device = self.target.model.device
@@ -71,6 +72,9 @@ class PaddedRounds:
             rates = torch.tensor(self.synthetic.rates(k), device=device)
         eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
         draft_max_len = self.draft.max_len if k and self.draft is not None else 0
+        ngram = None
+        if k and isinstance(self.draft, NgramProposer):
+            ngram = self.draft.longest, self.draft.shortest
         return RoundRule(
             k=k,
             params=params,
@@ -78,6 +82,7 @@ class PaddedRounds:
             max_model_len=self.max_model_len,
             eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
             rates=rates,
+            ngram=ngram,
         )
 
     def _make(self, rule: RoundRule) -> tuple[Pipeline, ...]:
@@ -85,11 +90,17 @@ class PaddedRounds:
         # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
         held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(rule.k + 1)
-        if self.target.model.device.type == "cuda" and self._pool is None:
+        device = self.target.model.device
+        if device.type == "cuda" and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        history = None
+        if rule.ngram is not None:
+            longest = min(self.max_model_len, held * self.allocator.block_size)
+            history = self._history or History.empty(self.batch_size, longest + 1, device)
+            self._history = history
         # The largest first: the smaller ones then find room in what it took.
         made = [
-            Pipeline(self.target, draft, rule, count, columns, self.parallel, self._pool)
+            Pipeline(self.target, draft, rule, count, columns, self.parallel, history, self._pool)
             for count in reversed(slot_counts(self.batch_size))
         ]
         return tuple(reversed(made))

@@ -9,6 +9,7 @@ from typing import Self
 
 import torch
 
+from specdec_cli.engine.history import History
 from specdec_cli.engine.types import Sequence
 
 _MASK = 0xFFFFFFFF
@@ -21,7 +22,7 @@ class Slots:
     tail: int64 [B, 2], the last two tokens. length: int64 [B], tokens a sequence has. limit:
     int64 [B], tokens at which it ends. index: int64 [B], prompt indices. active: bool [B], whether
     the slot still decodes. block_tables: int32 [B, MB]; 0, the trash block, where nothing is held.
-    seed: int64, a scalar.
+    seed: int64, a scalar. row: int64 [B], the sequence's row of `history`, where there is one.
     """
 
     tail: torch.Tensor
@@ -31,9 +32,17 @@ class Slots:
     active: torch.Tensor
     block_tables: torch.Tensor
     seed: torch.Tensor
+    row: torch.Tensor
+    history: History | None = None
 
     @classmethod
-    def empty(cls, batch_size: int, num_columns: int, device: torch.device) -> Self:
+    def empty(
+        cls,
+        batch_size: int,
+        num_columns: int,
+        device: torch.device,
+        history: History | None = None,
+    ) -> Self:
         def ints(*shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
@@ -45,6 +54,8 @@ class Slots:
             active=torch.zeros(batch_size, dtype=torch.bool, device=device),
             block_tables=torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device),
             seed=ints(),
+            row=ints(batch_size),
+            history=history,
         )
 
     @property
@@ -54,14 +65,16 @@ class Slots:
     def load(self, seqs: list[Sequence], seed: int) -> None:
         """Put `seqs` into the first slots; the others fall idle."""
         idle = self.tail.shape[0] - len(seqs)
+        places = self.history.enter(seqs) if self.history is not None else [0] * len(seqs)
         rows = [
-            [*[0, *s.tokens[-2:]][-2:], len(s.tokens), s.max_tokens, s.index & _MASK, 1]
-            for s in seqs
+            [*[0, *s.tokens[-2:]][-2:], len(s.tokens), s.max_tokens, s.index & _MASK, 1, place]
+            for s, place in zip(seqs, places, strict=True)
         ]
-        state = _to(rows + [[0, 0, 1, 0, 0, 0]] * idle, torch.int64, self.device)
+        state = _to(rows + [[0, 0, 1, 0, 0, 0, 0]] * idle, torch.int64, self.device)
         self.tail.copy_(state[:, :2])
-        for place, field in enumerate((self.length, self.limit, self.index, self.active), 2):
-            field.copy_(state[:, place])
+        fields = (self.length, self.limit, self.index, self.active, self.row)
+        for column, field in enumerate(fields, start=2):
+            field.copy_(state[:, column])
         self.seed.fill_(seed)
         self.block_tables.zero_()
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])

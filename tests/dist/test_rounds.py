@@ -169,15 +169,15 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
     assert one["seqs"] == four["seqs"]
 
 
-def test_prompt_lookup(world: World, pairs: dict[str, Pair]) -> None:
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_prompt_lookup(world: World, pairs: dict[str, Pair], rounds: str) -> None:
     """Every rank looks up for itself and finds the same."""
     target = pairs["llama"][0]
     prompts = [p * 3 for p in PROMPTS]
     runs = [(4, GREEDY), (4, SAMPLED)]
     want = cases.told(ngram_engine(target, batch_size=2), prompts, runs)
-    first = agreed(
-        world.run(cases.decode, (target, None), (4, 1), prompts, runs, batch_size=2), 4
-    )
+    more = {"batch_size": 2, "pipelined": ROUNDS[rounds]}
+    first = agreed(world.run(cases.decode, (target, None), (4, 1), prompts, runs, **more), 4)
     assert first["seqs"] == want["seqs"]
     assert first["metrics"][0].acceptance.num_draft_tokens > 0
 

@@ -44,15 +44,18 @@ def requests() -> list[Request]:
     return [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
 
 
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float) -> None:
+def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float, method: str) -> None:
     found = {}
-    for name, keys in {
+    ways: dict[str, dict[str, Any]] = {
         "graphs": {},
         "compiled": {"run__compile": "on"},
         "eager": {"run__cuda_graphs": "off"},
-    }.items():
-        engine, params = demo_engine(4, sampling__temperature=temperature, **keys)
+    }
+    for name, keys in ways.items():
+        keys |= {"sampling__temperature": temperature, "speculation__method": method}
+        engine, params = demo_engine(4, **keys)
         assert engine.pipelined == (name != "eager")
         assert (engine.target.model.compiled is not None) == (name == "compiled")
         found[name] = told(engine.run(requests(), 4, params))
@@ -68,10 +71,11 @@ def waiting_is_an_error() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_host_waits_for_the_previous_round_only() -> None:
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
     """Torch's own check does not see waits for events; the profiler does."""
     rounds = 12
-    engine, params = demo_engine(3, sampling__max_new_tokens=200)
+    engine, params = demo_engine(3, sampling__max_new_tokens=200, speculation__method=method)
     run = engine.start(requests()[:2], 3, params)
     while run.pipeline is None or not run.pipeline.in_flight:
         engine.step(run)

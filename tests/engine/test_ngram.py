@@ -4,7 +4,7 @@ transformers' own prompt lookup is the oracle: what is proposed and accepted in 
 """
 
 import json
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 import specdec_cli.engine.plan
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
+from specdec_cli.engine.history import History
 from specdec_cli.engine.kv_cache import block_bytes
 from specdec_cli.engine.ngram import NgramIndex, NgramProposer
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.sampling import round_noise
+from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.types import Proposal, SamplingParams, Sequence
 from specdec_cli.models import loader
 from specdec_cli.recipe import load_recipe
@@ -218,6 +220,152 @@ def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path:
             assert (seq.output_ids, rounds_of(seq)) == expected
             accepted += sum(seq.accepted_per_round)
     assert accepted > 0, "the prompts should give something to accept"
+
+
+# Padded rounds, which look up what lies on the device, against ragged ones.
+
+
+class StopAt:
+    """Ends a sequence at a token, as a stop string would: only the host can tell."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def feed(self, tokens: Any) -> int | None:
+        return next((i for i, t in enumerate(tokens, 1) if t == self.token), None)
+
+
+def recurring() -> list[list[int]]:
+    """Prompts of few different tokens, of 1 to 60 of them."""
+    return [[3 + t % 7 for t in text] for text in random_texts(9)] + [[5], [5, 5], [8, 9] * 30]
+
+
+ROUNDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "sampled": {"temperature": 0.4, "seed": 5},
+    "masked": {"temperature": 1.1, "top_k": 4, "top_p": 0.9, "seed": 2**40 + 1},
+}
+
+
+def both_engines(folder: Path, device: torch.device, **settings: Any) -> list[Any]:
+    """With ragged rounds and with padded ones, which read what was never written, at weight 0."""
+    both = [ngram_engine(folder, device=device, pipelined=p, **settings) for p in (False, True)]
+    for layer in both[1].target.model.cache.layers:
+        for tensor in layer:
+            tensor.fill_(1e4)
+    return both
+
+
+def both_rounds(
+    folder: Path, device: torch.device, k: int, stop: int | None = None, **settings: Any
+) -> list[Any]:
+    """Results of ragged rounds, and of padded ones; `params`: of sampling."""
+    params = SamplingParams(**{"max_new_tokens": 40} | settings.pop("params", {}))
+    results = []
+    for engine in both_engines(folder, device, **settings):
+        requests = [
+            Request(i, tuple(p), None if stop is None else partial(StopAt, stop))
+            for i, p in enumerate(recurring())
+        ]
+        results.append(engine.run(requests, k, params))
+        assert engine.allocator.num_used == 0
+        assert (engine._rounds._history is not None) == engine.pipelined
+    return results
+
+
+def told(result: Any) -> list[tuple[Any, ...]]:
+    return [
+        (s.output_ids, s.proposed_per_round, s.accepted_per_round, s.finish_reason)
+        for s in result.seqs
+    ]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny(tmp_path_factory.mktemp("ngram"), "llama")
+
+
+@pytest.mark.parametrize("settings", ROUNDS)
+@pytest.mark.parametrize("batch_size", [1, 3, 5])
+@pytest.mark.parametrize(("k", "longest", "shortest"), [(1, 3, 1), (4, 2, 2), (6, 4, 1)])
+def test_padded_rounds_equal_ragged_ones(
+    llama: Path,
+    device: torch.device,
+    k: int,
+    longest: int,
+    shortest: int,
+    batch_size: int,
+    settings: str,
+) -> None:
+    """Tokens, proposals and acceptances; with EOS, refills, fewer slots towards the end."""
+    sizes = {"batch_size": batch_size, "longest": longest, "shortest": shortest}
+    ragged, padded = both_rounds(
+        llama, device, k, eos_ids=frozenset({7, 40}), params=ROUNDS[settings], **sizes
+    )
+    assert told(ragged) == told(padded)
+    assert {s.finish_reason for s in padded.seqs} >= {"length"}
+    rates = padded.metrics.acceptance
+    assert rates == ragged.metrics.acceptance
+    assert 0 < rates.num_accepted_tokens < rates.num_draft_tokens
+    assert sum(s.rounds_without_proposal for s in padded.seqs) > 0
+
+
+def test_padded_rounds_of_stopped_and_preempted_sequences(
+    llama: Path, device: torch.device
+) -> None:
+    """Those that come back, and those that come in their place, find their own texts."""
+    unstopped = both_rounds(llama, device, 3, batch_size=4)[1]
+    token = max(s.output_ids[12] for s in unstopped.seqs)
+    tight = {"batch_size": 4, "num_blocks": 40}
+    ragged, padded = both_rounds(llama, device, 3, stop=token, **tight)
+    assert told(ragged) == told(padded)
+    assert "stop" in {s.finish_reason for s in padded.seqs}
+    ragged, padded = both_rounds(llama, device, 3, **tight)
+    assert told(ragged) == told(padded) == told(unstopped)
+    assert padded.metrics.num_preemptions > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_padded_rounds_of_synthetic_acceptance(
+    llama: Path, device: torch.device, temperature: float
+) -> None:
+    rates = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
+    params = {"temperature": temperature}
+    ragged, padded = both_rounds(llama, device, 3, batch_size=3, synthetic=rates, params=params)
+    assert told(ragged) == told(padded)
+    assert padded.metrics.acceptance.num_accepted_tokens > 0
+
+
+def test_runs_after_one_another_find_their_own_texts(llama: Path, device: torch.device) -> None:
+    ragged, padded = both_engines(llama, device, batch_size=3)
+    prompts = recurring()
+    for k, few in ((3, prompts), (2, prompts[::-1]), (0, prompts[:2]), (3, prompts[4:])):
+        want = [(s.output_ids, rounds_of(s)) for s in decode(ragged, few, k, max_new_tokens=20)]
+        seqs = decode(padded, few, k, max_new_tokens=20)
+        assert [(s.output_ids, rounds_of(s)) for s in seqs] == want
+    padded.forget_rounds()
+    seqs = decode(padded, few, 3, max_new_tokens=20)
+    assert [(s.output_ids, rounds_of(s)) for s in seqs] == want
+
+
+def test_history_is_written_once() -> None:
+    """Rounds append to it themselves; a sequence keeps its row for as long as it is among them."""
+    history = History.empty(3, 9, CPU)
+    seqs = [Sequence(i, [10 * i + j for j in range(i + 2)], 1, 9) for i in range(5)]
+    rows = history.enter(seqs[:3])
+    assert sorted(rows) == [0, 1, 2]
+    for seq, row in zip(seqs, rows, strict=False):
+        assert history.tokens[row].tolist() == seq.tokens + [0] * (9 - len(seq.tokens))
+    history.tokens.add_(1)
+    again = history.enter([seqs[3], seqs[2], seqs[0]])
+    assert again == [rows[1], rows[2], rows[0]]
+    for seq, row, more in zip((seqs[3], seqs[2], seqs[0]), again, (0, 1, 1), strict=True):
+        assert history.tokens[row, : len(seq.tokens)].tolist() == [t + more for t in seq.tokens]
+    (row,) = history.enter([seqs[0]])
+    history.enter(seqs[1:3])
+    seqs[0].tokens.append(77)  # in rounds that were not these, such as after a preemption
+    (row,) = history.enter([seqs[0]])
+    assert history.tokens[row, : len(seqs[0].tokens)].tolist() == seqs[0].tokens
 
 
 @cache

@@ -70,15 +70,11 @@ def test_experts_are_captured_in_bfloat16_only(tmp_path: Path) -> None:
     assert found.no_cuda_graphs is None and found.compiled == ("target",)
 
 
-def test_ngram_rounds_are_not_captured(tmp_path: Path) -> None:
+def test_ngram_rounds_are_captured_too(tmp_path: Path) -> None:
     found = tiny_plan(tmp_path, speculation__method="ngram")
-    reason = "n-gram proposals are made on the host"
-    assert found.execution["cuda_graphs"] == f"off: {reason}; on at k = 0"
-    assert found.no_cuda_graphs == reason and found.no_plain_graphs is None
+    assert found.execution["cuda_graphs"] == "on: one graph a round"
     found = tiny_plan(tmp_path, speculation__method="ngram", run__cuda_graphs="off")
     assert found.execution["cuda_graphs"] == "off: as asked"
-    found = tiny_plan(tmp_path, speculation__method="ngram", speculation__num_speculative_tokens=0)
-    assert found.no_cuda_graphs is None
 
 
 @pytest.mark.parametrize("what", ["compile", "cuda_graphs"])
