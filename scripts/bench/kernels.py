@@ -180,6 +180,14 @@ class Bench:
             size = logits[0].numel() * logits[0].itemsize
             self.rows.append(Row(f"{name} argmax", rows, 0, time, size, library))
 
+    def ngrams(self, sequences: int, context: int) -> None:
+        """The suffixes of random texts looked up in them; all of a text is read."""
+        history = torch.randint(0, 32000, (sequences, context), dtype=torch.int32, device="cuda")
+        rows = torch.arange(sequences, device="cuda")
+        length, room = torch.full_like(rows, context), torch.full_like(rows, 5)
+        time = timed(lambda _: ops.ngram_lookup(history, rows, length, room, 4, 1, 5), 16)
+        self.rows.append(Row("ngram lookup", sequences, context, time, 4 * history.numel()))
+
     def attention(self, name: str, model: Model, batch: "Batch") -> None:
         size = batch.cache_bytes(model, self.dtype)
         copies = max(2, min(16, int(4 * L2_BYTES / size) + 1))
@@ -471,7 +479,8 @@ def main() -> None:
     batches = ["1x1", "1x2", "1x6", "8x1", "16x1", "32x1", "8x6"]
     parser.add_argument("--batches", nargs="+", default=batches, metavar="SEQUENCESxQUERIES")
     parser.add_argument("--contexts", nargs="+", type=int, default=[300, 4096])
-    parser.add_argument("--parts", nargs="+", default=["products", "argmax", "attention", "passes"])
+    parts = ["products", "argmax", "ngrams", "attention", "passes"]
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, of a device copy")
     arguments = parser.parse_args()
@@ -480,6 +489,10 @@ def main() -> None:
     bench = Bench(getattr(torch, arguments.dtype))
     sizes = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]
     rows = sorted({sequences * queries for sequences, queries in sizes})
+    if "ngrams" in arguments.parts:
+        for sequences in sorted({size[0] for size in sizes}):
+            for context in arguments.contexts:
+                bench.ngrams(sequences, context)
     for name in arguments.models:
         model = MODELS[name]
         all_batches = [Batch(*size, context) for context in arguments.contexts for size in sizes]
