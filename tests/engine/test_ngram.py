@@ -286,8 +286,9 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("settings", ROUNDS)
-@pytest.mark.parametrize("batch_size", [1, 3, 5])
-@pytest.mark.parametrize(("k", "longest", "shortest"), [(1, 3, 1), (4, 2, 2), (6, 4, 1)])
+@pytest.mark.parametrize(
+    ("k", "longest", "shortest", "batch_size"), [(1, 3, 1, 5), (4, 2, 2, 3), (6, 4, 1, 1)]
+)
 def test_padded_rounds_equal_ragged_ones(
     llama: Path,
     device: torch.device,
