@@ -28,37 +28,68 @@ from specdec_kernels.launch_triton import (
 from specdec_kernels.linear_outputs import linear_outputs
 from specdec_kernels.linear_tiles import Tiles
 from specdec_kernels.norm_triton import activate
+from specdec_kernels.sliced_product_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    depth_of,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
 
 LINE = tl.constexpr(CACHE_LINE)
 
 
 @triton.jit
-def product(
-    x,  # [M, K] or [SLICES, M, K]
-    weight,  # [N, K] or [SLICES, N, K]
-    acc,  # [M, N] or [SLICES, M, N]; with SWAP [N, M] or [SLICES, N, M]
-    SLICES: tl.constexpr,
-    SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    if UPCAST:
-        x = x.to(tl.float32)
-        weight = weight.to(tl.float32)
-    if SWAP:
-        acc = tl.dot(weight, transposed(x, SLICES), acc, input_precision=PRECISION)
+def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
+    """Ask for COUNT numbers of each row of the weight, [N] pointers, from the `first` on."""
+    PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
+    ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
+    prefetch_l2(rows_ptr[:, None] + ahead[None, :])
+
+
+@triton.jit
+def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """[M, BLOCK_P] fp32, sums of squares of PARTS parts of each row of x."""
+    part = tl.arange(0, BLOCK_P)
+    return tl.load(
+        squares_ptr + row[:, None] * PARTS + part[None, :],
+        mask=row_live[:, None] & (part < PARTS)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def load_weight(at, mask, EVEN: tl.constexpr):
+    """A tile of the weight, from its addresses; with EVEN there is nothing to mask."""
+    if EVEN:
+        return tl.load(at)
     else:
-        acc = tl.dot(x, transposed(weight, SLICES), acc, input_precision=PRECISION)
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
+    """The sum [M, N] of what SPLITS programs stored, each `size` numbers behind the one before."""
+    acc = tl.zeros(place.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = partial_ptr + split * size + place
+        acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     return acc
 
 
 @triton.jit
-def transposed(tile, SLICES: tl.constexpr):
-    """A matrix, or SLICES of them, transposed."""
-    if SLICES == 1:
-        return tl.trans(tile)
-    else:
-        return tl.permute(tile, (0, 2, 1))
+def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_live):
+    """For the norm that follows: `out` times its weight [N], and sums of squares of this part.
+
+    The norm is of the rounded values, as they will be read.
+    """
+    wide = tl.where(mask, out.to(tl.float32), 0.0)
+    scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
+    tl.store(scaled_ptr + place, scaled, mask=mask)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -99,7 +130,6 @@ def few_rows_linear_kernel(
 ):
     GATED: tl.constexpr = ACTIVATION != ""
     SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
-    WIDTH: tl.constexpr = BLOCK_K // SLICES
     SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
     EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
     tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
@@ -112,20 +142,12 @@ def few_rows_linear_kernel(
     weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
     up_ptr = weight_ptr + num_features.to(tl.int64) * K
     if PREFETCH > 0:
-        PER_LINE: tl.constexpr = LINE * 8 // weight_ptr.dtype.element_ty.primitive_bitwidth
-        ahead = first + tl.arange(0, PREFETCH // PER_LINE) * PER_LINE
-        prefetch_l2(weight_ptr[:, None] + ahead[None, :])
+        prefetch_rows(weight_ptr, first, PREFETCH)
         if GATED:
-            prefetch_l2(up_ptr[:, None] + ahead[None, :])
+            prefetch_rows(up_ptr, first, PREFETCH)
     if EARLY > 0:
-        if SLICES == 1:
-            early = K - EARLY + tl.arange(0, EARLY)
-            early_weight = tl.load(weight_ptr[:, None] + early[None, :])
-        else:
-            EARLY_WIDTH: tl.constexpr = EARLY // SLICES
-            early = tl.arange(0, SLICES)[:, None] * EARLY_WIDTH
-            early = K - EARLY + early + tl.arange(0, EARLY_WIDTH)[None, :]
-            early_weight = tl.load(weight_ptr[None, :, None] + early[:, None, :])
+        early = depth_of(K - EARLY, EARLY, SLICES)
+        early_weight = tl.load(tile_at(weight_ptr, early, SLICES))
     row = tl.arange(0, BLOCK_M)
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
@@ -141,77 +163,40 @@ def few_rows_linear_kernel(
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
     if PARTS > 0:
-        part = tl.arange(0, BLOCK_P)
-        squares = tl.load(
-            squares_ptr + row[:, None] * PARTS + part[None, :],
-            mask=row_live[:, None] & (part < PARTS)[None, :],
-            other=0.0,
-        )
+        squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
 
     x_ptr += row.to(tl.int64) * x_stride
-    if SLICES == 1:
-        inside = tl.arange(0, BLOCK_K)
-    else:
-        inside = tl.arange(0, SLICES)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    if SWAP:
-        acc = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        acc = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
-    if SLICES == 1:
-        acc = tl.reshape(acc, acc.shape[1:])
+    inside = depth_of(0, BLOCK_K, SLICES)
+    acc = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
     acc_up = acc
     if EARLY > 0:
-        if SLICES == 1:
-            early_x = tl.load(x_ptr[:, None] + early[None, :], mask=row_live[:, None], other=0.0)
-        else:
-            early_x = tl.load(
-                x_ptr[None, :, None] + early[:, None, :], mask=row_live[None, :, None], other=0.0
-            )
+        early_x = tl.load(
+            tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
+        )
     for start in range(first, first + SHARE - EARLY, BLOCK_K):
+        # Addresses and masks of all tiles come first: the order that was measured.
         k = start + inside
-        # Dimensions: slice of K (with SLICES > 1), row or column, feature read.
-        if SLICES == 1:
-            x_at = x_ptr[:, None] + k[None, :]
-            x_mask = row_live[:, None] & (k < K)[None, :]
-            weight_at = weight_ptr[:, None] + k[None, :]
-            up_at = up_ptr[:, None] + k[None, :]
-            weight_mask = (k < K)[None, :]
-        else:
-            x_at = x_ptr[None, :, None] + k[:, None, :]
-            x_mask = row_live[None, :, None] & (k < K)[:, None, :]
-            weight_at = weight_ptr[None, :, None] + k[:, None, :]
-            up_at = up_ptr[None, :, None] + k[:, None, :]
-            weight_mask = (k < K)[:, None, :]
+        x_at = tile_at(x_ptr, k, SLICES)
+        x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
+        weight_at = tile_at(weight_ptr, k, SLICES)
+        up_at = tile_at(up_ptr, k, SLICES)
+        weight_mask = along_depth(k < K, SLICES)
         x = tl.load(x_at, mask=x_mask, other=0.0)
-        if EVEN:
-            weight = tl.load(weight_at)
-        else:
-            weight = tl.load(weight_at, mask=weight_mask, other=0.0)
-        acc = product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        weight = load_weight(weight_at, weight_mask, EVEN)
+        acc = add_product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
         if GATED:
-            if EVEN:
-                up = tl.load(up_at)
-            else:
-                up = tl.load(up_at, mask=weight_mask, other=0.0)
-            acc_up = product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
-
+            up = load_weight(up_at, weight_mask, EVEN)
+            acc_up = add_product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
     if EARLY > 0:
-        acc = product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
-    if SLICES > 1:
-        acc = tl.sum(acc, axis=0)
-        acc_up = tl.sum(acc_up, axis=0)
-    if SWAP:
-        acc = tl.trans(acc)
-        acc_up = tl.trans(acc_up)
+        acc = add_product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+    acc, acc_up = whole_sums(acc, acc_up, SLICES, SWAP)
+
     if SPLITS > 1:
         size = num_rows.to(tl.int64) * num_features
         tl.store(partial_ptr + split * size + place, acc, mask=mask)
         if not is_last(counters_ptr + tl.program_id(0), SPLITS):
             return
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for other in tl.static_range(SPLITS):
-            at = partial_ptr + other * size + place
-            acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+        acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
     if PARTS > 0:
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
@@ -225,12 +210,7 @@ def few_rows_linear_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, out, mask=mask)
     if FOR_NORM:
-        # The norm is of the rounded values, as they will be read.
-        wide = tl.where(mask, out.to(tl.float32), 0.0)
-        scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
-        tl.store(scaled_ptr + place, scaled, mask=mask)
-        at = row * tl.num_programs(0) + tl.program_id(0)
-        tl.store(out_squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
+        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
 
 
 def few_rows_linear(

@@ -5,19 +5,15 @@
 import triton
 import triton.language as tl
 
-from specdec_kernels.cached_tile_triton import cached_tile
+from specdec_kernels.key_tiles_triton import cached_tile
 from specdec_kernels.softmax_triton import attend
 
 
 @triton.jit
 def join_tiles(
-    row_max,
-    sums,  # [M, N]: summed over threads at the end only, which takes shuffles and barriers
-    acc,
+    state,  # maxima [M], weights [M, N], weighted values [M, D]
     query,
-    key_cache,
-    value_cache,
-    table,
+    cache,
     begin,
     low,
     high,
@@ -33,34 +29,17 @@ def join_tiles(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Keys from the cache, from `begin` on, join the softmax."""
+    """Keys from the cache, from `begin` on, join the softmax.
+
+    Weights are summed over threads at the end only, which takes shuffles and barriers.
+    """
+    row_max, sums, acc = state
     for start in range(begin, high, BLOCK_N):
-        visible, key, value = cached_tile(
-            key_cache,
-            value_cache,
-            table,
-            start,
-            low,
-            high,
-            query_position,
-            D,
-            BLOCK_D,
-            BLOCK_SIZE,
-            BLOCK_N,
-            WINDOW,
+        tile = cached_tile(
+            cache, start, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
         )
         row_max, keep, weights, acc = attend(
-            row_max,
-            acc,
-            query,
-            key,
-            value,
-            visible,
-            scale,
-            softcap,
-            HAS_SOFTCAP,
-            PRECISION,
-            UPCAST,
+            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
         )
         sums = sums * keep[:, None] + weights
     return row_max, sums, acc

@@ -14,8 +14,8 @@ width, since with few parts combining them takes less time.
 import triton
 import triton.language as tl
 
-from specdec_kernels.cached_tile_triton import cached_tile
 from specdec_kernels.join_triton import join_tiles
+from specdec_kernels.key_tiles_triton import cached_tile, first_seen, new_tile
 from specdec_kernels.launch_triton import (
     after_predecessor,
     arrive,
@@ -23,9 +23,35 @@ from specdec_kernels.launch_triton import (
     finish,
     wait_for,
 )
-from specdec_kernels.rope_heads_triton import load_heads, load_places, rotated, store_heads
-from specdec_kernels.softmax_parts_triton import combine_rows, packed_stats, part_of
-from specdec_kernels.softmax_triton import LOG2E, attend, attend_both, finite, with_sink
+from specdec_kernels.rope_heads_triton import (
+    load_heads,
+    load_queries,
+    load_turn,
+    rotated,
+    store_heads,
+)
+from specdec_kernels.softmax_parts_triton import combine_parts, part_of, store_part
+from specdec_kernels.softmax_triton import attend, attend_both, finite, weighted_mean
+
+
+@triton.jit
+def zero_padding(
+    out_ptr,  # [T, H, D], out
+    begin,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Zeros for tokens [begin, end), which are padding and no program's; of one key head."""
+    dim = tl.arange(0, BLOCK_D)
+    zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
+    for tail in range(begin, end):
+        for member in tl.static_range(GROUP):
+            place = (tl.full([], KV_HEADS * GROUP, tl.int64) * tail + kv_head * GROUP + member) * D
+            tl.store(out_ptr + place + dim, zeros, mask=dim < D)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
@@ -85,7 +111,6 @@ def rope_attention_kernel(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    HALF: tl.constexpr = D // 2
     UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
     HEADS: tl.constexpr = KV_HEADS * GROUP
     split = tl.program_id(0)
@@ -104,12 +129,7 @@ def rope_attention_kernel(
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
     early = tl.maximum(query_len - context, 0)  # padding before the first token; nobody sees it
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(old - WINDOW + 1, 0)
-    begin = low
-    if BLOCK_N % BLOCK_SIZE == 0:
-        begin = low // BLOCK_SIZE * BLOCK_SIZE
+    low, begin = first_seen(old, BLOCK_SIZE, BLOCK_N, WINDOW)
     keys = old - begin
     if SPLITS > 1:
         parts, first, high = part_of(keys, split, alone, min_keys, SPLITS, UNIT, BLOCK_N)
@@ -124,37 +144,26 @@ def rope_attention_kernel(
         first = begin
         high = old
 
+    # Up to the wait nothing depends on the kernel before: older keys, cosines and sines, slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
-    half_live = half < HALF
+    half_live = half < D // 2
     key_cache = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
     value_cache = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
     table = block_tables_ptr + sequence.to(tl.int64) * table_stride
+    cache = (key_cache, value_cache, table)
     row = tl.arange(0, BLOCK_M)
     token = row // GROUP
     query_position = old + token
-    visible, key, value = cached_tile(
-        key_cache,
-        value_cache,
-        table,
-        first,
-        low,
-        high,
-        query_position,
-        D,
-        BLOCK_D,
-        BLOCK_SIZE,
-        BLOCK_N,
-        WINDOW,
+    tile = cached_tile(
+        cache, first, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
     )
 
     head = kv_head * GROUP + row % GROUP
     row_live = token < query_len
     packed = (query_begin + token).to(tl.int64)
     row_mask = row_live[:, None] & half_live[None, :]
-    query_rope = packed[:, None] * rope_stride + half[None, :]
-    query_cos = tl.load(cos_ptr + query_rope, mask=row_mask, other=0.0)
-    query_sin = tl.load(sin_ptr + query_rope, mask=row_mask, other=0.0)
+    query_turn = load_turn(cos_ptr, sin_ptr, packed, half, row_mask, rope_stride)
 
     fresh = tl.arange(0, BLOCK_NEW)
     num_fresh = query_len  # of this part
@@ -164,19 +173,14 @@ def rope_attention_kernel(
     fresh_token = (query_begin + fresh).to(tl.int64)
     new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
     new_value_ptr = new_key_ptr + KV_HEADS * D
-    new_cos, new_sin, slot = load_places(
-        cos_ptr, sin_ptr, slots_ptr, fresh_token, fresh_live, half, rope_stride, D
-    )
+    fresh_mask = fresh_live[:, None] & half_live[None, :]
+    new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
+    slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
     after_predecessor(DEPENDENT)
 
     if split == 0:
         if sequence == 0:
-            # Padding behind the last sequence is no program's token; its output is zero.
-            zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
-            for tail in range(end_of_all, num_tokens):
-                for member in tl.static_range(GROUP):
-                    place = (tl.full([], HEADS, tl.int64) * tail + kv_head * GROUP + member) * D
-                    tl.store(out_ptr + place + dim, zeros, mask=dim < D)
+            zero_padding(out_ptr, end_of_all, num_tokens, kv_head, KV_HEADS, GROUP, D, BLOCK_D)
     if query_len <= 0:
         return
 
@@ -184,28 +188,15 @@ def rope_attention_kernel(
         own = (sequence * KV_HEADS + kv_head).to(tl.int64)
         epochs_ptr += 2 * own
         epoch = epoch_of(epochs_ptr, parts)
-    query_at = qkv_ptr + (packed * qkv_stride + head * D)[:, None] + half[None, :]
-    query_first = tl.load(query_at, mask=row_mask, other=0.0)
-    query_second = tl.load(query_at + HALF, mask=row_mask, other=0.0)
+    query = load_queries(qkv_ptr, packed, head, half, row_mask, qkv_stride, D)
     new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
-    new_second = new_first
+    new_key = (new_first, new_first)
     new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
     if num_fresh > 0:
-        new_first, new_second, new_value = load_heads(
+        new_key, new_value = load_heads(
             new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
-    query_first, query_second = rotated(
-        query_first,
-        query_second,
-        query_cos,
-        query_sin,
-        query_norm_ptr,
-        half,
-        eps,
-        D,
-        HAS_QUERY_NORM,
-    )
-    query = (query_first, query_second)
+    query = rotated(query, query_turn, query_norm_ptr, half, eps, D, HAS_QUERY_NORM)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -214,81 +205,31 @@ def rope_attention_kernel(
     # Without parts that is always so, yet a branch: else queries and new keys would be turned in a
     # product's layout, in which every warp has all of them.
     if num_fresh > 0:
-        new_first, new_second = rotated(
-            new_first, new_second, new_cos, new_sin, key_norm_ptr, half, eps, D, HAS_KEY_NORM
-        )
+        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
         store_heads(
-            key_cache,
-            value_cache,
-            new_first,
-            new_second,
-            new_value,
-            slot,
-            fresh_live,
-            half,
-            dim,
-            D,
-            BLOCK_SIZE,
+            key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
         )
-        seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
-        if WINDOW > 0:
-            seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
-        new = (tl.trans(new_first), tl.trans(new_second))
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
-                query,
-                key,
-                value,
-                visible,
-                new,
-                new_value,
-                seen,
-                scale,
-                softcap,
-                HAS_SOFTCAP,
-                PRECISION,
-                UPCAST,
+                query, tile, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
             )
         else:
             row_max, _, fresh_weights, acc = attend(
-                row_max,
-                acc,
-                query,
-                new,
-                new_value,
-                seen,
-                scale,
-                softcap,
-                HAS_SOFTCAP,
-                PRECISION,
-                UPCAST,
+                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
             )
         row_sum = tl.sum(fresh_weights, axis=1)
     elif SPLITS > 1:
         row_max, _, sums, acc = attend(
-            row_max,
-            acc,
-            query,
-            key,
-            value,
-            visible,
-            scale,
-            softcap,
-            HAS_SOFTCAP,
-            PRECISION,
-            UPCAST,
+            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
         )
     # A pipelined loop of no turns takes half a microsecond.
     if (SPLITS == 1) | (first + BLOCK_N < high):
         before = row_max
         row_max, sums, acc = join_tiles(
-            row_max,
-            sums,
-            acc,
+            (row_max, sums, acc),
             query,
-            key_cache,
-            value_cache,
-            table,
+            cache,
             first + BLOCK_N,
             low,
             high,
@@ -312,10 +253,8 @@ def rope_attention_kernel(
         if parts > 1:
             stats_ptr += own * (SPLITS * BLOCK_M)
             partial_ptr += own * (SPLITS * BLOCK_M * BLOCK_D)
-            tl.store(stats_ptr + split * BLOCK_M + row, packed_stats(row_max, row_sum))
-            inside = row[:, None] * BLOCK_D + dim[None, :]
-            tl.store(
-                partial_ptr + split * (BLOCK_M * BLOCK_D) + inside, acc, mask=row_live[:, None]
+            store_part(
+                partial_ptr, stats_ptr, split, row_max, row_sum, acc, row_live, BLOCK_D, BLOCK_M
             )
             rows = query_len * GROUP
             last = arrive(epochs_ptr, epoch, not WAITS)
@@ -334,41 +273,24 @@ def rope_attention_kernel(
                 return
             memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
             span = (mine, rows, step, parts)
-            if few:
-                combine_rows(
-                    memory,
-                    span,
-                    HEADS,
-                    GROUP,
-                    D,
-                    BLOCK_D,
-                    BLOCK_M,
-                    HAS_SINKS,
-                    True,
-                    FEW_PARTS,
-                    FEW_ROWS,
-                )
-            elif SPLITS > FEW_PARTS:
-                combine_rows(
-                    memory,
-                    span,
-                    HEADS,
-                    GROUP,
-                    D,
-                    BLOCK_D,
-                    BLOCK_M,
-                    HAS_SINKS,
-                    False,
-                    SPLITS,
-                    MANY_ROWS,
-                )
+            combine_parts(
+                memory,
+                span,
+                few,
+                HEADS,
+                GROUP,
+                D,
+                BLOCK_D,
+                BLOCK_M,
+                HAS_SINKS,
+                SPLITS,
+                FEW_PARTS,
+                FEW_ROWS,
+                MANY_ROWS,
+            )
             if mine == 0:
                 finish(epochs_ptr, epoch)
             return
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-        row_sum, keep = with_sink(row_max, row_sum, sink)
-        acc *= keep[:, None]
-    acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + head, row_live, HAS_SINKS)
     out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)

@@ -22,8 +22,10 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 
 @triton.jit
-def rotated(first, second, cos, sin, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads [R, D] as halves, after their norm and rotation in fp32."""
+def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads [R, D] as halves, after their norm and rotation in fp32; turn: cosines and sines."""
+    first, second = head
+    cos, sin = turn
     dtype = first.dtype
     first = first.to(tl.float32)
     second = second.to(tl.float32)
@@ -35,13 +37,21 @@ def rotated(first, second, cos, sin, norm_ptr, half, eps, D: tl.constexpr, HAS_N
 
 
 @triton.jit
-def load_places(cos_ptr, sin_ptr, slots_ptr, token, live, half, rope_stride, D: tl.constexpr):
-    """Cosines and sines [N, D / 2] of new tokens, and their slots [N]: all there before a pass."""
-    mask = live[:, None] & (half < D // 2)[None, :]
+def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
+    """Cosines and sines [R, D / 2] of the tokens [R], which are there before a pass."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-    return cos, sin, tl.load(slots_ptr + token, mask=live, other=0)
+    return cos, sin
+
+
+@triton.jit
+def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
+    """Query heads as halves [R, D / 2], of tokens [R] each one head [R], from the projection."""
+    at = qkv_ptr + (token * qkv_stride + head * D)[:, None] + half[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + D // 2, mask=mask, other=0.0)
+    return first, second
 
 
 @triton.jit
@@ -54,16 +64,15 @@ def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.con
     second = tl.load(key_at + D // 2, mask=mask, other=0.0)
     value_at = value_ptr + at[:, None] + dim[None, :]
     value = tl.load(value_at, mask=live[:, None] & (dim < D)[None, :], other=0.0)
-    return first, second, value
+    return (first, second), value
 
 
 @triton.jit
 def store_heads(
     key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
     value_cache,
-    first,
-    second,
-    value,
+    key,  # halves [N, D / 2]
+    value,  # [N, D]
     slot,
     live,
     half,
@@ -72,6 +81,7 @@ def store_heads(
     BLOCK_SIZE: tl.constexpr,
 ):
     """Keys, turned, and values of new tokens to their slots."""
+    first, second = key
     mask = live[:, None] & (half < D // 2)[None, :]
     key_ptr, key_stride_b, key_stride_s = key_cache
     to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s

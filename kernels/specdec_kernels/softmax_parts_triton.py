@@ -9,7 +9,7 @@ Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2
 import triton
 import triton.language as tl
 
-from specdec_kernels.softmax_triton import LOG2E, finite, with_sink
+from specdec_kernels.softmax_triton import finite, weighted_mean
 
 BESIDE = tl.constexpr(8)
 NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf and a sum of 0
@@ -50,6 +50,26 @@ def packed_stats(row_max, row_sum):
     """A maximum and a sum, of which a part has one a row, as 64 bits: one load for both."""
     upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
     return upper | (row_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def store_part(
+    partial_ptr,  # [parts, M, BLOCK_D] fp32, out
+    stats_ptr,  # [parts, M] int64, `packed_stats`, out
+    part,
+    row_max,
+    row_sum,
+    acc,
+    row_live,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """One part's maxima and sums, of all rows, and weighted values, of live ones."""
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    tl.store(stats_ptr + part * BLOCK_M + row, packed_stats(row_max, row_sum))
+    inside = row[:, None] * BLOCK_D + dim[None, :]
+    tl.store(partial_ptr + part * (BLOCK_M * BLOCK_D) + inside, acc, mask=row_live[:, None])
 
 
 @triton.jit
@@ -159,10 +179,53 @@ def combine_rows(
                 partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
             )
         live = row < rows
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + row % GROUP, mask=live, other=0.0).to(tl.float32) * LOG2E
-            row_sum, keep = with_sink(row_max, row_sum, sink)
-            acc *= keep[:, None]
-        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + row % GROUP, live, HAS_SINKS)
         out_at = out_ptr + (row // GROUP * (HEADS * D) + row % GROUP * D)[:, None] + dim[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def combine_parts(
+    memory,  # as in `combine_rows`
+    span,
+    few,  # whether the parts are FEW_PARTS or fewer
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW_PARTS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
+):
+    """`combine_rows` at FEW_ROWS or MANY_ROWS a time, by how many parts there are."""
+    if few:
+        combine_rows(
+            memory,
+            span,
+            HEADS,
+            GROUP,
+            D,
+            BLOCK_D,
+            BLOCK_M,
+            HAS_SINKS,
+            True,
+            FEW_PARTS,
+            FEW_ROWS,
+        )
+    elif SPLITS > FEW_PARTS:
+        combine_rows(
+            memory,
+            span,
+            HEADS,
+            GROUP,
+            D,
+            BLOCK_D,
+            BLOCK_M,
+            HAS_SINKS,
+            False,
+            SPLITS,
+            MANY_ROWS,
+        )

@@ -16,9 +16,7 @@ def attend(
     row_max,  # [M], in units of log2
     acc,  # [M, D]
     query,  # halves [M, D / 2]
-    key,  # halves [D / 2, N]
-    value,  # [N, D]
-    visible,  # [M, N]
+    tile,  # keys as halves [D / 2, N], values [N, D], and who sees them [M, N]
     scale,  # positive
     softcap,
     HAS_SOFTCAP: tl.constexpr,
@@ -30,6 +28,7 @@ def attend(
     Returns the new maxima, the factor [M] of what was summed before, the tile's weights [M, N],
     which are still to be summed, and the new `acc`.
     """
+    key, value, visible = tile
     scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
     base = finite(new_max)
@@ -41,13 +40,9 @@ def attend(
 
 @triton.jit
 def attend_both(
-    query,
-    key,
-    value,
-    visible,
-    fresh_key,
-    fresh_value,
-    seen,
+    query,  # as in `attend`, and so the tiles
+    tile,
+    fresh_tile,
     scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
@@ -59,6 +54,8 @@ def attend_both(
     Returns maxima [M], the weights of both, [M, N] and [M, F], still to be summed, and the weighted
     values [M, D].
     """
+    key, value, visible = tile
+    fresh_key, fresh_value, seen = fresh_tile
     scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
     fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
     row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
@@ -119,3 +116,16 @@ def with_sink(row_max, row_sum, sink):
     top = tl.maximum(row_max, sink)
     keep = tl.exp2(row_max - top)
     return row_sum * keep + tl.exp2(sink - top), keep
+
+
+@triton.jit
+def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr):
+    """Weighted values [M, D] at a softmax's end; a row that sees no key has zeros.
+
+    sinks_at: addresses [M] of the rows' sinks, if any, which count as keys without a value.
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks_at, mask=live, other=0.0).to(tl.float32) * LOG2E
+        row_sum, keep = with_sink(row_max, row_sum, sink)
+        acc *= keep[:, None]
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]

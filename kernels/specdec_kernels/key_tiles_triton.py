@@ -1,4 +1,7 @@
-"""A tile of keys and values from the paged cache."""
+"""Tiles of keys and values, from the paged cache and of new tokens, and who sees them.
+
+A tile is keys as halves [D / 2, N], values [N, D], and which of them queries see, [M, N].
+"""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -7,10 +10,23 @@ import triton.language as tl
 
 
 @triton.jit
+def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """The first of `old` older keys that some query sees, and where the first tile begins.
+
+    Tiles of whole blocks begin with one.
+    """
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(old - WINDOW + 1, 0)
+    begin = low
+    if BLOCK_N % BLOCK_SIZE == 0:
+        begin = low // BLOCK_SIZE * BLOCK_SIZE
+    return low, begin
+
+
+@triton.jit
 def cached_tile(
-    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
-    value_cache,
-    table,
+    cache,  # of a key head: keys', values' pointer and strides of blocks and slots; block table
     start,
     low,
     high,
@@ -21,10 +37,11 @@ def cached_tile(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Keys, as halves [D / 2, N], and values [N, D] from position `start` on, and who sees them.
+    """Keys and values from position `start` on.
 
-    That is [M, N], or [1, N] without a window: all queries see the positions in [low, high).
+    Without a window who sees them is [1, N]: all queries see the positions in [low, high).
     """
+    key_cache, value_cache, table = cache
     key_ptr, key_stride_b, key_stride_s = key_cache
     value_ptr, value_stride_b, value_stride_s = value_cache
     half = tl.arange(0, BLOCK_D // 2)
@@ -55,4 +72,17 @@ def cached_tile(
     visible = stored[None, :]
     if WINDOW > 0:
         visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-    return visible, (key_first, key_second), value
+    return (key_first, key_second), value, visible
+
+
+@triton.jit
+def new_tile(key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr):
+    """New keys, as rows of halves [N, D / 2], and values, and who sees them.
+
+    A query of `token` [M] sees those up to itself, in its window, without the first `early`.
+    """
+    seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
+    if WINDOW > 0:
+        seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
+    key_first, key_second = key
+    return (tl.trans(key_first), tl.trans(key_second)), value, seen
