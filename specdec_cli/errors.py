@@ -53,6 +53,12 @@ class NoRoomError(SetupError):
     is_common = True
 
 
+class TooFewGPUsError(SetupError):
+    """A host has fewer GPUs than ranks, of which each wants its own."""
+
+    is_common = True
+
+
 class RunError(SpecdecError):
     """The run itself failed: exit code 1."""
 

@@ -75,14 +75,9 @@ class Written:
     metrics: Metrics
 
 
-def prepare(
-    recipe: Recipe,
-    prompts: list[Prompt],
-    permissions: Permissions,
-    planned: Plan | None = None,
-) -> Job:
+def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
     """`tokenised`, with a warning on the log where the draft's context ends before the texts."""
-    job = tokenised(recipe, prompts, permissions, planned)
+    job = tokenised(recipe, prompts, permissions)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
     return job

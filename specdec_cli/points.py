@@ -152,7 +152,7 @@ def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
     return Metrics(
         k=key.k,
         batch_size=key.batch_size,
-        num_prompts=len(samples),
+        num_prompts=len(done),
         num_output_tokens=tokens,
         num_rounds=round(shares),
         num_rounds_without_proposal=sum(s["rounds_without_proposal"] for s in done),

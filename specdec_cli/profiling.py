@@ -30,7 +30,7 @@ from specdec_cli.engine.plan import (
 )
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
-from specdec_cli.generation import prepare
+from specdec_cli.generation import tokenised
 from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -220,7 +220,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
         return wanted
     if recipe.cache.max_model_len is not None or not prompts:
         return most
-    job = prepare(recipe, prompts, Permissions(), planned)
+    job = tokenised(recipe, prompts, Permissions(), planned)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)
 
 

@@ -50,9 +50,7 @@ class RunFolder:
             folder._claim()
             earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
         except OSError as problem:
-            raise SetupError(
-                f"cannot create the folder {path}: {problem.strerror}", "name another with -o"
-            ) from None
+            raise _unusable(path, problem) from None
         if earlier:
             folder.close()
             raise UsageError(
@@ -69,7 +67,11 @@ class RunFolder:
 
     def refuse_foreign(self, name: str) -> None:
         """Raise `UsageError` for a file of somebody else, which would be replaced."""
-        if (self.path / name).exists() and not (self.path / "recipe.yaml").exists():
+        try:
+            is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
+        except OSError as problem:
+            raise _unusable(self.path, problem) from None
+        if is_there and not is_ours:
             raise self._not_ours(name)
 
     def _not_ours(self, name: str) -> UsageError:
@@ -143,6 +145,12 @@ class RunFolder:
         for descriptor in self._files.values():
             os.close(descriptor)
         self._files.clear()
+
+
+def _unusable(path: Path, problem: OSError) -> SetupError:
+    return SetupError(
+        f"cannot create the folder {path}: {problem.strerror}", "name another with -o"
+    )
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:

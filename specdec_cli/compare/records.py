@@ -56,11 +56,7 @@ class Records:
     def load(self, folder: RunFolder) -> None:
         """Take over what lies in a folder; of two records of one prompt the last counts."""
         self.samples.clear()
-        further = partial(
-            problem_of_sample,
-            num_prompts=self.settings.prompts["count"],
-            repeats=self.settings.recipe["run"]["repeats"],
-        )
+        further = partial(_problem, settings=self.settings)
         for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, further):
             self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
         facts = read_checked(folder.path / "pairs.jsonl", _FACT)
@@ -151,6 +147,21 @@ class Records:
         known = [self.facts[pair] for pair in pairs if pair in self.facts]
         least = min(known, key=lambda fact: int(fact["num_blocks"]), default={})
         return {name: least.get(name) for name in ("num_blocks", "blocks_per_rank")}
+
+
+def _problem(sample: Sample, settings: Settings) -> str | None:
+    """What makes it no sample of the comparison."""
+    if (pair := Pair.of(sample)) not in settings.pairs:
+        return f"its degrees are {pair}"
+    for name, known in (
+        ("draft", (settings.draft,)),
+        ("k", (0, settings.k)),
+        ("batch_size", settings.batch_sizes),
+    ):
+        if sample[name] not in known:
+            return f"its {name} is {sample[name]}"
+    repeats = settings.recipe["run"]["repeats"]
+    return problem_of_sample(sample, settings.prompts["count"], repeats)
 
 
 def point_of(

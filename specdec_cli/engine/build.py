@@ -13,7 +13,7 @@ from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.ngram import NgramProposer
-from specdec_cli.engine.parallel import local_world_size
+from specdec_cli.engine.parallel import found_alike, local_world_size
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
@@ -94,11 +94,12 @@ def load_models(
     on_stage("loading the target")
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
-    modules = [loaded_target.module if loaded_target else load(plan.target, device)]
-    if plan.draft is not None and plan.draft in plan.held:
-        borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
-        on_stage("loading the draft")
-        modules.append(load(plan.draft, device, borrowed))
+    with found_alike():
+        modules = [loaded_target.module if loaded_target else load(plan.target, device)]
+        if plan.draft is not None and plan.draft in plan.held:
+            borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
+            on_stage("loading the draft")
+            modules.append(load(plan.draft, device, borrowed))
     models = [] if loaded_target is None else [loaded_target]
     for held, module in list(zip(plan.held, modules, strict=True))[len(models) :]:
         role = held.spec.role

@@ -209,7 +209,7 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
     return Metrics(
         k=k,
         batch_size=batch_size,
-        num_prompts=len(seqs),
+        num_prompts=len(done),
         num_output_tokens=tokens,
         num_rounds=clock.num_rounds,
         num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),

@@ -6,13 +6,16 @@ can hold them; every rank of a group has to call them in the same order.
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from specdec_cli.errors import SetupError
 
 T = TypeVar("T")
 # torch 2.13 has renamed it, and warns of the old name.
@@ -127,6 +130,16 @@ def _place(members: list[int], device: torch.device) -> TensorParallel | None:
 def world_size() -> int:
     """Processes that were started together; 1 where nobody joined them."""
     return dist.get_world_size() if dist.is_initialized() else 1
+
+
+@contextmanager
+def found_alike() -> Iterator[None]:
+    """What a model's files or a host lack, all ranks of that host find: none is to be named."""
+    try:
+        yield
+    except SetupError as problem:
+        problem.is_common = local_world_size() == world_size()
+        raise
 
 
 def local_rank() -> int:

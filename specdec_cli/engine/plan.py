@@ -12,6 +12,7 @@ from specdec_cli.engine.parallel import (
     ONE_RANK,
     Groups,
     TensorParallel,
+    found_alike,
     local_rank,
     make_groups,
     world_size,
@@ -105,8 +106,11 @@ class Plan:
     @property
     def no_cuda_graphs(self) -> str | None:
         """Why rounds are not replayed as CUDA graphs, or None when they are."""
-        if self.recipe.run.cuda_graphs == "off":
-            return "as asked"
+        return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
+
+    @property
+    def _no_graphs_here(self) -> str | None:
+        """Why rounds could not be, if they were asked for, or None."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         for model in self.models:
@@ -129,15 +133,13 @@ class Plan:
         return found
 
     @property
-    def _no_compile(self) -> str:
-        """Why nothing is compiled."""
-        if self.recipe.run.compile == "off":
-            return "as asked"
-        return self.no_cuda_graphs or self.no_whole_graphs or "layers are fused instead"
-
-    @property
-    def no_whole_graphs(self) -> str | None:
-        """Why no model can be compiled in one piece, or None when it can."""
+    def no_compile(self) -> str | None:
+        """Why no model can be compiled, or None: what is compiled are passes that graphs replay, in
+        one piece."""
+        if self._no_graphs_here is not None:
+            return self._no_graphs_here
+        if self.no_cuda_graphs is not None:
+            return "run.cuda_graphs is off"
         return "models are split over ranks" if self.parallel.size > 1 else None
 
     @property
@@ -146,7 +148,7 @@ class Plan:
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
             if self.compiled
-            else f"off: {self._no_compile}",
+            else f"off: {self._why_not_compiled}",
             "cuda_graphs": "on: one graph a round"
             if self.no_cuda_graphs is None
             else f"off: {self.no_cuda_graphs}",
@@ -160,6 +162,12 @@ class Plan:
             saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
             how["shared"] = f"{', '.join(self.shared)}: {saved}"
         return how
+
+    @property
+    def _why_not_compiled(self) -> str:
+        if self.recipe.run.compile == "off":
+            return "as asked"
+        return self.no_compile or "layers are fused instead"
 
     @property
     def params(self) -> SamplingParams:
@@ -184,8 +192,9 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     With several ranks every one of them calls this, in a world that somebody else has started.
     """
     _check_world(recipe)
-    device = resolve_device(recipe.run.device)
-    return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
+    with found_alike():
+        device = resolve_device(recipe.run.device)
+        return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
 
 
 def plan_all_ranks(
@@ -249,10 +258,9 @@ def _plan_on(
     )
     if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:
         _use_one_thread()
-    # What is compiled are the passes of rounds that graphs replay.
     for key, wanted, reason in (
         ("cuda_graphs", recipe.run.cuda_graphs, found.no_cuda_graphs),
-        ("compile", recipe.run.compile, found.no_cuda_graphs or found.no_whole_graphs),
+        ("compile", recipe.run.compile, found.no_compile),
     ):
         if wanted == "on" and reason is not None:
             raise UsageError(f"run.{key}: on cannot be had: {reason}")
@@ -305,7 +313,7 @@ def resolve_device(wanted: str) -> torch.device:
 def compiled_roles(plan: Plan) -> tuple[str, ...]:
     """Roles of the models to compile: those whose layers have no fused form, or all when asked."""
     wanted = plan.recipe.run.compile
-    if wanted == "off" or (plan.no_cuda_graphs or plan.no_whole_graphs) is not None:
+    if wanted == "off" or plan.no_compile is not None:
         return ()
     return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
 

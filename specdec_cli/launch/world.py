@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import TooFewGPUsError, UsageError
 from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
@@ -206,7 +206,7 @@ def _device(seat: Seat, wanted: str) -> str:
     # Slurm may show each task its own GPU only.
     index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
     if index >= count:
-        raise SetupError(
+        raise TooFewGPUsError(
             f"{seat.local_size} ranks need as many GPUs; this machine has {count}",
             "use fewer ranks (--target-tp), or --device cpu",
         )

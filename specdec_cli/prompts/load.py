@@ -50,13 +50,17 @@ def load_prompts(
     is_folder = _is_folder(path)
     if not is_file and (is_folder or not _is_file_name(path)):
         source = hub_source(path, data.subset, data.split, data.column, is_folder=is_folder)
-        return _numbered(_prompts_of(source, data.column, data.limit, skip_bad=skip_bad))
+        return _numbered(
+            _prompts_of(source, data.column, data.limit, data.split, skip_bad=skip_bad)
+        )
     if data.subset is not None:
         raise UsageError(f"{path}: a file has no subsets", "leave data.subset out")
     with _file_source(path, data.column) as source:
         rows = sliced(iter(source.rows), data.split, path)
         source = replace(source, rows=rows)
-        return _numbered(_prompts_of(source, data.column, data.limit, skip_bad=skip_bad))
+        return _numbered(
+            _prompts_of(source, data.column, data.limit, data.split, skip_bad=skip_bad)
+        )
 
 
 def read_prompts(
@@ -208,9 +212,17 @@ def _source(file: BinaryIO, path: Path, name: str, column: str | None) -> Source
 
 
 def _prompts_of(
-    source: Source, column: str | None, limit: int | None, *, skip_bad: bool
+    source: Source,
+    column: str | None,
+    limit: int | None,
+    split: str | None = None,
+    *,
+    skip_bad: bool,
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source; the bad rows up to there are told or counted."""
+    """The first `limit` prompts of a source; the bad rows up to there are told or counted.
+
+    split: which of its rows these are, where not all.
+    """
     name = source.name
     _check_columns(source, column)
     found: list[Prompt] = []
@@ -228,6 +240,8 @@ def _prompts_of(
         if len(bad) > _MAX_SHOWN:
             bad[_MAX_SHOWN:] = [f"{name}: and {len(bad) - _MAX_SHOWN} more bad lines"]
         raise UsageError("\n".join(bad), source.hint)
+    if not found and not bad and split is not None:
+        raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
     if not found:
         all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
         start = f"{name}:1" if source.columns is None else name

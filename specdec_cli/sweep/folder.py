@@ -104,7 +104,8 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} is no folder of a sweep: it has no {_SETTINGS}") from None
     except (OSError, ValueError, RecursionError) as problem:
-        raise SetupError(f"cannot read {path / _SETTINGS}: {problem}") from None
+        why = problem.strerror if isinstance(problem, OSError) else problem
+        raise SetupError(f"cannot read {path / _SETTINGS}: {why}") from None
     if not isinstance(found, dict):
         raise SetupError(f"{path / _SETTINGS}: no settings", "the file was damaged or edited")
     return found

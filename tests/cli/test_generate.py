@@ -319,6 +319,7 @@ def partly_done(as_json: Result, as_text: Result, reason: str) -> None:
     """The first of two prompts failed for `reason`."""
     bad, good = as_json.outputs
     assert as_json.code == as_text.code == 3
+    assert as_json.document["metrics"]["num_prompts"] == 1, "it counts for nothing"
     assert bad["finish_reason"] == "error" and reason in bad["error"]
     assert (bad["token_ids"], bad["text"], bad["num_drafts"]) == ([], "", 0)
     assert good["finish_reason"] == "length" and len(good["token_ids"]) == 6

@@ -122,7 +122,7 @@ def test_a_prompt_that_failed_has_its_line(run: Run, tmp_path: Path) -> None:
     reasons = {sample["index"]: sample["finish_reason"] for sample in samples(tmp_path)}
     assert reasons == {0: "error", 1: "length"}
     point = json.loads((tmp_path / "points.jsonl").read_text())
-    assert point["status"] == "ok" and point["metrics"]["num_prompts"] == 2
+    assert point["status"] == "ok" and point["metrics"]["num_prompts"] == 1
 
 
 def test_a_single_prompt_that_cannot_run_leaves_the_folder_free(run: Run, tmp_path: Path) -> None:
@@ -200,6 +200,9 @@ def test_folder_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
         result = run("--prompt", "x", *SHORT, "-o", folder)
         refused(result, 5, f"cannot create the folder {re.escape(str(folder))}: ")
     assert (tmp_path / "file").read_text() == "mine"
+    long = tmp_path / ("n" * 300)  # by whatever way prompts come
+    refused(run("--prompt", "x", *SHORT, "-o", long), 5, "cannot create the folder .*: File name")
+    refused(run(*SHORT, "-o", long), 5, "cannot create the folder .*: File name too long")
 
 
 def test_folder_that_cannot_be_written(run: Run) -> None:

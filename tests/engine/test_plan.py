@@ -77,10 +77,17 @@ def test_ngram_rounds_are_captured_too(tmp_path: Path) -> None:
     assert found.execution["cuda_graphs"] == "off: as asked"
 
 
+def test_what_is_compiled_needs_graphs(tmp_path: Path) -> None:
+    found = tiny_plan(tmp_path, target="gemma2", run__cuda_graphs="off")
+    assert found.execution["compile"] == "off: run.cuda_graphs is off"
+    assert found.no_compile == "run.cuda_graphs is off", "which is why it cannot be asked for"
+
+
 @pytest.mark.parametrize("what", ["compile", "cuda_graphs"])
 def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
     model = str(save_tiny(tmp_path, "llama"))
     sets = {"target.model": model, "draft.model": model, "run.device": "cpu", f"run.{what}": "on"}
     dummy = {"target.load_format": "dummy", "draft.load_format": "dummy"}
-    with pytest.raises(UsageError, match=f"run.{what}: on cannot be had: the device is a CPU"):
-        plan(load_recipe(None, sets | dummy))
+    for more in ({}, {"run.cuda_graphs": "off"} if what == "compile" else {}):
+        with pytest.raises(UsageError, match=f"run.{what}: on cannot be had: the device is a CPU"):
+            plan(load_recipe(None, sets | dummy | more))

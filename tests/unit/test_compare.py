@@ -261,6 +261,26 @@ def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
         Records(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("k", 7, "its k is 7"),
+        ("batch_size", 3, "its batch_size is 3"),
+        ("draft", "x", "its draft is x"),
+        ("draft_tp", 4, "its degrees are target TP 2, draft TP 4"),
+        ("index", 99, "its index is 99"),
+    ],
+)
+def test_a_sample_of_no_point_is_named(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    folder = RunFolder(tmp_path)
+    good = sample(Pair(2, 1), 1, 2, 0)
+    folder.append("samples.jsonl", good, good | {field: value})
+    with pytest.raises(SetupError, match=rf"samples\.jsonl:2: not a record of this run: {said}"):
+        Records(SETTINGS, {}).load(folder)
+
+
 def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
     fact = {"target_tp": 1, "draft_tp": 1, "num_blocks": "9", "blocks_per_rank": [9]}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(fact) + "\n")

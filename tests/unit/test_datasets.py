@@ -228,6 +228,15 @@ def test_unknown_columns_and_splits(tmp_path: Path) -> None:
         load(write(tmp_path / "p.txt", "a\n"), column="prompt")
 
 
+def test_a_split_of_no_rows(tmp_path: Path) -> None:
+    for extension, split in (("csv", "train[9:]"), ("jsonl", "train[:0]")):
+        path = table(tmp_path, extension)
+        with pytest.raises(UsageError) as refused:
+            load(path, split=split)
+        assert refused.value.message == f"{path}: no prompts in {split}"
+        assert refused.value.hint == "name another data.split"
+
+
 def test_mixed_types_are_bad_rows(tmp_path: Path) -> None:
     rows = ['{"prompt": "a"}', '{"prompt": 5}', '{"prompt": null, "x": 1}', '{"prompt": ["b"]}']
     path = write(tmp_path / "p.jsonl", "\n".join(rows))

@@ -72,7 +72,7 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     found[2] = sample(2, [], 0.0) | failed | {"rounds_without_proposal": 0, "peak_memory_bytes": 99}
     point = measured_point(Key("d", 2, 2), found, {}, None, seed=0)
     metrics = point["metrics"]
-    assert (metrics["num_prompts"], metrics["num_output_tokens"]) == (3, 24)
+    assert (metrics["num_prompts"], metrics["num_output_tokens"]) == (2, 24)
     assert (metrics["num_rounds"], metrics["num_drafts"], metrics["num_preemptions"]) == (6, 12, 4)
     # Two prompts, each twice its first repeat in the mean, over six rounds.
     for name, ms in stages.items():
