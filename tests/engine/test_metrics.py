@@ -259,7 +259,7 @@ def test_latencies_over_prompts() -> None:
     ttft, tpot = [500.0, 100.0, 2000.0], [500.0, 100.0]
     assert asdict(metrics.ttft_ms) == pytest.approx(asdict(Spread.of(ttft)))
     assert asdict(metrics.tpot_ms) == pytest.approx(asdict(Spread.of(tpot)))
-    assert metrics.num_prompts == 4 and metrics.num_output_tokens == 17
+    assert metrics.num_prompts == 3 and metrics.num_output_tokens == 17
     assert metrics.prefill_ms == pytest.approx(1e3 / 3)
     assert metrics.output_tokens_per_second == pytest.approx(17 / 3)
 
