@@ -75,6 +75,7 @@ def generate(
     Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.models.ahead import check_ahead
     from specdec_cli.prompts import as_conversations
 
     options.set_up_logging(quiet=quiet, verbose=verbose)
@@ -96,7 +97,9 @@ def generate(
         )
     num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
     if place.must_start(num_ranks):
-        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+        prompts_and_data = read()
+        check_ahead(resolved)
+        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=prompts_and_data))
     with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
         prompts, data = world.inputs(read)
         code = _write(

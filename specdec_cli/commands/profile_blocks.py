@@ -102,6 +102,8 @@ def profile_blocks(
     Loads the models on their ranks and runs the largest passes that the recipe allows; with
     --estimate reads configs only. Without a recipe the bundled demo pair is profiled.
     """
+    from specdec_cli.models.ahead import check_ahead
+
     options.set_up_logging(quiet=quiet, verbose=verbose)
     lists = {
         "draft_tp": listed(draft_tp, "--draft-tp", int),
@@ -141,7 +143,9 @@ def profile_blocks(
         return _prompts(resolved, context)
 
     if place.must_start(num_ranks):
-        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+        prompts = read()
+        check_ahead(resolved)
+        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=prompts))
     with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
         prompts = world.inputs(read)
         kept = output if world.is_first else None

@@ -113,6 +113,8 @@ def sweep_k(
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.models.ahead import check_ahead
+
     lengths = parse_ks(ks)
     place: Place = ctx.obj
     # Ranks that this command started leave it to their parent to speak.
@@ -159,7 +161,10 @@ def sweep_k(
     num_ranks, timeout_s = recipes[0].target.tensor_parallel_size, recipes[0].run.timeout_s
     with _saying_what_is_kept(output if is_heard and not dry_run else None):
         if place.must_start(num_ranks):
-            raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=read()))
+            prompts_and_data = read()
+            for resolved in recipes:
+                check_ahead(resolved)
+            raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=prompts_and_data))
         with join(place, num_ranks, device=recipes[0].run.device, timeout_s=timeout_s) as world:
             prompts, data = world.inputs(read)
             code = _sweep(

@@ -45,18 +45,20 @@ class Place:
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
-        """Whether this process is to start ranks instead of running itself."""
-        return self.seat is None and num_ranks > 1
-
-    def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
-        """Run this command line as ranks and return its exit code; raises their root cause, and
-        `UsageError` for more ranks than a machine can have."""
+        """Whether this process is to start ranks instead of running itself; raises `UsageError` for
+        more of them than a machine can have."""
+        if self.seat is not None or num_ranks == 1:
+            return False
         if num_ranks > _MOST_RANKS:
             raise UsageError(
                 f"target.tensor_parallel_size is {num_ranks}; specdec starts at most "
                 f"{_MOST_RANKS} ranks on one machine",
                 "pass a smaller --target-tp, or start the ranks with torchrun or srun",
             )
+        return True
+
+    def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
+        """Run this command line as ranks and return its exit code; raises their root cause."""
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
         self.has_answered = True
         return code

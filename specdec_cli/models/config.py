@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.gate import Unsupported
+from specdec_cli.models.refusals import Unsupported
 
 
 def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.kv_cache import LayerShape
-from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, attach
+from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -20,20 +20,6 @@ _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Stored forms of weights that transformers turns back into plain ones, in torch alone.
 _DEQUANTISED = {"fp8", "mxfp4"}
 _PROBE_TOKENS = 3
-_WHAT_WORKS = (
-    "decoder-only families with plain or sliding-window attention work, dense or with experts, "
-    "among them llama, qwen2, qwen3, mistral, mixtral, gemma3, phi3, gpt_oss, deepseek_v3, glm4, "
-    "granite, olmo2, cohere2 and gpt2"
-)
-
-
-class Unsupported(SetupError):
-    """The model cannot run in this engine, with the reason."""
-
-    is_common = True
-
-    def __init__(self, name: str, reason: str, hint: str = _WHAT_WORKS) -> None:
-        super().__init__(f"model {name} is not supported: {reason}", hint)
 
 
 def check_config(config: Any, name: str) -> None:

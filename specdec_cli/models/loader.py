@@ -22,7 +22,8 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.gate import Unsupported, check_config, probe, quantisation
+from specdec_cli.models.gate import check_config, probe, quantisation
+from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint

@@ -25,6 +25,20 @@ def model_folder(
     A hub id is taken from the local cache, or downloaded where that is possible. Raises
     `SetupError` when there is no such model.
     """
+    if (local := local_folder(name)) is not None:
+        return local
+    wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
+    folder = _from_hub(name, revision, wanted)
+    if weights and allow_pickle and not any(folder.glob("*.safetensors")):
+        folder = _from_hub(name, revision, [*wanted, *_PICKLES])
+    return folder
+
+
+def local_folder(name: str) -> Path | None:
+    """The folder of a model that is on this machine by its name, None for a hub id.
+
+    Raises `SetupError` for a name that can only be a folder's, and is not.
+    """
     if name.startswith(demo.PREFIX):
         folder = demo.demo_path(name)
         if not (folder / "config.json").is_file():
@@ -52,11 +66,7 @@ def model_folder(
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
     if looks_like_path:
         raise SetupError(f"no such model folder: {name}", "check the path in the recipe")
-    wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
-    folder = _from_hub(name, revision, wanted)
-    if weights and allow_pickle and not any(folder.glob("*.safetensors")):
-        folder = _from_hub(name, revision, [*wanted, *_PICKLES])
-    return folder
+    return None
 
 
 def _from_hub(name: str, revision: str | None, wanted: list[str]) -> Path:

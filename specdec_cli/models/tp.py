@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from specdec_cli.engine.kv_cache import LayerShape
 from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.errors import ExitCode
-from specdec_cli.models.gate import Unsupported, probe
+from specdec_cli.models.gate import probe
+from specdec_cli.models.refusals import Indivisible, Unsupported
 from specdec_cli.models.weights import Part
 
 _COLUMNS = "colwise"
@@ -140,18 +140,18 @@ def _share(
     width = linear.in_features if reads else linear.out_features
     if style not in _SPLIT_INPUT and re.search("attn|attention", path):
         if config.num_attention_heads % size:
-            raise _indivisible(name, f"{config.num_attention_heads} attention heads", size)
+            raise Indivisible(name, f"{config.num_attention_heads} attention heads", size)
         if path.rpartition(".")[2] in _KEYS_AND_VALUES:
             heads = layers[int(re.findall(r"layers\.(\d+)", path)[0])].num_kv_heads
             if heads % size and size % heads:
-                raise _indivisible(name, f"{heads} key and value heads", size)
+                raise Indivisible(name, f"{heads} key and value heads", size)
             if heads < size:
                 # Query heads of several ranks attend to the same one.
                 start = parallel.rank * heads // size * (width // heads)
                 return start, start + width // heads
     if width % size:
         what = "read" if reads else "written"
-        raise _indivisible(name, f"{width} features {what} by {path}", size)
+        raise Indivisible(name, f"{width} features {what} by {path}", size)
     return parallel.share(width)
 
 
@@ -181,16 +181,6 @@ def _split(
         linear.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
     linear.weight = _narrowed(linear.weight, weight)
     return parts
-
-
-class Indivisible(Unsupported):
-    """A number of ranks that a supported model does not take: bad usage."""
-
-    code = ExitCode.USAGE
-
-
-def _indivisible(name: str, what: str, size: int) -> Indivisible:
-    return Indivisible(name, f"its {what} cannot be divided among {size} ranks", "use fewer ranks")
 
 
 def _narrowed(whole: Tensor, part: Part) -> nn.Parameter:

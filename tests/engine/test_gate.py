@@ -16,9 +16,10 @@ from specdec_cli.engine.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME
-from specdec_cli.models.gate import Unsupported, check_config, probe
+from specdec_cli.models.gate import check_config, probe
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.refusals import Unsupported
 from tests.support import _COMMON, CPU, FAMILIES, VOCAB, description, save_tiny, tiny_config
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}

@@ -19,9 +19,9 @@ from specdec_cli.engine.run import Request
 from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.models.config import dtype_of
-from specdec_cli.models.gate import Unsupported
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
 from tests.support import (

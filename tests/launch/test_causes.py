@@ -22,7 +22,7 @@ from specdec_cli.launch.reports import (
     root_cause,
     write_report,
 )
-from specdec_cli.models.gate import Unsupported
+from specdec_cli.models.refusals import Unsupported
 
 NOW, TIMEOUT = 1000.0, 8.0
 

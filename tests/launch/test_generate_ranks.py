@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from specdec_cli.app import main
 from specdec_cli.demo import demo_path
+from specdec_cli.models.ahead import check_ahead
+from specdec_cli.models.refusals import Indivisible
+from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import generate
 from tests.launch.helpers import ROOT, living, marked, start
 
@@ -25,29 +29,53 @@ def test_two_ranks_write_what_one_writes(capsys: pytest.CaptureFixture[str]) -> 
     assert living(environ) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--target", "/no/such", "--device", "cpu"), "no such model folder: /no/such"),
-        (
-            ("--target", "DAMAGED", "--draft", "DAMAGED", "--device", "cpu"),
-            "cannot read the weights",
-        ),
-    ],
-    ids=["missing", "damaged"],
-)
-def test_what_all_ranks_find_is_told_of_none(
-    options: tuple[str, ...], message: str, tmp_path: Path
-) -> None:
+def test_what_all_ranks_find_is_told_of_none(tmp_path: Path) -> None:
     copy = shutil.copytree(demo_path("demo:target"), tmp_path / "m")
     weights = copy / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])
-    words = [str(copy) if word == "DAMAGED" else word for word in options]
-    program = ["-m", "specdec_cli", "generate", "--target-tp", "2", *words, *ASKED]
-    parent = start(program, marked())
+    options = ["--target", str(copy), "--draft", str(copy), "--target-tp", "2", "--device", "cpu"]
+    parent = start(["-m", "specdec_cli", "generate", *options, *ASKED], marked())
     out, _ = parent.communicate(timeout=180)
     assert parent.returncode == 5
-    assert json.loads(out)["error"]["message"].startswith(message)
+    assert json.loads(out)["error"]["message"].startswith("cannot read the weights")
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "code", "message"),
+    [
+        ("generate", ["--prompt", "x", "--target-tp", "3"], 2, "its 8 attention heads cannot be"),
+        ("sweep-k", ["--target-tp", "64"], 2, "among 64 ranks"),
+        ("profile-blocks", ["--target-tp", "2", "--draft", "/no/such"], 5, "no such model folder"),
+        ("generate", ["--prompt", "", "--target-tp", "3"], 2, "--prompt: empty prompt"),
+    ],
+)
+def test_what_a_folder_tells_is_told_before_ranks_start(
+    command: str,
+    options: list[str],
+    code: int,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr("specdec_cli.launch.world.run_ranks", never)
+    assert main([command, *options, "--device", "cpu", "-q"]) == code
+    assert message in capsys.readouterr().err
+
+
+def test_what_a_folder_does_not_tell_is_left_to_the_ranks(tmp_path: Path) -> None:
+    """A hub id, a draft that is not run, a config of another form or none that can be read."""
+    keys = {"target.tensor_parallel_size": 3, "target.model": str(tmp_path)}
+    k0 = {"speculation.num_speculative_tokens": 0, "draft.model": "/no/such"}
+    for text in ("{", "[]", '{"n_head": 4}', '{"num_attention_heads": null}'):
+        (tmp_path / "config.json").write_text(text)
+        check_ahead(load_recipe(None, keys | k0))
+    check_ahead(load_recipe(None, keys | k0 | {"target.model": "owner/name"}))
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
+    with pytest.raises(Indivisible, match="its 4 attention heads cannot be divided among 3 ranks"):
+        check_ahead(load_recipe(None, keys | k0))
 
 
 def test_an_error_on_one_rank_is_told_once_with_its_code() -> None:

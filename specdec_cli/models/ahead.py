@@ -1,0 +1,33 @@
+"""What a folder tells of a model before ranks are started for it, which takes seconds.
+
+The ranks would find the same. Imports nothing heavy, and asks no hub.
+"""
+
+import json
+
+from specdec_cli.models.refusals import Indivisible
+from specdec_cli.models.resolve import local_folder
+from specdec_cli.recipe import DraftSection, ModelSection, Recipe
+
+
+def check_ahead(recipe: Recipe) -> None:
+    """Look at the models that a recipe runs.
+
+    Raises `SetupError` for one that is not there, `Indivisible` for heads that cannot be split.
+    """
+    _check(recipe.target)
+    speculation = recipe.speculation
+    if speculation.method == "draft_model" and speculation.num_speculative_tokens:
+        _check(recipe.draft)
+
+
+def _check(section: ModelSection | DraftSection | None) -> None:
+    if section is None or (folder := local_folder(section.model)) is None:
+        return
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        heads = config["num_attention_heads"]
+    except (OSError, ValueError, RecursionError, LookupError, TypeError):
+        return  # damaged, or of another form: the ranks say how
+    if type(heads) is int and heads % section.tensor_parallel_size:
+        raise Indivisible(section.model, f"{heads} attention heads", section.tensor_parallel_size)

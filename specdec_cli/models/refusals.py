@@ -1,0 +1,31 @@
+"""Models that cannot run in this engine: what is said of them. Imports nothing heavy."""
+
+from specdec_cli.errors import ExitCode, SetupError
+
+_WHAT_WORKS = (
+    "decoder-only families with plain or sliding-window attention work, dense or with experts, "
+    "among them llama, qwen2, qwen3, mistral, mixtral, gemma3, phi3, gpt_oss, deepseek_v3, glm4, "
+    "granite, olmo2, cohere2 and gpt2"
+)
+
+
+class Unsupported(SetupError):
+    """The model cannot run in this engine, with the reason."""
+
+    is_common = True
+
+    def __init__(self, name: str, reason: str, hint: str = _WHAT_WORKS) -> None:
+        super().__init__(f"model {name} is not supported: {reason}", hint)
+
+
+class Indivisible(Unsupported):
+    """The model cannot be split over so many ranks: what the recipe asks is at fault.
+
+    what: of the model, such as its heads.
+    """
+
+    code = ExitCode.USAGE
+
+    def __init__(self, name: str, what: str, size: int) -> None:
+        reason = f"its {what} cannot be divided among {size} ranks"
+        super().__init__(name, reason, "use fewer ranks")
