@@ -209,7 +209,8 @@ class CacheSection(_Section):
         description="null takes what fits and can be used; the first of them holds nothing",
     )
     max_model_len: Count | None = Field(
-        default=None, description="longest prompt plus output; null is the model's own limit"
+        default=None,
+        description="longest prompt plus output, at most the model's own limit, which null is",
     )
     cpu_bytes: Annotated[StrictInt, Field(ge=1, le=_MAX_BYTES)] | None = Field(
         default=None, description="cache memory of a host on CPU, divided by its ranks"
