@@ -2,7 +2,8 @@
 
 Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as transformers'
 `PromptLookupCandidateGenerator` does it. Unlike there, an end-of-text token is proposed like any
-other: the loop ends the sequence where it is accepted. Knows no models and no caches.
+other: the loop ends the sequence where it is accepted. Padded rounds look the same up on the
+device, by `ops.ngram_lookup`. Knows no models and no caches.
 """
 
 import sys

@@ -33,9 +33,8 @@ def slot_counts(batch_size: int) -> list[int]:
 class PaddedRounds:
     """Rounds over the models and caches of one engine, at one batch size.
 
-    draft: None where no model proposes, so that rounds of proposals cannot be padded.
-    max_model_len: most tokens a sequence may hold. eos_ids: ids that end a sequence. synthetic:
-    accept by given rates.
+    draft: a model or n-grams, or None for rounds without proposals. max_model_len: most tokens a
+    sequence may hold. eos_ids: ids that end a sequence. synthetic: accept by given rates.
     """
 
     target: TargetScorer
