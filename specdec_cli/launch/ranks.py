@@ -116,9 +116,10 @@ def _watch(
     while True:
         is_over = launcher.poll() is not None  # before reading: what it left is then complete
         now = time.monotonic()
-        reports, beats = read_reports(folder), read_beats(folder)
-        exits = _exits(folder)
-        failures = _failures(folder, num_ranks, reports, beats, exits, is_over)
+        beats, exits = read_beats(folder), _exits(folder)
+        dead = _dead(num_ranks, beats, exits, is_over)
+        reports = read_reports(folder)  # after that: a rank's last word comes before its end
+        failures = _failures(folder, dead, reports, beats, exits)
         if len(reports) == num_ranks and not failures:
             done_by = min(done_by, now + _LEAVE_S)
             if is_over or now > done_by:
@@ -148,22 +149,28 @@ def _watch(
         time.sleep(_LOOK_S)
 
 
+def _dead(
+    num_ranks: int, beats: Sequence[Beat], exits: Mapping[int, int], is_over: bool
+) -> set[int]:
+    """Ranks whose processes have ended."""
+    gone_by_themselves = {beat.rank for beat in beats if not _is_alive(beat.pid)}
+    return gone_by_themselves | exits.keys() | (set(range(num_ranks)) if is_over else set())
+
+
 def _failures(
     folder: Path,
-    num_ranks: int,
+    dead: set[int],
     reports: Mapping[int, Report],
     beats: Sequence[Beat],
     exits: Mapping[int, int],
-    is_over: bool,
 ) -> list[Report]:
-    """Reports of ranks that failed, and those we write for ranks that are gone without one."""
+    """Reports of ranks that failed, and those we write for dead ones that left none."""
     found = [report for report in reports.values() if report.end is not End.DONE]
     seen = {beat.rank: beat for beat in beats}
-    for rank in set(range(num_ranks)) - reports.keys():
+    for rank in dead - reports.keys():
         beat = seen.get(rank)
-        age = time.monotonic() - beat.at if beat is not None else 0.0
-        is_gone = rank in exits or is_over or (beat is not None and not _is_alive(beat.pid))
-        if is_gone and (beat is not None or exits):
+        if beat is not None or exits:
+            age = time.monotonic() - beat.at if beat is not None else 0.0
             words = last_words(folder, rank)
             found.append(gone(rank, exits.get(rank), time.time() - age, words))
     return found

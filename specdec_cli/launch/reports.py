@@ -83,6 +83,8 @@ def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "
             end = End.LOST_PEERS
         elif name == "SIGTERM":
             end = End.STOPPED
+    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # while it began
+        end, message = End.STOPPED, "was stopped"
     else:
         message = f"ended without a word (exit code {exit_code or 0}) before the run was done"
     return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=last_seen)

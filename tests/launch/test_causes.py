@@ -1,10 +1,12 @@
 """Which rank is the cause of a failure: from reports, and from heartbeats when nothing moves."""
 
+import os
 import stat
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from specdec_cli import app
 from specdec_cli.errors import NoRoomError, SetupError
 from specdec_cli.launch.heartbeat import BUSY, OUTSIDE, PEERS, Beat, find_stuck
 from specdec_cli.launch.rank import Rank
+from specdec_cli.launch.ranks import _watch
 from specdec_cli.launch.reports import (
     End,
     Report,
@@ -59,6 +62,25 @@ def test_the_first_error_of_a_rank_itself_is_the_cause(others: list[Report]) -> 
     assert cause is not None and cause.rank == 1
 
 
+def test_a_last_word_that_comes_while_we_look_is_heard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 loses its peer for what rank 1 did; its report comes just before its end."""
+    write_report(tmp_path, report(1, End.FAILED, time.time()))
+
+    def exits(folder: Path) -> dict[int, int]:
+        write_report(folder, report(0, End.LOST_PEERS, time.time()))
+        return {0: 1, 1: 1}
+
+    monkeypatch.setattr("specdec_cli.launch.ranks._exits", exits)
+    monkeypatch.setattr("specdec_cli.launch.ranks._SETTLE_KNOWN_S", -1.0)  # no second look
+    beats = [Beat(rank, os.getpid(), 1.0, 1.0, 5, BUSY, True, "f") for rank in (0, 1)]
+    monkeypatch.setattr("specdec_cli.launch.ranks.read_beats", lambda _: beats)
+    launcher = cast(Any, SimpleNamespace(poll=lambda: None))
+    cause = _watch(launcher, 2, tmp_path, timeout_s=600.0)
+    assert cause is not None and (cause.rank, cause.message) == (1, "what happened")
+
+
 def test_only_lost_peers_blame_the_first() -> None:
     cause = root_cause([report(0, End.LOST_PEERS, 5.1), report(1, End.LOST_PEERS, 5.0)])
     assert cause is not None and cause.rank == 1
@@ -67,6 +89,7 @@ def test_only_lost_peers_blame_the_first() -> None:
 @pytest.mark.parametrize(
     ("code", "end", "words"),
     [
+        (143, End.STOPPED, "was stopped"),
         (-9, End.FAILED, "SIGKILL"),
         (-11, End.FAILED, "SIGSEGV"),
         (-6, End.LOST_PEERS, "SIGABRT"),
