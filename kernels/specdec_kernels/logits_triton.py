@@ -63,10 +63,8 @@ def token_probability(logits_ptr, token, mask, row_ptr, scale, V: tl.constexpr):
 def residual_weight(
     at,
     end,
-    p_ptr,
-    q_ptr,
-    p_row_ptr,
-    q_row_ptr,
+    target,  # pointers to the target's logits, and to what makes them p
+    draft,  # the draft's likewise; with ONE_HOT the token that q is all at counts in their place
     proposed,
     scale,
     V: tl.constexpr,
@@ -74,6 +72,8 @@ def residual_weight(
     ONE_HOT: tl.constexpr,
 ):
     """max(p - q, 0) at places `at` before `end`. A NaN stays one: no sum over it is positive."""
+    p_ptr, p_row_ptr = target
+    q_ptr, q_row_ptr = draft
     here = at < end
     x = tl.load(p_ptr + at, mask=here & (at < V), other=float("-inf")).to(tl.float32)
     p = kept_weight(x, at, p_row_ptr, True, scale) / tl.load(p_row_ptr + 1)
@@ -175,18 +175,10 @@ def reject_logits_kernel(
             q_ptr += behind.to(tl.int64) * draft_stride_k
             q_row_ptr += behind * 4
         if rejected:
+            own_part = part * BLOCK + lane
+            target, draft = (p_ptr, p_row_ptr), (q_ptr, q_row_ptr)
             weight = residual_weight(
-                part * BLOCK + lane,
-                V,
-                p_ptr,
-                q_ptr,
-                p_row_ptr,
-                q_row_ptr,
-                proposed,
-                scale,
-                V,
-                DRAFT_V,
-                ONE_HOT,
+                own_part, V, target, draft, proposed, scale, V, DRAFT_V, ONE_HOT
             )
             tl.store(residuals_ptr + row * PARTS + part, tl.sum(weight, axis=0))
 
@@ -215,19 +207,8 @@ def reject_logits_kernel(
         weights = kept_weight(x, at, p_row_ptr, True, scale)
         if K > 0:
             end = tl.where(from_residual, V, 0)
-            residual = residual_weight(
-                at,
-                end,
-                p_ptr,
-                q_ptr,
-                p_row_ptr,
-                q_row_ptr,
-                proposed,
-                scale,
-                V,
-                DRAFT_V,
-                ONE_HOT,
-            )
+            target, draft = (p_ptr, p_row_ptr), (q_ptr, q_row_ptr)
+            residual = residual_weight(at, end, target, draft, proposed, scale, V, DRAFT_V, ONE_HOT)
             weights = tl.where(from_residual, residual, weights)
         own = drawn * BLOCK + first_above(weights, before, level, lane, BLOCK)
         own = tl.minimum(own, V - 1)

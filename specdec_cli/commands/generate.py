@@ -106,17 +106,27 @@ def generate(
             world,
             resolved.model_copy(update={"data": data}),
             prompts,
-            (trust_remote_code, allow_pickle),
-            _Shown(as_json, output, quiet),
-            is_single=bool(prompt) and len(prompts) == 1,
+            _Asked(
+                permissions=(trust_remote_code, allow_pickle),
+                is_single=bool(prompt) and len(prompts) == 1,
+                as_json=as_json,
+                output=output,
+                quiet=quiet,
+            ),
         )
     raise typer.Exit(code)
 
 
 @dataclass(frozen=True, slots=True)
-class _Shown:
-    """What is asked for of the results."""
+class _Asked:
+    """What the command line says beside recipe and prompts.
 
+    permissions: for code of a model's own, and for pickled weights. is_single: the only prompt is
+    on the command line, so that one which cannot run ends the run.
+    """
+
+    permissions: tuple[bool, bool]
+    is_single: bool
     as_json: bool
     output: Path | None
     quiet: bool
@@ -126,25 +136,22 @@ def _write(
     world: World,
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
-    permissions: tuple[bool, bool],
-    shown: _Shown,
-    *,
-    is_single: bool,
+    asked: _Asked,
 ) -> ExitCode:
     """Run the prompts and show what comes, on rank 0; returns the exit code."""
-    ready = _get_ready(world, resolved, prompts, permissions, shown, is_single=is_single)
-    written = _run(world, ready, shown)
+    ready = _get_ready(world, resolved, prompts, asked)
+    written = _run(world, ready, asked)
     outputs = written.outputs
-    if is_single and outputs[0].error is not None:
+    if asked.is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # As no run took place: the next one may be kept there.
             ready.folder.forget("samples.jsonl")
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     with world.outside():
-        _deliver(ready, written, as_json=shown.as_json)
-    if not shown.quiet:
-        _summarise(world, ready, written, as_json=shown.as_json)
+        _deliver(ready, written, as_json=asked.as_json)
+    if not asked.quiet:
+        _summarise(world, ready, written, as_json=asked.as_json)
     # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
     ready.engine.forget_rounds()
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
@@ -154,26 +161,23 @@ def _get_ready(
     world: World,
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
-    permissions: tuple[bool, bool],
-    shown: _Shown,
-    *,
-    is_single: bool,
+    asked: _Asked,
 ) -> "specdec_cli.generation.Ready":
     """Check everything, make the run folder, load the models."""
-    with waiting("getting ready", quiet=shown.quiet) as stages:
+    with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
             from specdec_cli.engine.plan import Permissions
             from specdec_cli.generation import Ready, prepare
             from specdec_cli.results import environment
 
-        job = prepare(resolved, prompts, Permissions(*permissions))
-        if is_single and (problem := job.too_long(0)):
+        job = prepare(resolved, prompts, Permissions(*asked.permissions))
+        if asked.is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = None
-        if shown.output is not None and world.is_first:
-            folder, resolved = _folder(shown.output, resolved, prompts, where)
+        if asked.output is not None and world.is_first:
+            folder, resolved = _folder(asked.output, resolved, prompts, where)
         stages.expect(len(job.plan.stages))
         engine = build(job.plan, job.longest_prompt, stages.begin)
     world.ready()
@@ -181,7 +185,7 @@ def _get_ready(
 
 
 def _run(
-    world: World, ready: "specdec_cli.generation.Ready", shown: _Shown
+    world: World, ready: "specdec_cli.generation.Ready", asked: _Asked
 ) -> "specdec_cli.generation.Written":
     """The run, with each output shown and on disk as it comes."""
     from specdec_cli.engine.run import Emission
@@ -190,7 +194,7 @@ def _run(
 
     job, sinks = ready.job, []
     if world.is_first:
-        sinks = sinks_for(job, ready.folder, as_json=shown.as_json, quiet=shown.quiet)
+        sinks = sinks_for(job, ready.folder, as_json=asked.as_json, quiet=asked.quiet)
     show, finish = collector(job, sinks)
 
     def on_emit(emissions: list[Emission]) -> None:
