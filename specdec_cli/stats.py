@@ -20,6 +20,7 @@ _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # Of the standard error, in a resample: without the one prompt that something disturbed the others
 # may be as good as alike, and dividing by that would stretch the interval over orders of magnitude.
 _LEAST_ERROR = 0.25
+_FEW_WITHOUT = 0.1  # of the rounds
 _CHUNK = 2_000_000  # numbers held at a time
 
 
@@ -56,6 +57,17 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
     """1 + accepted / drafts, from each prompt's counts."""
     a, d = np.asarray(accepted, float), np.asarray(drafts, float)
     return SumRatio(np.stack((a + d, d), axis=1), (1, -1))
+
+
+def proposing_rate(num_drafts: int, num_without: int) -> float | None:
+    """Which part of a run's rounds proposed anything, where that is worth telling.
+
+    `mean_acceptance_length` is of these rounds alone. A draft model leaves out a text's last round
+    at most; n-grams may find nothing in most. num_without: `num_rounds_without_proposal`.
+    """
+    rounds = num_drafts + num_without
+    is_telling = num_drafts > 0 and num_without > _FEW_WITHOUT * rounds
+    return num_drafts / rounds if is_telling else None
 
 
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:

@@ -19,6 +19,7 @@ def acceptance(k: int, rate: float, drafts: int = 1000) -> Record:
     accepted = sum(per_pos)
     return {
         "num_drafts": drafts if k else 0,
+        "num_rounds_without_proposal": 0 if k else drafts,
         "num_draft_tokens": drafts * k,
         "num_accepted_tokens": accepted,
         "num_accepted_tokens_per_pos": per_pos,

@@ -81,6 +81,12 @@ def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> 
     return [engine.run(work, k, params).metrics for _ in range(args.repeats)]
 
 
+def tokens_a_round(metrics: Metrics) -> float:
+    """Of all rounds of its sequences, those too in which n-grams found nothing to propose."""
+    rounds = metrics.acceptance.num_drafts + metrics.num_rounds_without_proposal
+    return 1 + metrics.acceptance.num_accepted_tokens / rounds
+
+
 def profile(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> str:
     """Time by kernel of some rounds, and how long the device was idle."""
     vocab = engine.target.model.vocab_size
@@ -131,7 +137,7 @@ def main() -> None:
             speed = statistics.median(m.decode_tokens_per_second for m in found)
             plain = speed if k == 0 else plain
             middle = found[len(found) // 2]
-            length = statistics.mean(m.acceptance.mean_acceptance_length for m in found)
+            length = statistics.mean(tokens_a_round(m) for m in found)
             print(
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "

@@ -1,11 +1,12 @@
 """The tables of a report, as values; HTML, markdown and CSV are made of the same ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from specdec_cli.report.findings import Best, draft_labels, residual, speedup
 from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.stats import proposing_rate
 
 STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")
@@ -74,6 +75,7 @@ def results(run: Run, bests: Sequence[Best]) -> Table:
         Column("decoding", 1, "tokens/s"),
         Column("tokens a round", 2),
         Column("95 % interval"),
+        Column("proposing", 0, "% of rounds"),
         Column("accepted", 1, "%"),
         Column("status"),
     )
@@ -90,6 +92,7 @@ def results(run: Run, bests: Sequence[Best]) -> Table:
             point.number("decode_tokens_per_second"),
             point.number("mean_acceptance_length"),
             _span(point.interval("mean_acceptance_length_ci")),
+            _proposing(point),
             None if rate is None else 100 * rate,
         ]
         if run.kind == "compare-tp":
@@ -100,7 +103,27 @@ def results(run: Run, bests: Sequence[Best]) -> Table:
     best = {id(b.point.record) for b in bests if b.point is not None}
     strong = frozenset(i for i, p in enumerate(run.points) if id(p.record) in best)
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
-    return Table("results", "Every point", columns, tuple(rows), note, strong)
+    return _without_empty(
+        "proposing", Table("results", "Every point", columns, tuple(rows), note, strong)
+    )
+
+
+def _proposing(point: Point) -> float | None:
+    drafts, without = (point.number(name) for name in ("num_drafts", "num_rounds_without_proposal"))
+    rate = proposing_rate(int(drafts or 0), int(without or 0))
+    return None if rate is None else 100 * rate
+
+
+def _without_empty(title: str, table: Table) -> Table:
+    """The table without the column of this title if no row has anything there."""
+    place = [column.title for column in table.columns].index(title)
+    if any(row[place] is not None for row in table.rows):
+        return table
+    return replace(
+        table,
+        columns=table.columns[:place] + table.columns[place + 1 :],
+        rows=tuple(row[:place] + row[place + 1 :] for row in table.rows),
+    )
 
 
 def _span(interval: tuple[float, float] | None) -> str | None:

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.lossless import tokens_line
-from specdec_cli.points import Key, Point, Sample, decode_seconds
+from specdec_cli.points import Key, Point, Sample, decode_seconds, proposing_share
 from specdec_cli.render import (
     console,
     console_of_results,
@@ -27,9 +27,11 @@ from specdec_cli.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.text import inert, one_line
 
 _BROADCAST = "broadcast ms"
+_PROPOSING = "proposing"
 _HEADINGS = (
     "k",
     "tokens a round",
+    _PROPOSING,
     "accepted",
     "tokens/s",
     "x k = 0",
@@ -49,8 +51,10 @@ _SPARE = (
     "round ms",
     "predicted",
     "accepted",
+    _PROPOSING,
     "tokens a round",
 )
+_STAGES = ("draft", "broadcast", "verify", "sample", "round")
 _LINE_EVERY = 0.1  # of the samples, where there is no terminal
 
 
@@ -166,7 +170,9 @@ def point_line(point: Point) -> str:
     line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
     if point["speedup"] is not None:
         line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
-    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round"
+    proposing = proposing_share(point)
+    which = f" in the {100 * proposing:.0f}% that proposed" if proposing else ""
+    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{which}"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
@@ -203,36 +209,40 @@ def results_table(
         columns["draft"] = [one_line(str(p["draft"])) for p in points]
     if len({p["batch_size"] for p in points}) > 1:
         columns["batch"] = [str(p["batch_size"]) for p in points]
-    cells = list(zip(*map(_cells, points), strict=True))
-    columns |= {heading: list(cells[place]) for place, heading in enumerate(_HEADINGS)}
+    cells = [_cells(point) for point in points]
+    columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
     if not is_split:
         del columns[_BROADCAST]
+    if not any(columns[_PROPOSING]):
+        del columns[_PROPOSING]
     return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
-def _cells(point: Point) -> list[str]:
+def _cells(point: Point) -> dict[str, str]:
+    """By heading."""
     predicted = f"{point['predicted_speedup']:.2f}" if point["predicted_speedup"] else ""
+    found = {"k": str(point["k"]), "predicted": predicted}
     m = point["metrics"]
     if m is None:
         prediction = point["prediction"]
-        length = f"~{prediction['mean_acceptance_length']:.2f}" if prediction else ""
         why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
         reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
-        return [str(point["k"]), length, "", f"{why}{reason}", "", predicted, *[""] * 5]
+        return found | {
+            "tokens a round": f"~{prediction['mean_acceptance_length']:.2f}" if prediction else "",
+            "tokens/s": f"{why}{reason}",
+        }
     rate = m["draft_acceptance_rate"]
-    return [
-        str(point["k"]),
-        with_interval(m["mean_acceptance_length"], point["mean_acceptance_length_ci"]),
-        f"{100 * rate:.0f}%" if rate is not None else "",
-        f"{m['decode_tokens_per_second']:.1f}",
-        with_interval(point["speedup"], point["speedup_ci"]),
-        predicted,
-        f"{m['draft_ms']:.2f}",
-        f"{m['broadcast_ms']:.2f}",
-        f"{m['verify_ms']:.2f}",
-        f"{m['sample_ms']:.2f}",
-        f"{m['round_ms']:.2f}",
-    ]
+    proposing = proposing_share(point)
+    return found | {
+        "tokens a round": with_interval(
+            m["mean_acceptance_length"], point["mean_acceptance_length_ci"]
+        ),
+        _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
+        "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
+        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
+        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
+        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in _STAGES},
+    }
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:

@@ -56,6 +56,19 @@ def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
         assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
 
 
+def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
+    points = sweep_points(ks=(0, 2, 4), batch_sizes=(1,), drafts=(("ngram", 0.78, 0.95),))
+    assert "proposing" not in lines_of(view.results_table(points, 200)[0], 200)[0]
+    metrics = points[2]["metrics"]
+    metrics["num_rounds_without_proposal"] = metrics["num_drafts"] // 4
+    heading, *rows = lines_of(view.results_table(points, 200)[0], 200)
+    assert "tokens a round  proposing  accepted" in heading
+    assert ["80%" in row for row in rows] == [False, False, True]
+    lines = [view.point_line(point) for point in points]
+    assert [line.endswith("tokens a round") for line in lines] == [True, True, False]
+    assert lines[2].endswith("tokens a round in the 80% that proposed")
+
+
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
     clock = RunClock(CPU, num_rounds=2, decode_seconds=0.1)
     clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})

@@ -583,6 +583,20 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
     assert found.config["revision"] == "main"
 
 
+def test_rounds_that_proposed_are_a_column_where_many_did_not(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("ngram", 0.7, 0.1),))
+    for share, name in ((0, "a"), (3, "b")):
+        metrics = points[1]["metrics"]
+        metrics["num_rounds_without_proposal"] = share * metrics["num_drafts"]
+        table = read(write_folder(tmp_path / name, points)).tables["results"]
+        titles = [column.title for column in table.columns]
+        assert ("proposing" in titles) == bool(share)
+        assert all(len(row) == len(titles) for row in table.rows)
+    place = titles.index("proposing")
+    assert [row[place] for row in table.rows] == [None, 25.0]
+    assert table.columns[place].unit == "% of rounds" and titles[place + 1] == "accepted"
+
+
 def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     """The run's own recommendation, though its point was not measured."""
     points = sweep_points(ks=(0, 1, 2, 4), batch_sizes=(1,), drafts=ONE_DRAFT)

@@ -29,6 +29,24 @@ def skewed(n: int, seed: int = 0) -> stats.SumRatio:
     return stats.speed(tokens.tolist(), (tokens / rate).tolist())
 
 
+@pytest.mark.parametrize(
+    ("drafts", "without", "rate"),
+    [
+        (137, 42, 137 / 179),
+        (90, 10, None),
+        (89, 11, 0.89),
+        (1, 99, 0.01),
+        (0, 20, None),
+        (0, 0, None),
+    ],
+)
+def test_rounds_without_proposals_are_told_where_they_count(
+    drafts: int, without: int, rate: float | None
+) -> None:
+    """Beyond one in ten; where nothing was ever proposed there is no acceptance to explain."""
+    assert stats.proposing_rate(drafts, without) == (pytest.approx(rate) if rate else None)
+
+
 def test_measures_are_ratios_of_sums() -> None:
     assert stats.mean_acceptance_length([3, 0, 5], [2, 1, 2]).value == pytest.approx(1 + 8 / 5)
     fast = stats.speed([10, 30], [1.0, 1.0])
