@@ -15,8 +15,11 @@ def embed_reference(
     sin_table: Tensor,
     norm_weight: Tensor,
     eps: float,
+    scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
     """See `ops.embed`."""
     hidden = F.embedding(token_ids, embedding)
+    if scale != 1.0:
+        hidden = hidden * scale
     cos, sin = (table.index_select(0, positions) for table in (cos_table, sin_table))
     return norm_cpu(hidden, norm_weight, eps), cos, sin

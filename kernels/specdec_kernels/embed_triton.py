@@ -24,10 +24,12 @@ def embed_kernel(
     cos_ptr,  # [T, D], out
     sin_ptr,  # [T, D], out
     eps,
+    scale,  # only with HAS_SCALE
     K: tl.constexpr,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -39,6 +41,9 @@ def embed_kernel(
     token = tl.load(tokens_ptr + row)
     position = tl.load(positions_ptr + row)
     hidden = tl.load(embedding_ptr + token * K + k, mask=k < K, other=0.0)
+    if HAS_SCALE:
+        scale = tl.full([], scale, tl.float32)
+        hidden = (hidden.to(tl.float32) * scale).to(hidden.dtype)
     cos = tl.load(cos_table_ptr + position * D + dim, mask=dim < D, other=0.0)
     sin = tl.load(sin_table_ptr + position * D + dim, mask=dim < D, other=0.0)
     tl.store(hidden_ptr + row * K + k, hidden, mask=k < K)
@@ -57,6 +62,7 @@ def embed_triton(
     sin_table: Tensor,
     norm_weight: Tensor,
     eps: float,
+    scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
     """See `ops.embed`."""
     num_rows, width, dim = token_ids.shape[0], embedding.shape[1], cos_table.shape[1]
@@ -81,10 +87,12 @@ def embed_triton(
         cos,
         sin,
         float(eps),
+        float(scale),
         K=width,
         D=dim,
         BLOCK=block,
         BLOCK_D=triton.next_power_of_2(dim),
+        HAS_SCALE=scale != 1.0,
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
         **({"launch_pdl": True} if dependent else {}),

@@ -2,7 +2,8 @@
 
 A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
 attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
-again a product added to the residual. Norms are rounded as transformers' LlamaRMSNorm does.
+again a product added to the residual. Norms are rounded as transformers' LlamaRMSNorm does, or,
+with a weight in fp32, as its GemmaRMSNorm.
 
 Does not know layers or models.
 Legend: T packed tokens, K features read, N features written, F the MLP's features.
@@ -21,6 +22,8 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
     if x.dtype in (torch.float32, torch.float64):
         return F.rms_norm(x, weight.shape, weight, eps)
+    if weight.dtype == torch.float32:
+        return F.rms_norm(x.float(), weight.shape, weight, eps).to(x.dtype)
     return F.rms_norm(x.float(), weight.shape, None, eps).to(x.dtype) * weight
 
 

@@ -137,8 +137,16 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float32)
 
 
-def add_norm_cpu(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+def add_norm_cpu(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> Normed:
     """See `ops.add_norm`."""
+    if post_norm is not None:
+        x = rms_norm_cpu(x, post_norm, eps)
     return norm_cpu(residual + x, norm_weight, eps)
 
 

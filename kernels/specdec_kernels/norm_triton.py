@@ -23,9 +23,18 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
+def normed_row(x, norm, eps, K: tl.constexpr):
+    """RMS norm of one row of K numbers, beyond which x is zero."""
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
+    return (wide * norm.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
 def rms_norm_kernel(
     x_ptr,  # [T, K]
     residual_ptr,  # [T, K]; only with HAS_RESIDUAL
+    post_ptr,  # [K], of x's own norm before it is added; only with HAS_POST
     norm_ptr,  # [K]
     hidden_ptr,  # [T, K], x + residual, out; only with HAS_RESIDUAL
     out_ptr,  # [T, K], out
@@ -34,6 +43,7 @@ def rms_norm_kernel(
     eps,
     K: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
+    HAS_POST: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -41,15 +51,17 @@ def rms_norm_kernel(
     k = tl.arange(0, BLOCK)
     eps = tl.full([], eps, tl.float32)
     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    if HAS_POST:
+        post = tl.load(post_ptr + k, mask=k < K, other=0.0)
     after_predecessor(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
+    if HAS_POST:
+        x = normed_row(x, post, eps, K)
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(hidden_ptr + row * K + k, x, mask=k < K)
-    wide = x.to(tl.float32)
-    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
-    tl.store(out_ptr + row * K + k, (wide * norm.to(tl.float32)).to(x.dtype), mask=k < K)
+    tl.store(out_ptr + row * K + k, normed_row(x, norm, eps, K), mask=k < K)
 
 
 @triton.jit
@@ -73,11 +85,16 @@ def gate_kernel(
 
 
 def add_norm(
-    x: Tensor, residual: Tensor | None, norm_weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x (+ residual) [T, K], and its RMS norm."""
+    """x (+ residual) [T, K], x normed first with `post_norm`, and the RMS norm of that."""
     num_rows, width = x.shape
     assert x.stride(1) == 1 and norm_weight.shape == (width,)
+    assert post_norm is None or post_norm.shape == (width,)
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     hidden = x if residual is None else torch.empty_like(out)
@@ -86,6 +103,7 @@ def add_norm(
     rms_norm_kernel[(num_rows,)](
         x,
         x if residual is None else residual,
+        norm_weight if post_norm is None else post_norm,
         norm_weight,
         hidden,
         out,
@@ -94,6 +112,7 @@ def add_norm(
         float(eps),
         K=width,
         HAS_RESIDUAL=residual is not None,
+        HAS_POST=post_norm is not None,
         BLOCK=block,
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
@@ -126,7 +145,13 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
     return out
 
 
-def add_norm_triton(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
+def add_norm_triton(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> Normed:
     """See `ops.add_norm`."""
-    hidden, scaled = add_norm(x, residual, norm_weight, eps)
+    hidden, scaled = add_norm(x, residual, norm_weight, eps, post_norm)
     return Normed(hidden, scaled, None, eps)

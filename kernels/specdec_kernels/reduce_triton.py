@@ -1,4 +1,4 @@
-"""The sum of all ranks' parts of a projection, the residual and the norm, in one kernel.
+"""The sum of all ranks' parts of a projection, with the residual and the norm in the same kernel.
 
 A one-shot all-reduce: every rank reads the parts of all the others from their memory, over NVLink,
 and adds them up in the order of ranks, so that all hold the same sums to the bit. A program handles
@@ -29,8 +29,8 @@ def reduce_add_norm_kernel(
     addresses_ptr,  # [SIZE] int64
     flags_ptr,  # [SIZE] int64
     epochs_ptr,  # [F] int32, in and out
-    residual_ptr,  # [T, N]
-    norm_ptr,  # [N]
+    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
+    norm_ptr,  # [N], with FOR_NORM
     hidden_ptr,  # [T, N], out
     scaled_ptr,  # [T, N], out, with FOR_NORM
     squares_ptr,  # [T, N / BLOCK_N] fp32, out, with FOR_NORM
@@ -43,6 +43,7 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
     FOR_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
     INTERPRETED: tl.constexpr,
@@ -53,7 +54,8 @@ def reduce_add_norm_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     inside = row[:, None] * N + column[None, :]
-    norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    if FOR_NORM:
+        norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
     pads = tl.load(flags_ptr + peer)
     own = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
@@ -63,8 +65,9 @@ def reduce_add_norm_kernel(
     theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
     announce = tl.arange(0, BLOCK_RANKS) < SIZE
     tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
-    residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
-    total = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
     # The difference, since counters wrap around.
     behind = tl.min(read_flags(own + peer, INTERPRETED) - epoch, axis=0)
     while behind < 0:
@@ -78,8 +81,9 @@ def reduce_add_norm_kernel(
         part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
         summed += part.to(tl.float32)
     # Rounded first, as an all-reduce that returns a tensor would.
-    total += summed.to(hidden_ptr.dtype.element_ty).to(tl.float32)
-    hidden = total.to(hidden_ptr.dtype.element_ty)
+    hidden = summed.to(hidden_ptr.dtype.element_ty)
+    if HAS_RESIDUAL:
+        hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + inside, hidden, mask=mask)
     if FOR_NORM:
         wide = tl.where(mask, hidden.to(tl.float32), 0.0)
@@ -93,44 +97,64 @@ def reduce_add_norm_triton(
 ) -> Normed:
     """See `ops.reduce_add_norm`."""
     num_rows, width = residual.shape
-    assert peers.take(place, num_rows, width) is not None
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
+    if num_rows > FEW_ROWS:
+        # Products of many rows are a library's, which knows no norm.
+        hidden = _reduce(peers, place, num_rows, residual)
+        return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
+    scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
+    blocks = triton.cdiv(width, SUM_COLUMNS)
+    squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
+    hidden = _reduce(peers, place, num_rows, residual, (norm_weight, scaled, squares))
+    return Normed(hidden, scaled, squares, eps)
+
+
+def reduce_parts_triton(peers: Peers, place: int, num_rows: int) -> Tensor:
+    """See `ops.reduce_parts`."""
+    return _reduce(peers, place, num_rows)
+
+
+def _reduce(
+    peers: Peers,
+    place: int,
+    num_rows: int,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The sum (+ residual) [T, N]. norm: its weight, and what a norm's product reads, out."""
+    parts = peers.parts
+    width = parts.shape[2]
+    assert peers.take(place, num_rows, width) is not None
     blocks = triton.cdiv(width, SUM_COLUMNS)
     assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
-    for_norm = num_rows <= FEW_ROWS
-    hidden = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
-    scaled = squares = hidden
-    if for_norm:
-        scaled = torch.empty_like(hidden)
-        squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
-    dependent = dependent_launch(residual)
+    hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
+    norm_weight, scaled, squares = norm or (hidden, hidden, hidden)
+    dependent = dependent_launch(parts)
     # The same tiles whatever the rows but for one or two: flags belong to tiles.
     reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
         peers.addresses,
         peers.flags,
         peers.epochs,
-        residual,
+        hidden if residual is None else residual,
         norm_weight,
         hidden,
         scaled,
         squares,
         num_rows,
-        place * peers.parts.stride(0),
-        residual.stride(0),
+        place * parts.stride(0),
+        0 if residual is None else residual.stride(0),
         N=width,
         RANK=peers.rank,
         SIZE=peers.size,
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
         BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_N=SUM_COLUMNS,
-        FOR_NORM=for_norm,
+        HAS_RESIDUAL=residual is not None,
+        FOR_NORM=norm is not None,
         DEPENDENT=dependent,
-        INTERPRETED=not residual.is_cuda,
+        INTERPRETED=not parts.is_cuda,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         **({"launch_pdl": True} if dependent else {}),
     )
-    if for_norm:
-        return Normed(hidden, scaled, squares, eps)
-    # Products of many rows are a library's, which knows no norm.
-    return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
+    return hidden

@@ -27,7 +27,9 @@ from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
+from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.loader import Description, describe
+from specdec_cli.models.rotary_tables import num_turns
 
 # What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
@@ -161,7 +163,8 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
     keeps in two forms."""
     found = model.weight_bytes
     if is_fusable(model.module) and model.spec.role not in plan.compiled:
-        found += 2 * plan.max_model_len * model.layers[0].key_dim * model.dtype.itemsize
+        turns = num_turns(model.module) * model.layers[0].key_dim
+        found += 2 * plan.max_model_len * turns * model.dtype.itemsize
         if plan.device.type == "cpu":
             found += bytes_held_twice(model.module)
     return found
@@ -225,18 +228,22 @@ class _LayerNumbers(NamedTuple):
 
 
 def _fused_layer(model: Description) -> _LayerNumbers:
+    family = family_of(model.module)
+    assert family is not None
     layer = model.module.model.layers[0]
     hidden = int(model.module.config.hidden_size)
     inner = int(layer.mlp.gate_proj.out_features)
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.layers[0]
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    # Where what is added has a norm of its own, it is there beside the sum.
+    streams = hidden * (4 if family.has_post_norms else 3)
     return _LayerNumbers(
-        common=2 * shape.key_dim + hidden,
-        attention=max(hidden + qkv + 2 * mixed, mixed + 3 * hidden),
+        common=2 * num_turns(model.module) * shape.key_dim + hidden,
+        attention=max(hidden + qkv + 2 * mixed, mixed + streams),
         # Rotated; then queries, keys and values for each of their heads, and the result, twice.
         gathered=hidden + 2 * qkv + 5 * mixed,
-        mlp=hidden + 3 * inner,
+        mlp=max(hidden + 3 * inner, inner + streams),
     )
 
 

@@ -1,18 +1,18 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
-A model's meaning stays transformers': only classes whose code is known to compute what is computed
-here have a fused form, and it is tested against the original. A layer is five kernels: norm and
-merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
-gated MLP; down projection and residual. On CUDA the module itself stays whole: its weights become
+Which models those are, and how their layers differ, is in `models.fused_layer`. A layer is five
+kernels: norm and merged q, k, v; rotary embedding, KV write and attention; output projection and
+residual; norm and gated MLP; down projection and residual. Where what is added has a norm of its
+own the two sums are kernels, too. On CUDA the module itself stays whole: its weights become
 views of the merged ones. On a CPU large ones are packed, and the module's own given up. Split over
 ranks, the two projections that end in the residual stream are plain products, whose sum over ranks
 is added to it once. Legend: T packed tokens, D features of a head.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 from specdec_kernels import ops
@@ -25,74 +25,13 @@ from specdec_cli.engine.kv_cache import KVCache
 from specdec_cli.engine.parallel import ALONE, TensorParallel
 from specdec_cli.engine.peers import shared_memory
 from specdec_cli.models.attention import attach
-
-# Their layers differ in biases, per-head norms and windows alone.
-_FUSABLE = {"LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer"}
-_ROTARY_CHUNK = 1 << 16  # positions
+from specdec_cli.models.fused_layer import Call, FusedLayer, family_of, matrices, merged
+from specdec_cli.models.rotary_tables import turns_of
 
 
 def is_fusable(module: Any) -> bool:
     """Whether `FusedForward` computes what `module` does; needs no weights."""
-    layers = getattr(getattr(module, "model", None), "layers", None)
-    return layers is not None and all(_is_fusable(layer, module.config) for layer in layers)
-
-
-def _is_fusable(layer: Any, config: Any) -> bool:
-    if type(layer).__name__ not in _FUSABLE or getattr(config, "hidden_act", None) != "silu":
-        return False
-    rope = getattr(config, "rope_parameters", None) or {}
-    biased = any(p.bias is not None for p in (layer.mlp.gate_proj, layer.mlp.down_proj))
-    return not biased and rope.get("partial_rotary_factor", 1.0) == 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """One decoder layer's weights, merged, and what it asks of attention.
-
-    following_norm: the weight of the norm that the next layer begins with, or of the last one.
-    """
-
-    index: int
-    scale: float
-    sliding_window: int
-    eps: float
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    following_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    qkv: ops.Weight
-    qkv_bias: Tensor | None
-    output: ops.Weight
-    output_bias: Tensor | None
-    gate_up: ops.Weight
-    down: ops.Weight
-
-    @classmethod
-    def of(
-        cls, layer: Any, following_norm: Any, index: int, scale: float, sliding_window: int
-    ) -> Self:
-        attention = layer.self_attn
-        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
-        norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-        qkv, output, gate_up, down = map(_merged, _matrices(layer))
-        return cls(
-            index=index,
-            scale=scale,
-            sliding_window=sliding_window,
-            eps=float(layer.input_layernorm.variance_epsilon),
-            attention_norm=layer.input_layernorm.weight,
-            mlp_norm=layer.post_attention_layernorm.weight,
-            following_norm=following_norm.weight,
-            query_norm=None if norms[0] is None else norms[0].weight,
-            key_norm=None if norms[1] is None else norms[1].weight,
-            qkv=qkv,
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
-            output=output,
-            output_bias=attention.o_proj.bias,
-            gate_up=gate_up,
-            down=down,
-        )
+    return family_of(module) is not None
 
 
 class FusedForward:
@@ -102,27 +41,31 @@ class FusedForward:
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
-        decoder = module.model
+        family = family_of(module)
+        assert family is not None
         self.parallel = parallel
         self.vocab_size = int(module.config.vocab_size)
-        layers = list(decoder.layers)
-        norms = [*(layer.input_layernorm for layer in layers[1:]), decoder.norm]
-        self.cos, self.sin = _rotary_table(decoder.rotary_emb, module.dtype, module.device, max_len)
+        self.cos, self.sin, turns = turns_of(module, max_len)
+        self.num_turns = len(set(turns))
         self.layers: list[FusedLayer] = []
-        calls = _recorded_calls(module)
-        for layer, following_norm, call in zip(layers, norms, calls, strict=True):
-            self.layers.append(FusedLayer.of(layer, following_norm, len(self.layers), *call))
+        for index, (call, turn) in enumerate(zip(_recorded_calls(module), turns, strict=True)):
+            self.layers.append(FusedLayer.of(module, family, index, call, turn))
             if module.device.type == "cuda":
                 # As in the loader: pieces of what merging frees would hold the next layer's.
                 torch.cuda.empty_cache()
         # The head is looked up as an embedding where it is tied, and lent to drafts.
-        self.head = _merged([module.lm_head.weight], keep=True)
+        self.head = merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias
-        self.embedding: Tensor = decoder.embed_tokens.weight
-        is_tied = module.lm_head.weight is decoder.embed_tokens.weight
+        self.embedding: Tensor = module.model.embed_tokens.weight
+        is_tied = module.lm_head.weight is module.model.embed_tokens.weight
         if is_tied and isinstance(self.head, Tensor):
             self.embedding = self.head
         width = self.embedding.shape[1]
+        root = torch.tensor(width**0.5, dtype=module.dtype).item()
+        self.embedding_scale = root if family.is_gemma else 1.0
+        self.logit_softcap: float | None = None
+        if family.caps_logits:
+            self.logit_softcap = module.config.final_logit_softcapping
         self.shared = shared_memory(parallel, width, self.vocab_size, module.dtype)
 
     @property
@@ -139,25 +82,34 @@ class FusedForward:
     def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
         first = self.layers[0]
-        tables = (self.embedding, self.cos, self.sin)
         x, cos, sin = ops.embed(
-            token_ids, batch.positions, *tables, first.attention_norm, first.eps
+            *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
+            *(first.attention_norm, first.eps, self.embedding_scale),
         )
+        turns = list(zip(cos.chunk(self.num_turns, 1), sin.chunk(self.num_turns, 1), strict=True))
         if batch.plan is None:
-            attend = partial(_attend, cos=cos, sin=sin)
+            attend = partial(_attend, turns=turns)
         else:
-            attend = partial(_attend_by_plan, rotation=Rotation.of(cos, sin), plan=batch.plan)
+            rotations = [Rotation.of(*turn) for turn in turns]
+            attend = partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
         for layer in self.layers:
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = attend(layer, qkv, cache, batch)
             x = self._add_norm(
-                *(0, mixed, layer.output, x.hidden, layer.mlp_norm, layer.eps, layer.output_bias)
+                *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
+                *(x.hidden, layer.mlp_norm, layer.eps),
             )
-            inner = ops.norm_gate_up(x, layer.gate_up)
-            x = self._add_norm(1, inner, layer.down, x.hidden, layer.following_norm, layer.eps)
+            inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
+            x = self._add_norm(
+                *(1, inner, layer.down, None, layer.post_mlp_norm),
+                *(x.hidden, layer.following_norm, layer.eps),
+            )
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
-        return self._logits(x)
+        logits = self._logits(x)
+        if self.logit_softcap is not None:
+            logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
+        return logits
 
     def _logits(self, x: Normed) -> Tensor:
         """[M, V] on every rank; each computes a share of the vocabulary."""
@@ -177,25 +129,29 @@ class FusedForward:
         place: int,
         x: Tensor,
         weight: ops.Weight,
+        bias: Tensor | None,
+        post_norm: Tensor | None,
         residual: Tensor,
         norm_weight: Tensor,
         eps: float,
-        bias: Tensor | None = None,
     ) -> Normed:
         """`ops.linear_add_norm` of the whole product, of which each rank holds a part.
 
-        place: 0 for what attention adds, 1 for the MLP.
+        place: 0 for what attention adds, 1 for the MLP. post_norm: of a norm before it is added.
         """
-        if self.parallel.size == 1:
+        if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
         if self.shared is not None and len(residual) <= self.shared.sum_rows:
             peers = self.shared.sums
             room = peers.take(place, *residual.shape)
             assert room is not None
             ops.linear(x, weight, bias, into=room)
-            return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
-        part = self.parallel.all_reduce(ops.linear(x, weight, bias))
-        return ops.add_norm(part, residual, norm_weight, eps)
+            if post_norm is None:
+                return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
+            whole = ops.reduce_parts(peers, place, len(residual))
+        else:
+            whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
+        return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
@@ -213,22 +169,21 @@ def _attend(
     cache: KVCache,
     batch: ForwardBatch,
     *,
-    cos: Tensor,
-    sin: Tensor,
+    turns: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
-    """Rotate, store keys and values, attend: [T, H * D]. cos, sin: [T, D]."""
+    """Rotate, store keys and values, attend: [T, H * D]. turns: cos and sin, [T, D] each."""
     return ops.rope_attention(
         qkv,
-        cos,
-        sin,
+        *turns[layer.turn],
         *cache.layers[layer.index],
         batch.slots,
         batch.block_tables,
         batch.query_start,
         batch.context_lens,
-        layer.scale,
+        layer.call.scale,
         batch.max_query_len,
-        layer.sliding_window,
+        layer.call.sliding_window,
+        layer.call.softcap,
         query_norm=layer.query_norm,
         key_norm=layer.key_norm,
         eps=layer.eps,
@@ -241,14 +196,14 @@ def _attend_by_plan(
     cache: KVCache,
     batch: ForwardBatch,
     *,
-    rotation: Rotation,
+    rotations: Sequence[Rotation],
     plan: ops.GatherPlan,
 ) -> Tensor:
     """The same on a CPU, where what all layers share is worth preparing once."""
     key_cache, value_cache = cache.layers[layer.index]
     query, key, value = split_heads_reference(
         qkv,
-        rotation,
+        rotations[layer.turn],
         key_cache.shape[2],
         key_cache.shape[3],
         layer.query_norm,
@@ -256,74 +211,24 @@ def _attend_by_plan(
         layer.eps,
     )
     ops.write_kv(key, value, key_cache, value_cache, batch.slots)
-    mixed = ops.gather_attention(
-        query, key_cache, value_cache, plan, layer.scale, layer.sliding_window
-    )
+    mixed = ops.gather_attention(query, key_cache, value_cache, plan, *layer.call)
     return mixed.view(qkv.shape[0], -1)
 
 
 def bytes_held_twice(module: Any) -> int:
     """Bytes of the weights that `fuse` keeps in two forms on a CPU; needs no weights."""
-    merged = [sum(p.numel() for p in m) for layer in module.model.layers for m in _matrices(layer)]
+    merged = [sum(p.numel() for p in m) for layer in module.model.layers for m in matrices(layer)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
     head = module.lm_head.weight.numel()
     twice += [head] * ops.forms_of(head, module.dtype).packed
     return sum(twice) * int(module.dtype.itemsize)
 
 
-def _matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """What is merged of a layer: queries, keys and values; output; gate and up; down."""
-    attention, mlp = layer.self_attn, layer.mlp
-    groups = [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-    return [[projection.weight for projection in group] for group in groups]
-
-
-def _merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """The weights [N_i, K] below each other; the parameters become views of it.
-
-    What is packed has no plain form that they could be views of. They are then given up, of which
-    shapes remain, or left as they are with `keep`.
-    """
-    whole = parameters[0].data
-    if len(parameters) > 1:
-        whole = torch.cat([parameter.data for parameter in parameters])
-    weight = ops.pack_weight(whole)
-    plain = weight if isinstance(weight, Tensor) else weight.plain
-    if plain is None and not keep:
-        plain = whole.new_full((), float("nan")).expand(whole.shape)
-    if plain is not None:
-        parts = plain.split([len(parameter) for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            parameter.data = part
-    return weight
-
-
-def _rotary_table(
-    rotary: Any, dtype: torch.dtype, device: torch.device, max_len: int
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of every position, [max_len, D]: looked up instead of computed."""
-    like = torch.empty(0, dtype=dtype, device=device)
-    with torch.inference_mode():
-        parts = [
-            rotary(
-                like,
-                torch.arange(start, min(start + _ROTARY_CHUNK, max_len), device=device)[None],
-            )
-            for start in range(0, max_len, _ROTARY_CHUNK)
-        ]
-    return torch.cat([cos[0] for cos, _ in parts]), torch.cat([sin[0] for _, sin in parts])
-
-
 class _Recorder:
-    """Attention that notes the scale and window that each layer passes."""
+    """Attention that notes what each layer asks for."""
 
     def __init__(self) -> None:
-        self.calls: dict[int, tuple[float, int]] = {}
+        self.calls: dict[int, Call] = {}
 
     def attend(
         self,
@@ -337,13 +242,13 @@ class _Recorder:
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        assert softcap == 0 and sinks is None, "no fusable family has these"
-        self.calls[layer] = (scale, sliding_window)
+        assert sinks is None, "no fusable family has these"
+        self.calls[layer] = Call(scale, sliding_window, softcap)
         return query.transpose(0, 1).contiguous()
 
 
 @torch.inference_mode()
-def _recorded_calls(module: Any) -> list[tuple[float, int]]:
+def _recorded_calls(module: Any) -> list[Call]:
     """What the original layers ask of attention: attributes of their modules may be stale."""
     recorder = _Recorder()
     attach(module, recorder)

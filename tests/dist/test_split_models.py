@@ -42,7 +42,15 @@ ALSO_SPLIT: dict[str, dict[str, Any]] = {
     ),
     "cohere": {"use_qk_norm": False},
 }
-FUSED: dict[str, dict[str, Any]] = {"llama": {}, "llama-tied": {}, "qwen2": {"num_key_value_heads": 1}, "qwen3": {}}
+FUSED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-tied": {},
+    "qwen2": {"num_key_value_heads": 1},
+    "qwen3": {},
+    "gemma": {},
+    "gemma2": {},
+    "gemma3": {"num_key_value_heads": 1},
+}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

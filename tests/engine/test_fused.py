@@ -20,6 +20,13 @@ WIDE = {
     "vocab_size": 2100,
     "initializer_range": 0.08,  # logits spread as those of the narrow ones
 }
+# The lower and the upper half of its layers turn by tables that are far apart.
+GEMMA3_TURNS = {
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+}
 FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-tied": ("llama-tied", {}),
@@ -33,6 +40,13 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {}),
+    "gemma": ("gemma", {}),
+    "gemma-wide": ("gemma", WIDE),
+    "gemma2": ("gemma2", {}),  # with windows, and softcaps of scores and logits
+    "gemma2-one-kv-head": ("gemma2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "gemma3": ("gemma3", {}),
+    "gemma3-capped": ("gemma3", {"final_logit_softcapping": 3.0, **GEMMA3_TURNS}),
+    "gemma3-wide": ("gemma3", WIDE),
     # Wide enough for every form that a weight has on a CPU.
     "llama-wide": ("llama", WIDE),
     "llama-wide-tied": ("llama-tied", WIDE),
@@ -52,8 +66,10 @@ def test_logits_match_transformers(case: str, device: torch.device, tmp_path: Pa
 @pytest.mark.parametrize(
     "family, changes",
     [
-        ("gemma2", {}),
+        ("olmo2", {}),
         ("gpt2", {}),
+        ("gemma", {"hidden_act": "relu"}),
+        ("gemma3", {"hidden_activation": "gelu"}),
         ("llama", {"mlp_bias": True}),
         ("llama", {"hidden_act": "gelu"}),
     ],

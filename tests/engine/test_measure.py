@@ -217,7 +217,7 @@ def test_every_rank_of_a_host_needs_room_for_its_blocks(monkeypatch: pytest.Monk
         build(planned, 10)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "deepseek_v3"])
 def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
     """Not even those of experts and of layers that have no fused form."""
     (planned,) = plan_all_ranks(pair(tmp_path, family, None), Permissions(), CUDA)
@@ -231,7 +231,7 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
 def test_an_operator_that_meta_lacks_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (planned,) = plan_all_ranks(pair(tmp_path, "gemma2", None), Permissions(), CUDA)
+    (planned,) = plan_all_ranks(pair(tmp_path, "olmo2", None), Permissions(), CUDA)
     need = CacheNeed(1, 256, 0, 8)
     followed = estimate_passes(planned, need).activation
 

@@ -45,7 +45,7 @@ def test_fused_layers_are_not_compiled(tmp_path: Path) -> None:
 
 
 def test_families_without_fused_layers_are_compiled(tmp_path: Path) -> None:
-    found = tiny_plan(tmp_path, target="gemma2")
+    found = tiny_plan(tmp_path, target="olmo2")
     assert found.execution["compile"] == "on: target"
     assert found.stages.count("compiling the target") == 1
 
@@ -58,7 +58,7 @@ def test_compile_on_means_every_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["compile", "cuda_graphs"])
 def test_off_is_off(what: str, tmp_path: Path) -> None:
-    found = tiny_plan(tmp_path, target="gemma2", **{f"run__{what}": "off"})
+    found = tiny_plan(tmp_path, target="olmo2", **{f"run__{what}": "off"})
     assert found.execution[what] == "off: as asked" and not found.compiled
 
 
@@ -78,7 +78,7 @@ def test_ngram_rounds_are_captured_too(tmp_path: Path) -> None:
 
 
 def test_what_is_compiled_needs_graphs(tmp_path: Path) -> None:
-    found = tiny_plan(tmp_path, target="gemma2", run__cuda_graphs="off")
+    found = tiny_plan(tmp_path, target="olmo2", run__cuda_graphs="off")
     assert found.execution["compile"] == "off: run.cuda_graphs is off"
     assert found.no_compile == "run.cuda_graphs is off", "which is why it cannot be asked for"
 

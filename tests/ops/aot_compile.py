@@ -303,18 +303,22 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     **{
-        f"reduce_add_norm-{rows}-{for_norm}": (
+        f"reduce_add_norm-{rows}-{residual}-{for_norm}": (
             "reduce_triton",
             "reduce_add_norm_kernel",
             "*bf16",
             {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
-                **{"BLOCK_N": 256, "FOR_NORM": for_norm, "num_warps": rows},
+                **{"BLOCK_N": 256, "HAS_RESIDUAL": residual, "FOR_NORM": for_norm},
+                "num_warps": rows,
                 **{"DEPENDENT": True, "INTERPRETED": False},
             },
             {**PEERS, "squares_ptr": "*fp32"},
         )
-        for rows, for_norm in ((1, True), (4, True), (4, False))
+        for rows, residual, for_norm in (
+            *((1, True, True), (4, True, True), (4, True, False)),
+            (4, False, False),
+        )
     },
     **{
         f"gather_columns-{rows}": (
@@ -329,20 +333,28 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for rows in (1, 4)
     },
-    "rms_norm": (
-        "norm_triton",
-        "rms_norm_kernel",
-        "*bf16",
-        {"K": 4096, "HAS_RESIDUAL": True, "BLOCK": 4096, "DEPENDENT": True},
-        {},
-    ),
-    "embed": (
-        "embed_triton",
-        "embed_kernel",
-        "*bf16",
-        {"K": 4096, "D": 128, "BLOCK": 4096, "BLOCK_D": 128, "DEPENDENT": True},
-        {},
-    ),
+    **{
+        f"rms_norm{'-post' * post}": (
+            "norm_triton",
+            "rms_norm_kernel",
+            "*bf16",
+            {"K": 4096, "HAS_RESIDUAL": True, "HAS_POST": post}
+            | {"BLOCK": 4096, "DEPENDENT": True},
+            {"norm_ptr": "*fp32", "post_ptr": "*fp32"} if post else {},
+        )
+        for post in (False, True)
+    },
+    **{
+        f"embed{'-scaled' * scaled}": (
+            "embed_triton",
+            "embed_kernel",
+            "*bf16",
+            {"K": 4096, "D": 128, "BLOCK": 4096, "BLOCK_D": 128}
+            | {"HAS_SCALE": scaled, "DEPENDENT": True},
+            {"norm_ptr": "*fp32"} if scaled else {},
+        )
+        for scaled in (False, True)
+    },
     "gate": (
         "norm_triton",
         "gate_kernel",

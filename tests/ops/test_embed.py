@@ -29,10 +29,10 @@ def make(
     return arguments
 
 
-def check(arguments: dict[str, Tensor]) -> None:
+def check(arguments: dict[str, Tensor], scale: float = 1.0) -> None:
     ids, positions = arguments["token_ids"], arguments["positions"]
-    x, cos, sin = embed_triton(**arguments, eps=EPS)
-    hidden = arguments["embedding"][ids]
+    x, cos, sin = embed_triton(**arguments, eps=EPS, scale=scale)
+    hidden = arguments["embedding"][ids] * scale
     assert torch.equal(x.hidden, hidden) and x.squares is None and x.eps == EPS
     assert torch.equal(cos, arguments["cos_table"][positions])
     assert torch.equal(sin, arguments["sin_table"][positions])
@@ -46,6 +46,19 @@ def check(arguments: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("size", [(1, 32, 16), (5, 200, 24), (3, 1030, 128), (9, 7, 2)], ids=str)
 def test_kernel(size, dtype, device):
     check(make(*size, dtype, device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scaled(dtype, device):
+    """As Gemma: by a value of the dtype, and with the norm's weight in fp32."""
+    arguments = make(5, 200, 24, dtype, device)
+    arguments["norm_weight"] = arguments["norm_weight"].float() + 1e-4
+    scale = torch.tensor(200**0.5, dtype=dtype).item()
+    check(arguments, scale)
+    x, _, _ = ops.embed(**{k: v.cpu() for k, v in arguments.items()}, eps=EPS, scale=scale)
+    triton, _, _ = embed_triton(**arguments, eps=EPS, scale=scale)
+    assert torch.equal(x.hidden, triton.hidden.cpu()) and x.scaled.dtype == dtype
+    assert_close("scaled", x.scaled, triton.scaled.cpu(), TOLERANCE[dtype])
 
 
 @needs_cuda

@@ -178,6 +178,28 @@ def test_rms_norm(shape, dtype, device):
     assert_close("out", norm_of(x, weight), out, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 2048)], ids=str)
+def test_norm_of_a_projection_before_it_is_added(shape, dtype, device):
+    """With weights in fp32, as Gemma's 1 + g; x is rounded when normed and when added."""
+    kind = {"dtype": dtype, "device": device}
+    wide = {"dtype": torch.float32, "device": device}
+    # Rows that lie apart, and a scale at which the epsilon counts.
+    x = normal(shape[0], 2 * shape[1], scale=1e-3, **kind)[:, shape[1] :]
+    residual = normal(*shape, **kind)
+    post, norm = 1 + normal(shape[1], **wide), 1 + normal(shape[1], **wide)
+    out = norm_triton.add_norm_triton(x, residual, norm, EPS, post)
+    expected = residual.double() + norm_of(x, post)
+    assert_close("hidden", expected, out.hidden, TOLERANCE[dtype])
+    assert_close("scaled", norm_of(out.hidden, norm), out.scaled, TOLERANCE[dtype])
+    reference = ops.add_norm(x.cpu(), residual.cpu(), norm.cpu(), EPS, post.cpu())
+    assert reference.hidden.dtype == reference.scaled.dtype == out.scaled.dtype == dtype
+    assert_close("reference", expected.cpu(), reference.hidden, TOLERANCE[dtype])
+    assert_close(
+        "scaled", norm_of(reference.hidden, norm.cpu()), reference.scaled, TOLERANCE[dtype]
+    )
+
+
 def test_no_rows(device):
     kind = {"dtype": torch.float32, "device": device}
     out = linear_triton.linear_triton(normal(0, 40, **kind), normal(24, 40, **kind))

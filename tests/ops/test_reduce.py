@@ -16,7 +16,7 @@ from specdec_kernels.peers import (
     num_gather_flags,
     num_sum_flags,
 )
-from specdec_kernels.reduce_triton import reduce_add_norm_triton
+from specdec_kernels.reduce_triton import reduce_add_norm_triton, reduce_parts_triton
 from torch import Tensor
 
 EPS = 1e-5
@@ -74,6 +74,30 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
         assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
         factor = (out.squares.double().sum(1, keepdim=True) / width + EPS).rsqrt()
         assert_close("norm", normed, out.scaled.double() * factor, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), [(1, 96), (6, 600), (69, 320)])
+def test_sums_alone(rows, width, dtype, device):
+    """In turn with sums that have a residual: they share the flags."""
+    generator = torch.Generator().manual_seed(width)
+    parts = torch.randn((3, 2, MAX_ROWS, width), generator=generator).to(device, dtype)
+    parts[:, :, rows:] = float("nan")
+    peers, flags = peers_of(parts, 1, num_sum_flags(width))
+    used = -(-width // SUM_COLUMNS) * -(-rows // SUM_ROWS)
+    residual, norm = parts[0, 0, :rows].clone(), torch.ones(width, dtype=dtype, device=device)
+    for place in (0, 1, 0, 1):
+        flags[1, :used, [0, 2]] += 1
+        before = flags[:, :, 1].clone()
+        expected = parts[:, place, :rows].double().sum(0)
+        if place:
+            out = reduce_add_norm_triton(peers, place, residual, norm, EPS).hidden
+            expected += residual.double()
+        else:
+            out = reduce_parts_triton(peers, place, rows)
+        assert_close("sum", expected, out, 2 * TOLERANCE[dtype])
+        before[:, :used] += 1
+        assert torch.equal(flags[:, :, 1], before)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

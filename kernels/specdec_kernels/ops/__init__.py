@@ -25,6 +25,7 @@ from specdec_kernels.ops.layers import (
     norm_linear,
     pack_weight,
     reduce_add_norm,
+    reduce_parts,
     rms_norm,
     rope_attention,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "padded_pass",
     "paged_attention",
     "reduce_add_norm",
+    "reduce_parts",
     "reject_logits",
     "rejection_sample",
     "rms_norm",

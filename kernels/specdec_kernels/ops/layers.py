@@ -27,6 +27,7 @@ def embed(
     sin_table: Tensor,
     norm_weight: Tensor,
     eps: float,
+    scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
     """What a pass begins with.
 
@@ -35,11 +36,12 @@ def embed(
         embedding: [V, K].
         cos_table, sin_table: [L, D].
         norm_weight: [K], and `eps`: of the first layer's norm.
+        scale: What embeddings are multiplied by, as Gemma's are; of their dtype's values.
 
     Returns:
         The embeddings and their norm, [T, K], and the tables' rows, [T, D] each.
     """
-    args = (token_ids, positions, embedding, cos_table, sin_table, norm_weight, eps)
+    args = (token_ids, positions, embedding, cos_table, sin_table, norm_weight, eps, scale)
     if embedding.is_cuda:
         from specdec_kernels.embed_triton import embed_triton
 
@@ -48,11 +50,11 @@ def embed(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm of every row times `weight`, which Gemma's callers pass as 1 + g.
+    """Root mean square norm of every row times `weight`.
 
     Args:
         x: [..., K], rows contiguous.
-        weight: [K].
+        weight: [K], as in every norm here of x's dtype or, as Gemma's 1 + g, in fp32.
         eps: Added to the mean of squares.
 
     Returns:
@@ -173,14 +175,28 @@ def linear_add_norm(
     return linear_add_norm_triton(x, weight, residual, norm_weight, eps, bias)
 
 
-def add_norm(x: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """residual + x, both [T, N], made ready for the norm that follows: where the ranks' parts of a
-    projection have been added up. norm_weight: [N]."""
+def add_norm(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> Normed:
+    """residual + x, made ready for the norm that follows: of a whole projection.
+
+    Where the ranks' parts of it have been added up, or where it has a norm of its own.
+
+    Args:
+        x, residual: [T, N], rows contiguous.
+        norm_weight: [N].
+        eps: Of both norms.
+        post_norm: [N], of a norm of x before it is added, as Gemma 2 and 3 have.
+    """
     if x.is_cuda:
         from specdec_kernels.norm_triton import add_norm_triton
 
-        return add_norm_triton(x, residual, norm_weight, eps)
-    return add_norm_cpu(x, residual, norm_weight, eps)
+        return add_norm_triton(x, residual, norm_weight, eps, post_norm)
+    return add_norm_cpu(x, residual, norm_weight, eps, post_norm)
 
 
 def reduce_add_norm(
@@ -199,6 +215,13 @@ def reduce_add_norm(
     from specdec_kernels.reduce_triton import reduce_add_norm_triton
 
     return reduce_add_norm_triton(peers, place, residual, norm_weight, eps)
+
+
+def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
+    """The sum [T, N] of all ranks' parts alone; otherwise as `reduce_add_norm`."""
+    from specdec_kernels.reduce_triton import reduce_parts_triton
+
+    return reduce_parts_triton(peers, place, num_rows)
 
 
 def gather_columns(peers: Peers, num_rows: int) -> Tensor:

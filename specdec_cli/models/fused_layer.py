@@ -1,0 +1,173 @@
+"""What a fused pass needs of a decoder layer: its weights, merged, and what is its family's own.
+
+A model's meaning stays transformers': only classes whose code is known to compute what
+`models.fused` computes have a fused form, and it is tested against the original.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor
+
+_ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How layers differ from Llama's, beyond biases, norms of heads, windows and softcaps.
+
+    activation: the config's name for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
+    embeddings are multiplied by the root of their width. has_post_norms: what attention and the MLP
+    give is normed before it is added. turns_by_type: each type of layer has a rotary embedding.
+    caps_logits: a config may name a softcap of the logits.
+    """
+
+    activation: str = "hidden_act"
+    is_gemma: bool = False
+    has_post_norms: bool = False
+    turns_by_type: bool = False
+    caps_logits: bool = False
+
+
+_GEMMA_2 = Family("hidden_activation", is_gemma=True, has_post_norms=True, caps_logits=True)
+_FAMILIES = {
+    "LlamaDecoderLayer": Family(),
+    "MistralDecoderLayer": Family(),
+    "Qwen2DecoderLayer": Family(),
+    "Qwen3DecoderLayer": Family(),
+    "GemmaDecoderLayer": Family(is_gemma=True),
+    "Gemma2DecoderLayer": _GEMMA_2,
+    "Gemma3DecoderLayer": replace(_GEMMA_2, turns_by_type=True),
+}
+
+
+def family_of(module: Any) -> Family | None:
+    """The family of a model that has a fused form; needs no weights."""
+    layers = getattr(getattr(module, "model", None), "layers", None) or ()
+    names = {type(layer).__name__ for layer in layers}
+    family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
+    if family is None or getattr(module.config, family.activation, None) not in _ACTIVATIONS:
+        return None
+    ropes = getattr(module.config, "rope_parameters", None) or {}
+    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
+        if rope.get("partial_rotary_factor", 1.0) != 1.0:
+            return None
+    mlps = [layer.mlp for layer in layers]
+    has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
+    return None if has_biases else family
+
+
+class Call(NamedTuple):
+    """What a layer asks of attention, as in `ops.paged_attention`."""
+
+    scale: float
+    sliding_window: int
+    softcap: float
+
+
+@dataclass(frozen=True, slots=True)
+class FusedLayer:
+    """One decoder layer's weights, merged, and what it asks of attention.
+
+    turn: which of the model's rotary embeddings is its own. post_attention_norm, post_mlp_norm: of
+    what attention and the MLP give, before it is added. following_norm: the weight of the norm that
+    the next layer begins with, or of the last one.
+    """
+
+    index: int
+    call: Call
+    turn: int
+    activation: str
+    eps: float
+    attention_norm: Tensor
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    post_mlp_norm: Tensor | None
+    following_norm: Tensor
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    qkv: ops.Weight
+    qkv_bias: Tensor | None
+    output: ops.Weight
+    output_bias: Tensor | None
+    gate_up: ops.Weight
+    down: ops.Weight
+
+    @classmethod
+    def of(cls, module: Any, family: Family, index: int, call: Call, turn: int) -> Self:
+        """Of a model's layer `index`, whose matrices become views of the merged ones."""
+        layers, config = module.model.layers, module.config
+        layer = layers[index]
+        is_last = index + 1 == len(layers)
+        attention = layer.self_attn
+        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        before_mlp = layer.post_attention_layernorm
+        post_attention = post_mlp = None
+        if family.has_post_norms:
+            before_mlp = layer.pre_feedforward_layernorm
+            post_attention = _norm(layer.post_attention_layernorm, family)
+            post_mlp = _norm(layer.post_feedforward_layernorm, family)
+        following = module.model.norm if is_last else layers[index + 1].input_layernorm
+        head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+        query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
+        qkv, output, gate_up, down = map(merged, matrices(layer))
+        return cls(
+            index=index,
+            call=call,
+            turn=turn,
+            activation=_ACTIVATIONS[getattr(config, family.activation)],
+            eps=float(config.rms_norm_eps),
+            attention_norm=_norm(layer.input_layernorm, family),
+            post_attention_norm=post_attention,
+            mlp_norm=_norm(before_mlp, family),
+            post_mlp_norm=post_mlp,
+            following_norm=_norm(following, family),
+            query_norm=query_norm,
+            key_norm=key_norm,
+            qkv=qkv,
+            qkv_bias=None if biases[0] is None else torch.cat(biases),
+            output=output,
+            output_bias=attention.o_proj.bias,
+            gate_up=gate_up,
+            down=down,
+        )
+
+
+def _norm(norm: Any, family: Family) -> Tensor:
+    """What a norm multiplies by."""
+    weight: Tensor = norm.weight.data
+    return 1.0 + weight.float() if family.is_gemma else weight
+
+
+def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
+    """What is merged of a layer: queries, keys and values; output; gate and up; down."""
+    attention, mlp = layer.self_attn, layer.mlp
+    groups = [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+    return [[projection.weight for projection in group] for group in groups]
+
+
+def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
+    """The weights [N_i, K] below each other; the parameters become views of it.
+
+    What is packed has no plain form that they could be views of. They are then given up, of which
+    shapes remain, or left as they are with `keep`.
+    """
+    whole = parameters[0].data
+    if len(parameters) > 1:
+        whole = torch.cat([parameter.data for parameter in parameters])
+    weight = ops.pack_weight(whole)
+    plain = weight if isinstance(weight, Tensor) else weight.plain
+    if plain is None and not keep:
+        plain = whole.new_full((), float("nan")).expand(whole.shape)
+    if plain is not None:
+        parts = plain.split([len(parameter) for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part
+    return weight

@@ -1,0 +1,64 @@
+"""Cosines and sines of every position, looked up by fused passes instead of computed."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_cli.models.fused_layer import family_of
+
+_CHUNK = 1 << 16  # positions
+
+
+class Turns(NamedTuple):
+    """A model's rotary embeddings.
+
+    cos, sin: [L, R * D] of every position, R embeddings side by side. by_layer: which of them each
+    layer has.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    by_layer: list[int]
+
+
+def turns_of(module: Any, max_len: int) -> Turns:
+    """The rotary embeddings of a loaded model's layers at its first `max_len` positions."""
+    rotary = module.model.rotary_emb
+    kinds = _kinds(module)
+    distinct = sorted(set(kinds), key=str)
+    tables = [
+        _table(rotary, () if kind is None else (kind,), module.dtype, module.device, max_len)
+        for kind in distinct
+    ]
+    cos, sin = (torch.cat(halves, dim=1) for halves in zip(*tables, strict=True))
+    return Turns(cos, sin, [distinct.index(kind) for kind in kinds])
+
+
+def num_turns(module: Any) -> int:
+    """How many rotary embeddings a fusable model has; needs no weights."""
+    return len(set(_kinds(module)))
+
+
+def _kinds(module: Any) -> list[str | None]:
+    """What names each layer's rotary embedding: its type, or None where all have the same."""
+    family = family_of(module)
+    assert family is not None
+    count = len(module.model.layers)
+    return list(module.config.layer_types) if family.turns_by_type else [None] * count
+
+
+def _table(
+    rotary: Any, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device, max_len: int
+) -> tuple[Tensor, Tensor]:
+    like = torch.empty(0, dtype=dtype, device=device)
+    with torch.inference_mode():
+        parts = [
+            rotary(
+                like,
+                torch.arange(start, min(start + _CHUNK, max_len), device=device)[None],
+                *kind,
+            )
+            for start in range(0, max_len, _CHUNK)
+        ]
+    return torch.cat([cos[0] for cos, _ in parts]), torch.cat([sin[0] for _, sin in parts])
