@@ -4,6 +4,7 @@ scripts/bench/kernels.py shows the outcome. Nothing is tuned at run time: every 
 does the same.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from specdec_kernels.gpu import shared_memory
 from specdec_kernels.hopper import CACHE_LINE, MULTIPROCESSORS, SHARED_MEMORY
 
 FEW_ROWS = 64
+WIDE = 3584  # numbers of a row from which its tiles are deeper
+WASTE = 1.25  # turns that programs take, over those that they would fill, from which it matters
 SCRATCH = 4096  # bytes of shared memory that exchanges between warps take
 
 
@@ -39,10 +42,37 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
     if programs > MULTIPROCESSORS:
         return tiles
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
-    buffers = room // 2 // stage + 1
-    # Triton makes a buffer less than stages, but for wgmma, which reads one while it is refilled.
-    wgmma = tiles.block_m >= 64 and itemsize == 2
-    return tiles._replace(num_stages=max(tiles.num_stages, buffers if wgmma else buffers + 1))
+    more = room // 2 // stage + 1 - buffers(tiles, itemsize)
+    return tiles._replace(num_stages=tiles.num_stages + max(0, more))
+
+
+def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
+    """With less shared memory a program where that lets all of them run at once.
+
+    A few that have to wait for the others take as long again, while most multiprocessors are idle:
+    at 5120 features, 320 programs of which 264 found room.
+    """
+    waves = programs / resident(tiles, itemsize, room)
+    if waves <= 1 or math.ceil(waves) < WASTE * waves:
+        return tiles
+    fewest = min(tiles.num_stages, 4)
+    smaller = [tiles._replace(num_stages=n) for n in range(tiles.num_stages - 1, 3, -1)]
+    smaller += [tiles._replace(num_stages=n, early=0) for n in (fewest, 3)]
+    return next((t for t in smaller if programs <= resident(t, itemsize, room)), tiles)
+
+
+def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
+    """Programs that run at once, as far as shared memory goes."""
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
+    early = tiles.block_n * tiles.early * itemsize
+    used = stage * buffers(tiles, itemsize) + early + SCRATCH
+    return max(1, room // used) * MULTIPROCESSORS
+
+
+def buffers(tiles: Tiles, itemsize: int) -> int:
+    """Triton makes one less than stages, but for wgmma, which reads one while it is refilled."""
+    is_wgmma = tiles.block_m >= 64 and itemsize == 2
+    return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
 
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
@@ -92,6 +122,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     programs = -(-num_features // tiles.block_n) * tiles.splits
     if kind != "gate":
         tiles = spread(tiles, programs, x.element_size(), room)
+        if tiles.block_m < 64:  # as measured
+            tiles = at_once(tiles, programs, x.element_size(), room)
     if room < SHARED_MEMORY:
         tiles = fitted(tiles, 2 if kind == "gate" else 1, x.element_size(), room)
     return tiles
@@ -105,14 +137,14 @@ def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
     """
     programs = -(-num_features // 16)
     if kind == "gate":
-        if num_features > (32 if width < 4096 else 64) * MULTIPROCESSORS:
+        if num_features > (32 if width < WIDE else 64) * MULTIPROCESSORS:
             return tiles_of_16(kind, width, num_features)
         return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
     if num_features > 128 * MULTIPROCESSORS:
         return tiles_of_16(kind, width, num_features)
     early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
     if kind == "norm":
-        if width < 4096:
+        if width < WIDE:
             return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
         return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
     if programs <= MULTIPROCESSORS and width >= 2048:
@@ -124,7 +156,7 @@ def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
 
 def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
     """For up to 16 rows."""
-    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
     if kind == "add":
         if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
             return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
@@ -142,7 +174,7 @@ def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
 
 def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
     """For up to FEW_ROWS rows."""
-    narrow, many = width < 4096, num_features > 32 * MULTIPROCESSORS
+    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
     if kind == "add":
         splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
         return Tiles(64, 32, 128, 1, splits, 512, 4, 8)

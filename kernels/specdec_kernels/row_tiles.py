@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec_kernels.hopper import MULTIPROCESSORS
 from specdec_kernels.powers import power_of_2_from, power_of_2_to
 
-NARROW = 8192  # bytes of a residual stream below which a layer's products are small enough
+NARROW = 7168  # bytes of a residual stream below which a layer's products are small enough
 LANE = 16  # bytes that a thread loads at a time
 LOADED = 256  # bytes of the weight that a thread has in registers
 GATE = 4096  # bytes of either half that a gate's program has, or more

@@ -25,7 +25,8 @@ PAIRS = [(2, 1), (2, 2)] + ([(4, 1), (4, 2), (4, 4)] if GPUS >= 4 else [])
 RUNS = [(3, GREEDY), (4, SAMPLED), (0, GREEDY), (3, GREEDY)]
 
 
-FAMILIES = ["llama", "qwen3", "gemma2"]  # two with fused layers, and one with transformers' own
+# Fused layers, the last of them with norms before sums; and transformers' own.
+FAMILIES = ["llama", "qwen3", "gemma2", "olmo2"]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)

@@ -4,11 +4,19 @@ import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import linear_triton, norm_triton, ops
 from specdec_kernels.few_rows_linear_triton import few_rows_linear
+from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
-from specdec_kernels.linear_tiles import FEW_ROWS, Tiles, choose_tiles, spread
+from specdec_kernels.linear_tiles import (
+    FEW_ROWS,
+    Tiles,
+    at_once,
+    choose_tiles,
+    resident,
+    spread,
+)
 from specdec_kernels.one_row_linear_triton import one_row_linear
-from specdec_kernels.row_tiles import RowTiles, choose_row_tiles
+from specdec_kernels.row_tiles import NARROW, RowTiles, choose_row_tiles
 from torch import Tensor
 
 EPS = 1e-5
@@ -152,7 +160,7 @@ def test_tiles_of_one_row(width, dtype):
             for rows in (0, 2):
                 assert choose_row_tiles(kind, x.expand(2, -1)[:rows], weight) is None
             tiles = choose_row_tiles(kind, x, weight)
-            if (features if kind == "add" else width) * x.element_size() >= 8192:
+            if (features if kind == "add" else width) * x.element_size() >= NARROW:
                 assert tiles is None
                 continue
             threads = 32 * tiles.num_warps
@@ -280,11 +288,44 @@ def test_few_programs_get_a_multiprocessor_each():
     assert spread(deep, 128, 2) == deep
 
 
+def test_programs_that_nearly_fit_all_run_at_once():
+    """Models of width 5120, and what was measured for the 8B, which stays as it is."""
+
+    def tiles_of(kind: str, features: int, width: int) -> Tiles:
+        x = torch.empty(6, width, dtype=torch.bfloat16, device="meta")
+        return choose_tiles(kind, x, torch.empty(features, width, device="meta"))
+
+    for kind, features, width in (("norm", 7168, 5120), ("add", 5120, 5120), ("add", 5120, 13824)):
+        tiles = tiles_of(kind, features, width)
+        assert features // tiles.block_n <= resident(tiles, 2)
+        assert tiles.num_stages >= 3 and tiles.early % tiles.block_k == 0
+    assert tiles_of("norm", 6144, 4096) == Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512)
+    for width in (4096, 14336):
+        assert tiles_of("add", 4096, width) == Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512)
+
+
+def test_nothing_is_given_up_for_waves_that_are_nearly_full_or_cannot_be_one():
+    tiles = Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512)
+    assert resident(tiles, 2) == 2 * MULTIPROCESSORS
+    for programs in (264, 430, 528, 10_000):
+        assert at_once(tiles, programs, 2) == tiles, programs
+    for programs in (265, 396):
+        assert at_once(tiles, programs, 2) == tiles._replace(num_stages=5)
+    assert at_once(tiles, 265, 2, SHARED_MEMORY // 8) == tiles, "none fits such a GPU as it is"
+
+
 @needs_cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 6, 16, 33, 64, 100])
 @pytest.mark.parametrize(
-    ("width", "heads", "inner"), [(4096, 6144, 14336), (2048, 3072, 8192), (896, 1152, 4864)]
+    ("width", "heads", "inner"),
+    [
+        (4096, 6144, 14336),
+        (5120, 7168, 13824),
+        (3584, 4608, 18944),
+        (2048, 3072, 8192),
+        (896, 1152, 4864),
+    ],
 )
 def test_large(rows, width, heads, inner, dtype, device):
     kind = {"dtype": dtype, "device": device}
