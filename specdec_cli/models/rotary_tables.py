@@ -45,7 +45,7 @@ def _kinds(module: Any) -> list[str | None]:
     family = family_of(module)
     assert family is not None
     count = len(module.model.layers)
-    return list(module.config.layer_types) if family.turns_by_type else [None] * count
+    return list(module.config.layer_types[:count]) if family.turns_by_type else [None] * count
 
 
 def _table(

@@ -32,6 +32,7 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied": ("llama-tied", {}),
     "llama3-rope": ("llama3-rope", {}),
     "llama-biases": ("llama", {"attention_bias": True}),
+    "llama-gelu": ("llama", {"hidden_act": "gelu_pytorch_tanh"}),
     "llama-one-kv-head": ("llama", {"num_key_value_heads": 1, "head_dim": 64}),
     "qwen2": ("qwen2", {}),
     "qwen2-window": (
