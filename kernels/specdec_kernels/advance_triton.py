@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 
 @triton.jit
 def accept_kernel(
@@ -129,6 +131,7 @@ def accept_triton(
         BLOCK=triton.next_power_of_2(width + 1),
         HAS_RATES=rates is not None,
         num_warps=1,
+        **launch_options(),
     )
     return tokens, accepted
 
@@ -171,4 +174,5 @@ def advance_triton(
         BLOCK=triton.next_power_of_2(width),
         HAS_HISTORY=history is not None,
         num_warps=1,
+        **launch_options(),
     )

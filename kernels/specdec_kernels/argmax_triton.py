@@ -13,6 +13,7 @@ from specdec_kernels.launch_triton import (
     counters,
     dependent_launch,
     is_last,
+    launch_options,
 )
 
 PARTS = 32
@@ -88,6 +89,6 @@ def greedy_argmax_triton(logits: Tensor) -> Tensor:
         PARTS=PARTS,
         BLOCK=BLOCK,
         DEPENDENT=dependent,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out

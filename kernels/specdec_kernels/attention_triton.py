@@ -17,6 +17,7 @@ from torch import Tensor
 from specdec_kernels.attention import FEW_QUERIES
 from specdec_kernels.gpu import shared_memory
 from specdec_kernels.hopper import SHARED_MEMORY
+from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.softmax_triton import LOG2E
 
 # Two programs for each of the 132 multiprocessors of an H100 or H200.
@@ -326,6 +327,7 @@ def paged_attention_triton(
         UPCAST=not query.is_cuda,
         num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
         num_stages=3,
+        **launch_options(),
     )
     if splits > 1:
         combine_splits_kernel[(num_tokens, num_heads)](
@@ -341,5 +343,6 @@ def paged_attention_triton(
             BLOCK_DV=block_dv,
             HAS_SINKS=sinks is not None,
             SPLITS=splits,
+            **launch_options(),
         )
     return out

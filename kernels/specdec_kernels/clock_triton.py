@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 
 @triton.jit
 def stamp_kernel(
@@ -20,4 +22,9 @@ def stamp_kernel(
 
 def stamp_triton(out: Tensor, place: int) -> None:
     """See `ops.stamp`."""
-    stamp_kernel[(1,)](out, PLACE=place, num_warps=1)
+    stamp_kernel[(1,)](
+        out,
+        PLACE=place,
+        num_warps=1,
+        **launch_options(),
+    )

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.linear import Normed
 
 
@@ -95,6 +95,6 @@ def embed_triton(
         HAS_SCALE=scale != 1.0,
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return Normed(hidden, scaled, None, eps), cos, sin

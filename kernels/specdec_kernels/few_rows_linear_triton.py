@@ -23,6 +23,7 @@ from specdec_kernels.launch_triton import (
     counters,
     dependent_launch,
     is_last,
+    launch_options,
     prefetch_l2,
 )
 from specdec_kernels.linear_outputs import linear_outputs
@@ -293,6 +294,6 @@ def few_rows_linear(
         UPCAST=not x.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out, scaled, out_squares

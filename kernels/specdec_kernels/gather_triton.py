@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.peers import GATHER_COLUMNS, GATHER_GROUPS, GATHER_ROWS, Peers
 from specdec_kernels.peers_triton import part_of, read_flags
 
@@ -88,6 +88,6 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
         DEPENDENT=dependent,
         INTERPRETED=not out.is_cuda,
         num_warps=4,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out

@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 
 @triton.jit
 def write_kv_kernel(
@@ -85,4 +87,5 @@ def write_kv_triton(
         BLOCK_SIZE=block_size,
         BLOCK_K=triton.next_power_of_2(heads * dk),
         BLOCK_V=triton.next_power_of_2(heads * dv),
+        **launch_options(),
     )

@@ -28,6 +28,15 @@ def dependent_launch(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
+def launch_options(dependent: bool = False) -> dict[str, bool]:
+    """What every launch asks of Triton. dependent: as of `dependent_launch`.
+
+    That a product and a sum may be one instruction was its default through 3.9, which warns of the
+    end of that on stderr.
+    """
+    return {"enable_fp_fusion": True} | ({"launch_pdl": True} if dependent else {})
+
+
 def counters(device: torch.device) -> Tensor:
     """[COUNTERS] int32 zeros for kernels whose last program finishes what others began.
 

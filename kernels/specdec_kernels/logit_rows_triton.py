@@ -22,6 +22,7 @@ from specdec_kernels.launch_triton import (
     counters,
     dependent_launch,
     is_last,
+    launch_options,
 )
 from specdec_kernels.logits import TINY, LogitRows
 
@@ -292,7 +293,7 @@ def cut(vocabulary: int, parts: int) -> dict[str, int]:
 
 def dependence(logits: Tensor) -> dict[str, bool]:
     dependent = dependent_launch(logits)
-    return {"DEPENDENT": dependent, **({"launch_pdl": True} if dependent else {})}
+    return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.rows_triton import row_of
 
 BLOCK = 256
@@ -79,5 +80,6 @@ def merge_tokens_triton(
         next_tokens.stride(0),
         STEPS=num_rows.bit_length(),
         BLOCK=BLOCK,
+        **launch_options(),
     )
     return merged, rejected

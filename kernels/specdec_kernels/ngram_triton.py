@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 BLOCK = 2048  # places that a program looks at together
 
 
@@ -85,5 +87,6 @@ def ngram_lookup_triton(
         SHORTEST=shortest,
         BLOCK=BLOCK,
         num_warps=8,
+        **launch_options(),
     )
     return proposed, lens

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 BLOCK = 128
 
 
@@ -54,6 +56,14 @@ def uniform_rows_triton(
     assert position.shape == index.shape and seed.numel() == 1
     out = torch.empty((purposes, rows, width), dtype=torch.float32, device=index.device)
     uniform_rows_kernel[(triton.cdiv(out.numel(), BLOCK),)](
-        seed, index, position, out, out.numel(), rows, WIDTH=width, BLOCK=BLOCK
+        seed,
+        index,
+        position,
+        out,
+        out.numel(),
+        rows,
+        WIDTH=width,
+        BLOCK=BLOCK,
+        **launch_options(),
     )
     return out

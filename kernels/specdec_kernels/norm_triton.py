@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.linear import ACTIVATIONS, Normed
 
 
@@ -116,7 +116,7 @@ def add_norm(
         BLOCK=block,
         DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return hidden, out
 
@@ -140,7 +140,7 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
         ACTIVATION=activation,
         BLOCK=1024,
         DEPENDENT=dependent,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.linear_outputs import linear_outputs
 from specdec_kernels.norm_triton import activate
 from specdec_kernels.row_tiles import RowTiles
@@ -163,6 +163,6 @@ def one_row_linear(
         BLOCK_P=triton.next_power_of_2(max(parts, 1)),
         DEPENDENT=dependent,
         num_warps=tiles.num_warps,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out, scaled, out_squares

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 BLOCK = 128
 
 
@@ -98,5 +100,6 @@ def padded_pass_triton(
         MARGIN=margin,
         BLOCK_SIZE=block_size,
         BLOCK=BLOCK,
+        **launch_options(),
     )
     return out[0], out[1], out[2], context_lens

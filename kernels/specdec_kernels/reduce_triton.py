@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.linear import Normed
 from specdec_kernels.linear_tiles import FEW_ROWS
 from specdec_kernels.norm_triton import rms_norm_triton
@@ -155,6 +155,6 @@ def _reduce(
         DEPENDENT=dependent,
         INTERPRETED=not parts.is_cuda,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return hidden

@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
+
 MAX_CHUNK = 4096
 
 
@@ -255,6 +257,7 @@ def rejection_sample_triton(
         BLOCK_K=block_k,
         CHUNKS=chunks,
         CHUNK=chunk,
+        **launch_options(),
     )
     draw_kernel[(rows,)](
         *inputs,
@@ -271,6 +274,7 @@ def rejection_sample_triton(
         CHUNKS=chunks,
         BLOCK_CHUNKS=triton.next_power_of_2(chunks),
         CHUNK=chunk,
+        **launch_options(),
     )
     return tokens, accepted
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from specdec_kernels.attention_triton import paged_attention_triton
 from specdec_kernels.gpu import multiprocessors, shared_memory
-from specdec_kernels.launch_triton import EPOCHS, dependent_launch, epochs
+from specdec_kernels.launch_triton import EPOCHS, dependent_launch, epochs, launch_options
 from specdec_kernels.rope_attention_kernel_triton import rope_attention_kernel
 from specdec_kernels.rope_cut import ALONE, MIN_KEYS, choose_cut
 from specdec_kernels.rope_kv_triton import rope_kv
@@ -151,6 +151,6 @@ def rope_attention_triton(
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         maxnreg=cut.maxnreg,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return out

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
 from specdec_kernels.rope_heads_triton import normed
 
 
@@ -133,6 +133,6 @@ def rope_kv(
         BLOCK_HEADS=block_heads,
         DEPENDENT=dependent,
         num_warps=2,
-        **({"launch_pdl": True} if dependent else {}),
+        **launch_options(dependent),
     )
     return query

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.rows_triton import row_of
 
 BLOCK = 256
@@ -71,5 +72,6 @@ def slot_mapping_triton(
         BLOCK_SIZE=block_size,
         STEPS=num_rows.bit_length(),
         BLOCK=BLOCK,
+        **launch_options(),
     )
     return slots

@@ -12,6 +12,7 @@ import torch
 import triton
 from specdec_kernels.attention_triton import tile_sizes
 from specdec_kernels.hopper import SHARED_MEMORY
+from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear_tiles import choose_tiles
 from specdec_kernels.rope_cut import choose_cut
 from specdec_kernels.row_tiles import choose_row_tiles
@@ -454,7 +455,7 @@ def compile_case(
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     if kernel == "paged_attention_kernel":
         options["num_stages"] = 3
-    options["launch_pdl"] = constants.get("DEPENDENT", False)
+    options |= launch_options(constants.get("DEPENDENT", False))
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     before_wait, _, after_wait = compiled.asm["ptx"].partition("griddepcontrol.wait")
     return {

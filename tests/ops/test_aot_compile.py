@@ -1,11 +1,14 @@
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import aot_compile
 import pytest
+from specdec_kernels.launch_triton import launch_options
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
@@ -43,6 +46,20 @@ def test_kernel_fits_gpus_with_less_shared_memory(case, sizes):
 def test_attention_begins_to_wait_soon(case, sizes):
     """Keys that were turned in pieces before it, with barriers between, took 2 us a layer."""
     assert sizes[case]["early_barriers"] <= 4 < sizes[case]["late_barriers"]
+
+
+def test_every_launch_asks_the_same_of_triton():
+    """By `launch_options`; kernels over logits by `dependence`, which has them."""
+    said = {
+        ast.unparse(call.func.value): [ast.unparse(k.value) for k in call.keywords if not k.arg]
+        for path in KERNELS.glob("specdec_kernels/*_triton.py")
+        for call in ast.walk(ast.parse(path.read_text()))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
+    }
+    assert len(said) >= 25
+    for kernel, options in said.items():
+        assert re.search(r"\b(launch_options|dependence|constants)\b", " ".join(options)), kernel
+    assert launch_options(True) == {"enable_fp_fusion": True, "launch_pdl": True}
 
 
 def test_every_kernel_is_compiled():
