@@ -20,11 +20,12 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/specdec generate demo-sampled
 
+# Without those marked slow, for the sake of two cores: `pytest tests/dist` runs theirs.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests

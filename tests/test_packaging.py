@@ -1,5 +1,6 @@
 """What the wheel holds, and what importing the command costs."""
 
+import fnmatch
 import subprocess
 import sys
 import tomllib
@@ -27,6 +28,15 @@ def test_settings_ship_two_packages_and_the_recipes() -> None:
     wheel = wheel_settings()
     assert wheel["packages"] == ["specdec_cli", "kernels/specdec_kernels"]
     assert wheel["force-include"] == {"recipes": "specdec_cli/recipes"}
+
+
+def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
+    """By its name: pytest's own choice has `dist` and `build` among them."""
+    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
+    parts = {part for folder in folders for part in folder.parts}
+    assert "dist" in parts
+    for pattern in pytestconfig.getini("norecursedirs"):
+        assert not fnmatch.filter(parts, pattern), pattern
 
 
 def test_the_wheel_lists_two_top_level_names() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.dist import cases
-from tests.dist.test_rounds import GREEDY, PROMPTS, ROUNDS, SAMPLED, Pair, agreed
+from tests.dist.test_split_rounds import GREEDY, PROMPTS, ROUNDS, SAMPLED, Pair, agreed
 from tests.dist.world import World
 from tests.support import make_engine, save_noised, save_tiny
 

@@ -73,13 +73,14 @@ def check_logits(
     assert max(max(e.values()) for e in errors) < tolerance, errors
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", SPLIT)
 def test_logits_match_transformers(world: World, family: str, size: int, tmp_path: Path) -> None:
     """97 tokens divide by neither: the head's parts are padded."""
     check_logits(world, save_tiny(tmp_path, family, **SPLIT[family]), size, False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ALSO_SPLIT)
 def test_logits_of_other_families(world: World, family: str, tmp_path: Path) -> None:
     """Sums in another order cost gemma4 a little more than the families' own test
@@ -93,7 +94,7 @@ def test_what_may_be_split_is_what_is_tested() -> None:
     assert tested == tp.FAMILIES
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("family", FUSED)
 def test_logits_of_fused_layers(world: World, family: str, size: int, tmp_path: Path) -> None:
     check_logits(world, save_tiny(tmp_path, family, **FUSED[family]), size, True)
