@@ -188,12 +188,6 @@ def decode_seconds(sample: Sample) -> float:
     return _mean(sample["decode_seconds"])
 
 
-def proposing_share(point: Point) -> float | None:
-    """As `proposing_rate`, of a point's metrics."""
-    metrics = point["metrics"]
-    return stats.proposing_rate(metrics["num_drafts"], metrics["num_rounds_without_proposal"])
-
-
 def _rounds_of(forecasts: Forecasts) -> Callable[[int], Rounds] | None:
     """Expected rounds for any k up to the largest; None when there is nothing to go by."""
     return partial(expected_rounds, forecasts.texts) if forecasts.texts else None

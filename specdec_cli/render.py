@@ -27,7 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.engine.metrics import Metrics
-from specdec_cli.stats import proposing_rate
+from specdec_cli.stats import among_rounds
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
@@ -228,12 +228,11 @@ def summary_table(
         if tinted:
             what.append(", in this colour", _ACCEPTED)
         table.add_row("accepted", rate, what)
-        proposing = proposing_rate(a.num_drafts, metrics.num_rounds_without_proposal)
-        which = f", in the {100 * proposing:.0f}% that proposed" if proposing else ""
+        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
         table.add_row(
             "tokens a round",
             f"{a.mean_acceptance_length:.2f}",
-            f"of at most {metrics.k + 1}{which}",
+            f"of at most {metrics.k + 1}{among}",
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
@@ -259,10 +258,9 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
     )
     if a.num_drafts:
-        proposing = proposing_rate(a.num_drafts, metrics.num_rounds_without_proposal)
-        which = f" in the {100 * proposing:.0f}% that proposed" if proposing else ""
+        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
         line += (
-            f", {a.mean_acceptance_length:.2f} tokens a round{which}, "
+            f", {a.mean_acceptance_length:.2f} tokens a round{among}, "
             f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
         )
     return "; ".join([line, *remarks])

@@ -70,6 +70,12 @@ def proposing_rate(num_drafts: int, num_without: int) -> float | None:
     return num_drafts / rounds if is_telling else None
 
 
+def among_rounds(num_drafts: int, num_without: int) -> str:
+    """Of which rounds an acceptance length is, to follow it; "" where it is of nearly all."""
+    rate = proposing_rate(num_drafts, num_without)
+    return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
+
+
 def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
     """Tokens a second, from each prompt's tokens and its share of the time."""
     return SumRatio(np.stack((np.asarray(tokens, float), np.asarray(seconds, float)), 1), (1, -1))

@@ -22,9 +22,4 @@ def stamp_kernel(
 
 def stamp_triton(out: Tensor, place: int) -> None:
     """See `ops.stamp`."""
-    stamp_kernel[(1,)](
-        out,
-        PLACE=place,
-        num_warps=1,
-        **launch_options(),
-    )
+    stamp_kernel[(1,)](out, PLACE=place, num_warps=1, **launch_options())

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.lossless import tokens_line
-from specdec_cli.points import Key, Point, Sample, decode_seconds, proposing_share
+from specdec_cli.points import Key, Point, Sample, decode_seconds
 from specdec_cli.render import (
     console,
     console_of_results,
@@ -23,6 +23,7 @@ from specdec_cli.render import (
     table_within,
     with_interval,
 )
+from specdec_cli.stats import among_rounds, proposing_rate
 from specdec_cli.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.text import inert, one_line
 
@@ -170,9 +171,8 @@ def point_line(point: Point) -> str:
     line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
     if point["speedup"] is not None:
         line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
-    proposing = proposing_share(point)
-    which = f" in the {100 * proposing:.0f}% that proposed" if proposing else ""
-    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{which}"
+    among = among_rounds(metrics["num_drafts"], metrics["num_rounds_without_proposal"])
+    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{among}"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
@@ -232,7 +232,7 @@ def _cells(point: Point) -> dict[str, str]:
             "tokens/s": f"{why}{reason}",
         }
     rate = m["draft_acceptance_rate"]
-    proposing = proposing_share(point)
+    proposing = proposing_rate(m["num_drafts"], m["num_rounds_without_proposal"])
     return found | {
         "tokens a round": with_interval(
             m["mean_acceptance_length"], point["mean_acceptance_length_ci"]
