@@ -122,7 +122,7 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     programs = -(-num_features // tiles.block_n) * tiles.splits
     if kind != "gate":
         tiles = spread(tiles, programs, x.element_size(), room)
-        if tiles.block_m < 64:  # measured up to 8 rows; wider tiles have not been
+        if tiles.block_m < 64:  # larger tiles are measured as they are
             tiles = at_once(tiles, programs, x.element_size(), room)
     if room < SHARED_MEMORY:
         tiles = fitted(tiles, 2 if kind == "gate" else 1, x.element_size(), room)
@@ -165,23 +165,36 @@ def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
         return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
     if kind == "gate":
         return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
-    if many:
+    if num_features > 64 * MULTIPROCESSORS:
         return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
+    if many:
+        return Tiles(16, 32, 256, 1, 1, 512, 4, 4, 256)
     if narrow:
         return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
     return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
 
 
 def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to FEW_ROWS rows."""
+    """For up to FEW_ROWS rows: wide tiles, since a program loads and multiplies all rows of x.
+
+    At 5120 features, 160 programs of 32 took longer than 80 of 64, on fewer multiprocessors.
+    """
     narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
+    one_turn = num_features <= 64 * MULTIPROCESSORS  # of programs of 64 features
     if kind == "add":
-        splits = 1 if num_features > 16 * MULTIPROCESSORS else 2
-        return Tiles(64, 32, 128, 1, splits, 512, 4, 8)
+        if num_features <= 16 * MULTIPROCESSORS:
+            return Tiles(64, 32, 128, 1, 2, 512, 4, 8)
+        if not many:
+            return Tiles(64, 32, 256, 1, 1, 512, 4, 4)
+        if one_turn:
+            return Tiles(64, 64, 128, 1, 1, 512, 4, 6)
+        return Tiles(64, 32, 128, 1, 1, 512, 4, 8)
     if kind == "gate":
+        if not one_turn and num_features <= 128 * MULTIPROCESSORS:
+            return Tiles(64, 64, 128, 1, 1, 256, 8, 4)
         return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
     if not many:
         return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
     if narrow:
         return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
-    return Tiles(64, 64, 128, 1, 1, 256, 4, 3)
+    return Tiles(64, 64, 128, 1, 1, 256, 4, 5 if one_turn else 3)

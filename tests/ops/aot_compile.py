@@ -277,6 +277,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
             ("gate-of-8", "*bf16", linear("gate", 1, 4096, 7168), SQUARES),
             ("add-16", "*bf16", linear("add", 16, 14336, 4096), SQUARES),
+            ("norm-16", "*bf16", linear("norm", 16, 4096, 6144), SQUARES),
+            ("add-wide", "*bf16", linear("add", 48, 13824, 5120), SQUARES),
             ("add-split", "*bf16", linear("add", 48, 2048, 2048), SQUARES),
             ("head", "*bf16", linear("norm", 8, 4096, 128256), SQUARES),
             (

@@ -304,6 +304,17 @@ def test_programs_that_nearly_fit_all_run_at_once():
         assert tiles_of("add", 4096, width) == Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512)
 
 
+@pytest.mark.parametrize("rows", [17, 64])
+def test_programs_of_many_rows_do_not_come_in_a_turn_and_a_few(rows):
+    """What ends in the residual stream of widths from 2048 to 8192, on one turn of programs."""
+    for width, inner in ((2048, 8192), (3584, 18944), (4096, 14336), (5120, 13824), (8192, 28672)):
+        for depth in (width, inner):
+            x = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")
+            tiles = choose_tiles("add", x, torch.empty(width, depth, device="meta"))
+            programs = width // tiles.block_n * tiles.splits
+            assert MULTIPROCESSORS // 2 < programs <= resident(tiles, 2), (width, depth, tiles)
+
+
 def test_nothing_is_given_up_for_waves_that_are_nearly_full_or_cannot_be_one():
     tiles = Tiles(8, 16, 256, 4, 1, 512, 4, 6, 512)
     assert resident(tiles, 2) == 2 * MULTIPROCESSORS
