@@ -49,10 +49,14 @@ class Forecasts:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a point has no metrics: its status in the contract's words, and the reason."""
+    """Why a point has no metrics: its status in the contract's words, and the reason.
+
+    code: what a command ends with that has no point at all for such reasons.
+    """
 
     status: str
     reason: str
+    code: ExitCode = ExitCode.RUN_FAILED
 
 
 def block_points(

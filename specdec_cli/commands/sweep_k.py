@@ -251,7 +251,8 @@ def _sweep(
             folder.close()
 
     def end() -> ExitCode:
-        document = finish(plan, records, measured, warnings, sweep.clock, folder)
+        failures = sweep.failures.values()
+        document = finish(plan, records, measured, warnings, sweep.clock, folder, failures)
         with world.outside():
             for warning in document["warnings"][len(warnings) :]:
                 typer.echo(f"warning: {warning}", err=True)
@@ -262,7 +263,7 @@ def _sweep(
             else:
                 print_results(document)
             say_error(document)
-        return exit_code(document, records)
+        return exit_code(document, records, failures)
 
     return world.once(end)
 

@@ -3,7 +3,7 @@
 Everything is computed from what lies in a run folder. Knows no engine.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -125,8 +125,12 @@ def sweep_document(
     points: Sequence[Point],
     warnings: Sequence[str],
     clock: Clock | None = None,
+    failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
-    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured."""
+    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured.
+
+    failures: of this run of the command.
+    """
     best = {
         b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
         for b in settings.batch_sizes
@@ -150,7 +154,7 @@ def sweep_document(
         "warnings": [*warnings, *broken],
         "measuring": clock.as_dict() if clock is not None else None,
     }
-    return document | error_of(points, exit_code(document, records))
+    return document | error_of(points, exit_code(document, records, failures))
 
 
 def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:
@@ -189,18 +193,23 @@ def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
     return [f"not every prompt could run, and those count for nothing: {which}{more}"]
 
 
-def exit_code(document: dict[str, Any], records: Records) -> ExitCode:
+def exit_code(
+    document: dict[str, Any], records: Records, failures: Collection[Failure] = ()
+) -> ExitCode:
     """Partial where a point or a prompt failed; where no point is left, what stopped them all.
 
     Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
-    than what is missing.
+    than what is missing. failures: as for `sweep_document`.
     """
     points = [p for p in document["points"] if p["status"] != "skipped"]
     statuses = {p["status"] for p in points}
     if is_broken(document["tokens"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
-        return ExitCode.ENVIRONMENT if statuses == {"oom"} else ExitCode.RUN_FAILED
+        is_environment = {f.code for f in failures} == {ExitCode.ENVIRONMENT}
+        return (
+            ExitCode.ENVIRONMENT if is_environment or statuses == {"oom"} else ExitCode.RUN_FAILED
+        )
     samples = [s for found in records.samples.values() for s in found.values()]
     failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK

@@ -2,13 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.generation import Job
-from specdec_cli.points import Point
+from specdec_cli.points import Failure, Point
 from specdec_cli.recipe import dump_recipe
 from specdec_cli.results import environment, to_json
 from specdec_cli.run_folder import RunFolder, found_from_anywhere
@@ -171,17 +171,20 @@ def finish(
     warnings: Sequence[str],
     clock: Clock,
     folder: RunFolder | None,
+    failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
     """The sweep's document, also written as the folder's summary.
 
-    Its warnings are `warnings` and what has shown itself since.
+    Its warnings are `warnings` and what has shown itself since. failures: of this run.
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
     if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
         clock, where = records.earlier_clock, records.earlier_where
     recipe = plan.recipe.model_dump(mode="json")
-    document = sweep_document(plan.settings, recipe, where, records, points, warnings, clock)
+    document = sweep_document(
+        plan.settings, recipe, where, records, points, warnings, clock, failures
+    )
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")
     return document

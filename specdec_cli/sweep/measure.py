@@ -21,7 +21,7 @@ from specdec_cli.engine.measure import release
 from specdec_cli.engine.run import Emission, Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.engine.types import Sequence as Seq
-from specdec_cli.errors import RunError, SetupError, UsageError, is_out_of_memory
+from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.generation import Job, requests
 from specdec_cli.launch.world import World
 from specdec_cli.models.paged import PagedModel
@@ -113,7 +113,7 @@ class Sweep:
             for batch_size in self.plan.settings.batch_sizes:
                 for k in self.plan.settings.measured_ks:
                     key = Key(job.plan.proposer, batch_size, k)
-                    self.failures[key] = Failure(status, problem.message)
+                    self.failures[key] = Failure(status, problem.message, problem.code)
             return None
 
     def _is_open(self, job: Job, batch_size: int) -> bool:
@@ -325,8 +325,10 @@ class Sweep:
             assert problem is not None
             _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
             reason = first_line(problem) or type(problem).__name__
-            status = "oom" if is_out_of_memory(problem) else "failed"
-            self.failures[key] = Failure(status, reason)
+            if is_out_of_memory(problem):
+                self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
+            else:
+                self.failures[key] = Failure("failed", reason)
             problem = None  # its traceback holds the tensors of what failed
             release(device)
 

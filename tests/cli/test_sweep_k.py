@@ -390,6 +390,26 @@ def test_a_point_that_runs_out_of_memory_is_a_point(
     assert [p["status"] for p in json.loads(again.out)["points"]] == ["ok"] * 4
 
 
+@pytest.mark.parametrize(
+    ("raised", "code"),
+    [
+        ([torch.OutOfMemoryError("CUDA out of memory"), MemoryError("out of memory")], 5),
+        ([RuntimeError("the device is gone")], 1),
+        ([torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("the device is gone")], 1),
+    ],
+    ids=["memory", "run", "both"],
+)
+def test_a_sweep_without_any_point_ends_as_what_stopped_them(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, raised: list[Exception], code: int
+) -> None:
+    def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
+        raise raised[k % len(raised)]
+
+    monkeypatch.setattr(Engine, "run", fails)
+    result = specdec(capsys, *SWEEP, *ONCE, "--json", "-q")
+    assert result.code == result.document["error"]["code"] == code
+
+
 def test_resuming_what_fails_again_opens_nothing_else(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -548,8 +568,9 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
     arguments = [*SWEEP, *chosen, "--json", "-q", "-o", tmp_path / "run"]
     result = specdec(capsys, *arguments)
     document = result.document
-    assert result.code == 1 and {p["status"] for p in document["points"]} == {"failed"}
-    assert document["error"]["code"] == 1 and document["error"]["hint"]
+    # As a single draft that is damaged: nothing has run that could have failed.
+    assert result.code == 5 and {p["status"] for p in document["points"]} == {"failed"}
+    assert document["error"]["code"] == 5 and document["error"]["hint"]
     assert "no point could be measured: cannot read the weights" in document["error"]["message"]
     assert result.err.count("error: no point could be measured") == 1
     assert json.loads((tmp_path / "run" / "summary.json").read_text()) == document
