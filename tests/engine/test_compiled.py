@@ -46,7 +46,9 @@ def run(engine: Engine, k: int, **params: Any) -> Any:
     return engine.run(requests, k, SamplingParams(max_new_tokens=9, **params))
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.slow if f == "gpt2" else ()) for f in CASES]
+)
 def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
     """Draft and target of the same class, which share their forward's code."""
     target = save_tiny(tmp_path / "target", family)

@@ -80,7 +80,10 @@ def test_two_ranks_measure_what_one_measures(
 @pytest.mark.parametrize(
     "fault, code, message",
     [
-        ("raise:verify:1", 1, "rank 1: ArithmeticError: the planted error"),
+        pytest.param(  # test_launch.py has one, too
+            *("raise:verify:1", 1, "rank 1: ArithmeticError: the planted error"),
+            marks=pytest.mark.slow,
+        ),
         # Its peers are inside a collective by then: no going on without them.
         ("oom:verify:1", 5, "rank 1: out of memory: tried to allocate 3 GiB"),
     ],

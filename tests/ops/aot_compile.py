@@ -1,11 +1,13 @@
-"""Compile every kernel for sm_90; print the sizes of cubin and shared memory as JSON.
+"""Compile kernels for sm_90; print the sizes of cubin and shared memory as JSON.
 
-Run by test_aot_compile.py as a process of its own, since a process that interprets kernels cannot
-compile them. The compiler refuses what the interpreter lets pass, and needs no GPU.
+The cases named as arguments, else all. Run by test_aot_compile.py as a process of its own, since a
+process that interprets kernels cannot compile them. The compiler refuses what the interpreter lets
+pass, and needs no GPU.
 """
 
 import importlib
 import json
+import sys
 from typing import Any
 
 import torch
@@ -469,6 +471,6 @@ def compile_case(
 
 
 if __name__ == "__main__":
-    found = {name: compile_case(*case) for name, case in CASES.items()}
-    found |= {name: compile_case(*case, arch) for name, (arch, case) in SMALLER.items()}
-    print(json.dumps(found))
+    cases = {name: (*case, 90) for name, case in CASES.items()}
+    cases |= {name: (*case, arch) for name, (arch, case) in SMALLER.items()}
+    print(json.dumps({name: compile_case(*cases[name]) for name in sys.argv[1:] or cases}))
