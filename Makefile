@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/specdec generate demo-sampled
 
-# Without those marked slow, for the sake of two cores: `pytest tests/dist` runs theirs.
+# Without those marked slow, for the sake of two cores: `pytest tests` runs them, too.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

@@ -206,10 +206,9 @@ def exit_code(
     if is_broken(document["tokens"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
-        is_environment = {f.code for f in failures} == {ExitCode.ENVIRONMENT}
-        return (
-            ExitCode.ENVIRONMENT if is_environment or statuses == {"oom"} else ExitCode.RUN_FAILED
-        )
+        codes = {failure.code for failure in failures}
+        is_environment = codes == {ExitCode.ENVIRONMENT} or statuses == {"oom"}
+        return ExitCode.ENVIRONMENT if is_environment else ExitCode.RUN_FAILED
     samples = [s for found in records.samples.values() for s in found.values()]
     failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK

@@ -171,7 +171,7 @@ def finish(
     warnings: Sequence[str],
     clock: Clock,
     folder: RunFolder | None,
-    failures: Collection[Failure] = (),
+    failures: Collection[Failure],
 ) -> dict[str, Any]:
     """The sweep's document, also written as the folder's summary.
 
