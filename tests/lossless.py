@@ -19,11 +19,11 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from specdec_cli.acceptance.rejection import decision
+from specdec_cli.core.sampling import round_noise, to_probs
+from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.sampling import round_noise, to_probs
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
-from specdec_cli.engine.verify import decision
 from tests.support import CPU, reference, save_tiny
 
 VOCAB = 32
@@ -505,7 +505,7 @@ def engine_counts(
 
 
 def engine_verify(rule: Rule) -> Callable[[Proposal, Scores, RoundNoise], Tensor]:
-    """`rule` in the form of `specdec_cli.engine.verify.verify`."""
+    """`rule` in the form of `specdec_cli.acceptance.rejection.verify`."""
 
     def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Tensor:
         lens = torch.tensor(proposal.lens)

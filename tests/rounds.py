@@ -1,8 +1,8 @@
-"""The rounds of greedy decoding one by one, for what `specdec_cli.predict` says of their number."""
+"""The rounds of greedy decoding one by one, for what `experiment.predict` says of their number."""
 
 from collections.abc import Iterator
 
-from specdec_cli.predict import Text
+from specdec_cli.experiment.predict import Text
 
 
 def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:

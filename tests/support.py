@@ -11,15 +11,15 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
-from specdec_cli.engine.draft import AbsentDraft, DraftWorker
-from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.parallel import ALONE, ONE_RANK, Groups, TensorParallel
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.ngram import NgramProposer
-from specdec_cli.engine.parallel import ALONE, ONE_RANK, Groups, TensorParallel
 from specdec_cli.engine.run import Proposer, Request
-from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
+from specdec_cli.methods.ngram import NgramProposer
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel

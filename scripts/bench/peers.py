@@ -19,8 +19,8 @@ from specdec_kernels import ops
 from specdec_kernels.peers import Peers
 from torch import Tensor
 
-from specdec_cli.engine.parallel import TensorParallel, make_groups
-from specdec_cli.engine.peers import shared_memory
+from specdec_cli.core.parallel import TensorParallel, make_groups
+from specdec_cli.core.peers import shared_memory
 
 LAUNCHES, REPEATS, EPS = 40, 7, 1e-5
 

@@ -23,9 +23,9 @@ from unittest.mock import patch
 import torch
 from scipy import stats
 
+from specdec_cli.acceptance.rejection import verify
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine import loop
-from specdec_cli.engine.types import SamplingParams
-from specdec_cli.engine.verify import verify
 from tests import lossless
 from tests.lossless import CORRECT, FAULTS, LOOKUP_FAULTS, Rule, label
 from tests.support import make_engine, ngram_engine

@@ -154,17 +154,17 @@ def _compare(
     """
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
-            from specdec_cli.compare.records import Records
-            from specdec_cli.compare.setup import (
+            from specdec_cli.engine.plan import Permissions
+            from specdec_cli.experiment.compare.records import Records
+            from specdec_cli.experiment.compare.setup import (
                 describe_plan,
                 open_folder,
                 plan_comparison,
                 warnings_of,
             )
-            from specdec_cli.engine.plan import Permissions
-            from specdec_cli.results import to_json
-            from specdec_cli.run_folder import RunFolder
-            from specdec_cli.sweep import earlier_environment, read_warnings
+            from specdec_cli.experiment.results import to_json
+            from specdec_cli.experiment.run_folder import RunFolder
+            from specdec_cli.experiment.sweep import earlier_environment, read_warnings
 
         allowed = Permissions(*permissions)
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, allowed)
@@ -186,9 +186,9 @@ def _compare(
         typer.echo(to_json(document) if as_json else document["text"])
         return ExitCode.OK
 
-    from specdec_cli.compare.run import document_of, exit_code, run_pairs, write_summary
-    from specdec_cli.compare.view import print_results, watcher
-    from specdec_cli.points import error_of
+    from specdec_cli.experiment.compare.run import document_of, exit_code, run_pairs, write_summary
+    from specdec_cli.experiment.points import error_of
+    from specdec_cli.terminal.compare import print_results, watcher
 
     view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
     with kept:
@@ -239,9 +239,9 @@ def compare_tp_ranks(
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
     ):
         with importing():
-            from specdec_cli.compare.measure import Task, measure
-            from specdec_cli.compare.view import point_line, say
-            from specdec_cli.points import Point
+            from specdec_cli.experiment.compare.measure import Task, measure
+            from specdec_cli.experiment.points import Point
+            from specdec_cli.terminal.compare import point_line, say
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-import specdec_cli
+import specdec_cli.experiment
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
 from specdec_cli.commands.status import waiting
@@ -162,14 +162,14 @@ def _get_ready(
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
     asked: _Asked,
-) -> "specdec_cli.generation.Ready":
+) -> "specdec_cli.experiment.generation.Ready":
     """Check everything, make the run folder, load the models."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
             from specdec_cli.engine.plan import Permissions
-            from specdec_cli.generation import Ready, prepare
-            from specdec_cli.results import environment
+            from specdec_cli.experiment.generation import Ready, prepare
+            from specdec_cli.experiment.results import environment
 
         job = prepare(resolved, prompts, Permissions(*asked.permissions))
         if asked.is_single and (problem := job.too_long(0)):
@@ -185,12 +185,12 @@ def _get_ready(
 
 
 def _run(
-    world: World, ready: "specdec_cli.generation.Ready", asked: _Asked
-) -> "specdec_cli.generation.Written":
+    world: World, ready: "specdec_cli.experiment.generation.Ready", asked: _Asked
+) -> "specdec_cli.experiment.generation.Written":
     """The run, with each output shown and on disk as it comes."""
     from specdec_cli.engine.run import Emission
-    from specdec_cli.generation import Written, requests
-    from specdec_cli.reporting import collector, sinks_for
+    from specdec_cli.experiment.generation import Written, requests
+    from specdec_cli.terminal.sinks import collector, sinks_for
 
     job, sinks = ready.job, []
     if world.is_first:
@@ -211,14 +211,14 @@ def _run(
 
 
 def _deliver(
-    ready: "specdec_cli.generation.Ready",
-    written: "specdec_cli.generation.Written",
+    ready: "specdec_cli.experiment.generation.Ready",
+    written: "specdec_cli.experiment.generation.Written",
     *,
     as_json: bool,
 ) -> None:
     """Finish the folder, write the document and say which prompts could not run."""
-    from specdec_cli.render import print_failures
-    from specdec_cli.results import generate_document, point_record, to_json
+    from specdec_cli.experiment.results import generate_document, point_record, to_json
+    from specdec_cli.terminal.render import print_failures
 
     outputs = written.outputs
     document = generate_document(ready.recipe, ready.where, outputs, written.metrics)
@@ -235,15 +235,15 @@ def _deliver(
 
 def _summarise(
     world: World,
-    ready: "specdec_cli.generation.Ready",
-    written: "specdec_cli.generation.Written",
+    ready: "specdec_cli.experiment.generation.Ready",
+    written: "specdec_cli.experiment.generation.Written",
     *,
     as_json: bool,
 ) -> None:
     """Say how it went; on a terminal a few tokens at k = 0 are run to compare with."""
-    from specdec_cli.generation import baseline
-    from specdec_cli.render import has_colour, print_summary
-    from specdec_cli.reporting import shows_live_text
+    from specdec_cli.experiment.generation import baseline
+    from specdec_cli.terminal.render import has_colour, print_summary
+    from specdec_cli.terminal.sinks import shows_live_text
 
     job = ready.job
     compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
@@ -256,7 +256,7 @@ def _summarise(
     )
 
 
-def _remarks(job: "specdec_cli.generation.Job") -> list[str]:
+def _remarks(job: "specdec_cli.experiment.generation.Job") -> list[str]:
     """What a reader has to know of the text and of what was accepted."""
     plan = job.plan
     found = ["synthetic acceptance: the text is not the target's"] if plan.is_synthetic else []
@@ -273,12 +273,12 @@ def _folder(
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
     where: dict[str, Any],
-) -> "tuple[specdec_cli.run_folder.RunFolder, specdec_cli.recipe.Recipe]":
+) -> "tuple[specdec_cli.experiment.run_folder.RunFolder, specdec_cli.recipe.Recipe]":
     """A new run folder, and the recipe that runs again from it: prompts of the command line or from
     a pipe are kept there, too."""
+    from specdec_cli.experiment.run_folder import RunFolder
     from specdec_cli.prompts import jsonl_of
     from specdec_cli.recipe import DataSection
-    from specdec_cli.run_folder import RunFolder
 
     if resolved.data is not None:
         return RunFolder.create(path, resolved, where), resolved

@@ -38,10 +38,10 @@ def merge(
         raise UsageError("merge: where to?", "name a new folder with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
     with waiting("merging", quiet=quiet):
-        from specdec_cli.results import to_json
-        from specdec_cli.sweep.document import exit_code
-        from specdec_cli.sweep.merge import merge_folders
-        from specdec_cli.sweep.view import print_results
+        from specdec_cli.experiment.results import to_json
+        from specdec_cli.experiment.sweep.document import exit_code
+        from specdec_cli.experiment.sweep.merge import merge_folders
+        from specdec_cli.terminal.sweep import print_results
 
         document, records = merge_folders(folders, output)
     for warning in document["warnings"]:

@@ -168,9 +168,9 @@ def _measured(
     with waiting("getting ready", quiet=quiet) as stages:
         with importing():
             from specdec_cli.engine.plan import Permissions, plan
-            from specdec_cli.profiling import document, measure_blocks
-            from specdec_cli.results import environment
-            from specdec_cli.run_folder import RunFolder
+            from specdec_cli.experiment.memory import document, measure_blocks
+            from specdec_cli.experiment.results import environment
+            from specdec_cli.experiment.run_folder import RunFolder
 
         planned = plan(resolved, Permissions(*permissions))
         if output is not None:
@@ -197,7 +197,7 @@ def _estimated(
     """
     with importing():
         from specdec_cli.engine.plan import Permissions
-        from specdec_cli.profiling import Estimator, document, point, settings
+        from specdec_cli.experiment.memory import Estimator, document, point, settings
 
     size = resolve({"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
     whole = size.target.tensor_parallel_size
@@ -243,7 +243,7 @@ def _with_defaults(
     row: dict[str, object], resolved: "specdec_cli.recipe.Recipe"
 ) -> dict[str, object]:
     """`row`, with the recipe's own settings where no option gave one."""
-    from specdec_cli.profiling import settings
+    from specdec_cli.experiment.memory import settings
 
     return settings(resolved) | {key: value for key, value in row.items() if value is not None}
 
@@ -256,9 +256,9 @@ def _show(
     output: Path | None,
     quiet: bool,
 ) -> None:
-    from specdec_cli.memory_view import print_profile
-    from specdec_cli.results import to_json
-    from specdec_cli.run_folder import RunFolder
+    from specdec_cli.experiment.results import to_json
+    from specdec_cli.experiment.run_folder import RunFolder
+    from specdec_cli.terminal.memory import print_profile
 
     if output is not None:
         from specdec_cli.report.memory import write_memory_picture

@@ -206,13 +206,18 @@ def _sweep(
     with waiting("getting ready", quiet=quiet):
         with importing():
             from specdec_cli.engine.plan import Permissions
-            from specdec_cli.results import to_json
-            from specdec_cli.sweep.document import exit_code
-            from specdec_cli.sweep.folder import finish, open_folder, read_warnings
-            from specdec_cli.sweep.measure import Sweep
-            from specdec_cli.sweep.plan import describe_plan, few_prompts, plan_sweep, warnings_of
-            from specdec_cli.sweep.records import Records
-            from specdec_cli.sweep.view import print_results, watcher
+            from specdec_cli.experiment.results import to_json
+            from specdec_cli.experiment.sweep.document import exit_code
+            from specdec_cli.experiment.sweep.folder import finish, open_folder, read_warnings
+            from specdec_cli.experiment.sweep.measure import Sweep
+            from specdec_cli.experiment.sweep.plan import (
+                describe_plan,
+                few_prompts,
+                plan_sweep,
+                warnings_of,
+            )
+            from specdec_cli.experiment.sweep.records import Records
+            from specdec_cli.terminal.sweep import print_results, watcher
 
         plan = plan_sweep(
             recipes,

@@ -7,13 +7,12 @@ from functools import partial
 
 import torch
 
-from specdec_cli.engine.draft import AbsentDraft, DraftWorker
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.parallel import found_alike, local_world_size
 from specdec_cli.engine.estimate import estimate_passes
-from specdec_cli.engine.kv_cache import BlockAllocator, KVCache
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
-from specdec_cli.engine.ngram import NgramProposer
-from specdec_cli.engine.parallel import found_alike, local_world_size
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
@@ -26,9 +25,10 @@ from specdec_cli.engine.profile import (
 )
 from specdec_cli.engine.run import Proposer, Request
 from specdec_cli.engine.sharing import borrowed_weights
-from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError
+from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
+from specdec_cli.methods.ngram import NgramProposer
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load

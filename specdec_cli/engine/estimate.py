@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec_cli.engine.kv_cache import block_bytes
-from specdec_cli.engine.live_bytes import LiveBytes
+from specdec_cli.core.kv_cache import block_bytes
+from specdec_cli.core.live_bytes import LiveBytes
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.measure import cache_rounding
-from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,

@@ -11,19 +11,13 @@ from copy import copy
 
 import torch
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.draft import DraftWorker, no_proposal
-from specdec_cli.engine.kv_cache import BlockAllocator
-from specdec_cli.engine.metrics import RunClock, summarise
-from specdec_cli.engine.parallel import ALONE, TensorParallel
-from specdec_cli.engine.pipeline import Pipeline
-from specdec_cli.engine.rounds import PaddedRounds
-from specdec_cli.engine.run import Emission, Proposer, Request, Run, RunResult
-from specdec_cli.engine.sampling import round_noise
-from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import (
+from specdec_cli.acceptance.rejection import check_finite, read_verdict, verify
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.types import (
     Proposal,
     RoundNoise,
     SamplingParams,
@@ -31,8 +25,14 @@ from specdec_cli.engine.types import (
     Sequence,
     Verdict,
 )
-from specdec_cli.engine.verify import check_finite, read_verdict, verify
+from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.pipeline import Pipeline
+from specdec_cli.engine.rounds import PaddedRounds
+from specdec_cli.engine.run import Emission, Proposer, Request, Run, RunResult
+from specdec_cli.engine.scheduler import Scheduler
+from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import RunError
+from specdec_cli.methods.draft_model import DraftWorker, no_proposal
 
 
 class Engine:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from specdec_cli.engine.live_bytes import LiveBytes
+from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host

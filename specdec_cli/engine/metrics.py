@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from specdec_cli.engine.types import Sequence
+from specdec_cli.core.types import Sequence
 
 
 @dataclass(frozen=True, slots=True)

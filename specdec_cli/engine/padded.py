@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.sampling import Purpose
-from specdec_cli.engine.slots import Slots
+from specdec_cli.acceptance.rejection import decision
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.sampling import Purpose
+from specdec_cli.core.state import Slots
+from specdec_cli.core.types import RoundNoise, SamplingParams
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import RoundNoise, SamplingParams
-from specdec_cli.engine.verify import decision
+from specdec_cli.methods.draft_model import DraftWorker
 
 # What ends at each stamp after the first. With one rank nothing is sent, and the stamps that would
 # tell are left out.

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.history import History
+from specdec_cli.core.history import History
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.state import Slots
+from specdec_cli.core.types import Sequence
 from specdec_cli.engine.padded import Record, RoundRule, padded_round
-from specdec_cli.engine.parallel import TensorParallel
-from specdec_cli.engine.slots import Slots
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import Sequence
+from specdec_cli.methods.draft_model import DraftWorker
 
 _IN_FLIGHT = 2  # rounds launched and not yet read, at most
 _WARM_UP_ROUNDS = 2

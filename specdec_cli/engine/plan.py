@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from specdec_cli.engine.kv_cache import block_bytes
-from specdec_cli.engine.parallel import (
+from specdec_cli.core.kv_cache import block_bytes
+from specdec_cli.core.parallel import (
     ALONE,
     ONE_RANK,
     Groups,
@@ -17,9 +17,9 @@ from specdec_cli.engine.parallel import (
     make_groups,
     world_size,
 )
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
-from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe

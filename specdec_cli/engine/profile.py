@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specdec_cli.engine.parallel import local_world_size
+from specdec_cli.core.parallel import local_world_size
 from specdec_cli.errors import NoRoomError
 
 CPU_SHARE = 0.5  # of the host's available memory, when the recipe sets no cpu_bytes

@@ -6,17 +6,17 @@ from typing import Any
 
 import torch
 
-from specdec_cli.engine.draft import DraftWorker
-from specdec_cli.engine.history import History
-from specdec_cli.engine.kv_cache import BlockAllocator
-from specdec_cli.engine.ngram import NgramProposer
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.history import History
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.padded import RoundRule
-from specdec_cli.engine.parallel import TensorParallel
 from specdec_cli.engine.pipeline import Pipeline
 from specdec_cli.engine.run import Proposer
-from specdec_cli.engine.synthetic import SyntheticAcceptance
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import SamplingParams
+from specdec_cli.methods.draft_model import DraftWorker
+from specdec_cli.methods.ngram import NgramProposer
 
 
 def slot_counts(batch_size: int) -> list[int]:

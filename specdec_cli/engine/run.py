@@ -5,11 +5,11 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec_cli.engine.batch import Span
+from specdec_cli.core.batch import Span
+from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Sequence
 from specdec_cli.engine.metrics import Metrics, RunClock
 from specdec_cli.engine.pipeline import Pipeline
 from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Sequence
 
 
 class Proposer(Protocol):

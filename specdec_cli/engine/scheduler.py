@@ -7,8 +7,8 @@ proposal, so it cannot change what is sampled. Knows no models and no tokens' me
 
 from collections import deque
 
-from specdec_cli.engine.kv_cache import BlockAllocator
-from specdec_cli.engine.types import Sequence
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.types import Sequence
 
 
 class Scheduler:

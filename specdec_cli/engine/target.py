@@ -3,9 +3,9 @@
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.sampling import to_probs
-from specdec_cli.engine.types import Proposal, SamplingParams, Scores, Sequence
+from specdec_cli.core.batch import Span
+from specdec_cli.core.sampling import to_probs
+from specdec_cli.core.types import Proposal, SamplingParams, Scores, Sequence
 from specdec_cli.models.paged import PagedModel
 
 

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.draft import AbsentDraft, DraftWorker
+from specdec_cli.core.batch import Span
+from specdec_cli.core.sampling import round_noise, to_probs
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.ngram import NgramIndex, NgramProposer
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.sampling import round_noise, to_probs
-from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
+from specdec_cli.methods.ngram import NgramIndex, NgramProposer
 from specdec_cli.models.paged import PagedModel
 
 _CHUNK = 64  # tokens whose distributions are held at a time

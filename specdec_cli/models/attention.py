@@ -12,8 +12,8 @@ import torch
 from specdec_kernels import ops
 from transformers import AttentionInterface
 
-from specdec_cli.engine.batch import ForwardBatch
-from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
 
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"

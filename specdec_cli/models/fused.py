@@ -20,10 +20,10 @@ from specdec_kernels.linear import Normed
 from specdec_kernels.rope_attention import Rotation, split_heads_reference
 from torch import Tensor
 
-from specdec_cli.engine.batch import ForwardBatch
-from specdec_cli.engine.kv_cache import KVCache
-from specdec_cli.engine.parallel import ALONE, TensorParallel
-from specdec_cli.engine.peers import shared_memory
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.core.peers import shared_memory
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused_layer import Call, FusedLayer, family_of, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of

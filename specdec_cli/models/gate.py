@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from specdec_cli.engine.kv_cache import LayerShape
+from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.models.attention import NotPlainAttention, attach
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line

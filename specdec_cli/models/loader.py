@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, initialization
 
-from specdec_cli.engine.kv_cache import LayerShape
-from specdec_cli.engine.parallel import ALONE, TensorParallel
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config

@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.engine.batch import ForwardBatch, Span, make_batch
-from specdec_cli.engine.kv_cache import KVCache
-from specdec_cli.engine.slots import Slots
+from specdec_cli.core.batch import ForwardBatch, Span, make_batch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.state import Slots
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from specdec_cli.engine.kv_cache import LayerShape
-from specdec_cli.engine.parallel import TensorParallel
+from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.models.gate import probe
 from specdec_cli.models.refusals import Indivisible, Unsupported
 from specdec_cli.models.weights import Part

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError
-from specdec_cli.memory_view import PARTS, parts
 from specdec_cli.report.write import write_file
+from specdec_cli.terminal.memory import PARTS, parts
 
 _GIB = 2**30
 

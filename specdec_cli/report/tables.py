@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
+from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, draft_labels, residual, speedup
 from specdec_cli.report.folder import Point, Run, finite
-from specdec_cli.stats import proposing_rate
 
 STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")

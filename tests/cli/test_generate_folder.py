@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.recipe import load_recipe
-from specdec_cli.run_folder import RunFolder
 from tests.cli.generate_helpers import (
     DEMO,
     PROMPTS,

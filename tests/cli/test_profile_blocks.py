@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_be_had_is_refused_before_anything_is_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "points.jsonl").write_text("{}\n")
-    monkeypatch.delattr("specdec_cli.profiling.load_models")
+    monkeypatch.delattr("specdec_cli.experiment.memory.load_models")
     result = profile(capsys, "demo", *SMALL, "-o", tmp_path)
     assert (result.code, result.out) == (2, "")
     assert "holds the results of an earlier run (points.jsonl)" in result.err

@@ -14,8 +14,8 @@ import torch
 
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
+from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
-from specdec_cli.run_folder import RunFolder
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -186,7 +186,7 @@ def test_resumed_is_whole(
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.sweep.measure.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", None)
     before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
     result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
     assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
@@ -351,7 +351,7 @@ def test_a_slurm_task_takes_its_share(
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.sweep.measure.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
@@ -453,7 +453,7 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
     from specdec_cli.engine import rounds
-    from specdec_cli.sweep import measure
+    from specdec_cli.experiment.sweep import measure
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -982,6 +982,6 @@ def test_a_reader_that_has_gone_is_not_told_to_resume(
     def broken(_: Any) -> None:
         raise SystemExit(1)  # what rich does
 
-    monkeypatch.setattr("specdec_cli.sweep.view.print_results", broken)
+    monkeypatch.setattr("specdec_cli.terminal.sweep.print_results", broken)
     result = specdec(capsys, *SWEEP, "-q", "--resume", "-o", whole[0])
     assert result.code == 1 and "resume" not in result.err

@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from specdec_cli.engine import peers
+from specdec_cli.core import peers
 from specdec_cli.engine.build import build
-from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.methods.draft_model import DraftWorker
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.parallel import make_groups
+from specdec_cli.core.parallel import make_groups
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.recipe import load_recipe
 from tests.engine.test_families import BLOCK, Driver, drive, plain_reference

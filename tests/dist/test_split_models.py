@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.parallel import ALONE, TensorParallel, make_groups
+from specdec_cli.core.parallel import ALONE, TensorParallel, make_groups
 from specdec_cli.errors import SetupError
 from specdec_cli.models import tp, weights
 from specdec_cli.models.loader import load

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 
 import torch
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.kv_cache import TRASH_BLOCK, BlockAllocator
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import TRASH_BLOCK, BlockAllocator
+from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Run
 from specdec_cli.engine.target import TargetScorer
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores, Sequence
 from tests.support import CPU, VOCAB
 
 Rule = Callable[[list[int]], int]  # the token that follows a prefix

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.types import SamplingParams
 from specdec_cli.models.compiled import CompiledForward
 from tests.engine.test_pipeline import PROMPTS, told
 from tests.support import Request, make_engine, save_tiny

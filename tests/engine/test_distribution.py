@@ -14,12 +14,12 @@ import pytest
 import torch
 from scipy import stats
 
+from specdec_cli.acceptance.rejection import read_verdict, verify
+from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores
 from specdec_cli.engine import loop
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.sampling import round_noise
-from specdec_cli.engine.types import Proposal, RoundNoise, SamplingParams, Scores
-from specdec_cli.engine.verify import read_verdict, verify
 from tests import lossless
 from tests.lossless import (
     CORRECT,

@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.kv_cache import BlockAllocator
-from specdec_cli.engine.types import Sequence
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.types import Sequence
 from specdec_cli.models.attention import PagedAttention
 from specdec_cli.models.paged import PagedModel
 from tests.support import CPU, FAMILIES, VOCAB, paged_model, reference, save_tiny

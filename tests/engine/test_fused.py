@@ -7,7 +7,7 @@ import pytest
 import torch
 from specdec_kernels.linear_cpu import pays_to_pack
 
-from specdec_cli.engine.kv_cache import KVCache
+from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel

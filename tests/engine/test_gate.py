@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.kv_cache import BlockAllocator, KVCache, LayerShape
-from specdec_cli.engine.types import Sequence
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator, KVCache, LayerShape
+from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME

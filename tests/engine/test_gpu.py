@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.types import SamplingParams
 from specdec_cli.recipe import load_recipe
 from tests.conftest import NEEDS_CUDA
 from tests.engine.test_pipeline import engines, pair, told  # noqa: F401

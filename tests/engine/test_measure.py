@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.estimate import (
     empty_gpu,
@@ -12,7 +13,6 @@ from specdec_cli.engine.estimate import (
     estimate_rank,
     this_machine,
 )
-from specdec_cli.engine.live_bytes import LiveBytes
 from specdec_cli.engine.measure import rehearsal, release, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split

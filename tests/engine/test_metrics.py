@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.metrics import Acceptance, RunClock, Spread, summarise
 from specdec_cli.engine.run import Request, RunResult
-from specdec_cli.engine.types import SamplingParams, Sequence
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 from tests.support import CPU
 

@@ -14,16 +14,16 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 import specdec_cli.engine.plan
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.history import History
+from specdec_cli.core.kv_cache import block_bytes
+from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.types import Proposal, SamplingParams, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
-from specdec_cli.engine.history import History
-from specdec_cli.engine.kv_cache import block_bytes
-from specdec_cli.engine.ngram import NgramIndex, NgramProposer
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.sampling import round_noise
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import Proposal, SamplingParams, Sequence
+from specdec_cli.methods.ngram import NgramIndex, NgramProposer
 from specdec_cli.models import loader
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options

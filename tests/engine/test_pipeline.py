@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.run import Request, RunResult
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import RunError
 from tests.support import VOCAB, make_engine, save_noised, save_tiny
 

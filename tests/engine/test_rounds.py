@@ -6,10 +6,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from specdec_cli.engine.draft import DraftWorker
+from specdec_cli.core.sampling import to_probs
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.sampling import to_probs
-from specdec_cli.engine.types import SamplingParams
+from specdec_cli.methods.draft_model import DraftWorker
 from tests.engine.fakes import (
     FakeDraft,
     FakeTarget,

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 from specdec_kernels.noise import philox
 
-from specdec_cli.engine.sampling import Purpose, round_noise, to_probs, uniform
-from specdec_cli.engine.types import SamplingParams
+from specdec_cli.core.sampling import Purpose, round_noise, to_probs, uniform
+from specdec_cli.core.types import SamplingParams
 from tests.lossless import warped
 from tests.support import CPU
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from specdec_cli.engine.batch import Span
-from specdec_cli.engine.kv_cache import BlockAllocator
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.engine.types import SamplingParams, Sequence
 from tests.engine.fakes import (
     BLOCK,
     FakeTarget,

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.plan
 from specdec_cli.engine.build import build
-from specdec_cli.engine.draft import DraftWorker
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.methods.draft_model import DraftWorker
 from specdec_cli.recipe import load_recipe
 from tests.support import VOCAB, greedy_reference, reference, save_tiny, tiny_config
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams, Sequence
 from specdec_cli.errors import UsageError
-from specdec_cli.render import summary_table
+from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
 from tests.engine.fakes import rounds_of
 from tests.support import CPU, make_engine, ngram_engine, save_tiny

@@ -50,8 +50,8 @@ def plant(fault: str, rank: int) -> None:
     if faulty != "all" and rank != int(faulty):
         return
     import specdec_cli.engine.build as build
-    from specdec_cli.engine.draft import AbsentDraft, DraftWorker
     from specdec_cli.engine.target import TargetScorer
+    from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
 
     owners: dict[str, tuple[tuple[object, ...], str]] = {
         "load": ((build,), "load"),

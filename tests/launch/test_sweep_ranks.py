@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.run_folder import read_records
+from specdec_cli.experiment.run_folder import read_records
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
 

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_cli.engine.batch import ForwardBatch, Span, make_batch
-from specdec_cli.engine.types import Sequence
+from specdec_cli.core.batch import ForwardBatch, Span, make_batch
+from specdec_cli.core.types import Sequence
 
 CPU = torch.device("cpu")
 Case = tuple[list[Span], list[int], torch.Tensor, int]

@@ -10,23 +10,23 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.compare.records import Records, merge_repeats
-from specdec_cli.compare.run import exit_code, run_pairs
-from specdec_cli.compare.settings import Pair, Settings, Skip
-from specdec_cli.compare.setup import Plan, plan_comparison, skips_of, warnings_of
-from specdec_cli.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
-from specdec_cli.compare.view import print_results
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.generation import prepare
+from specdec_cli.experiment.compare.records import Records, merge_repeats
+from specdec_cli.experiment.compare.run import exit_code, run_pairs
+from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
+from specdec_cli.experiment.compare.setup import Plan, plan_comparison, skips_of, warnings_of
+from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
+from specdec_cli.experiment.generation import prepare
+from specdec_cli.experiment.lossless import tokens_line
+from specdec_cli.experiment.points import Failure, Key
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep import read_settings_file
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
-from specdec_cli.lossless import tokens_line
-from specdec_cli.points import Failure, Key
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
-from specdec_cli.run_folder import RunFolder
-from specdec_cli.sweep import read_settings_file
+from specdec_cli.terminal.compare import print_results
 
 SETTINGS = Settings(
     recipe={
@@ -484,7 +484,7 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
     plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
     records, told = Records(plan.settings, plan.skips), []
     ended = RanksOutcome(report.code, report)
-    monkeypatch.setattr("specdec_cli.compare.run.run_ranks", lambda *_, **__: ended)
+    monkeypatch.setattr("specdec_cli.experiment.compare.run.run_ranks", lambda *_, **__: ended)
     watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
     assert run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher) == [report.code]
     assert [(pair, batch_size) for pair, batch_size, _ in told] == [(Pair(1, 1), b) for b in (2, 1)]

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine.types import FinishReason, SamplingParams, Sequence
-from specdec_cli.generation import baseline, output_of
+from specdec_cli.core.types import FinishReason, SamplingParams, Sequence
+from specdec_cli.experiment.generation import baseline, output_of
 from specdec_cli.prompts import Prompt
 
 WORDS = {0: "one", 1: "two", 2: "three"}

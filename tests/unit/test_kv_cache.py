@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_cli.engine.kv_cache import (
+from specdec_cli.core.kv_cache import (
     TRASH_BLOCK,
     BlockAllocator,
     KVCache,

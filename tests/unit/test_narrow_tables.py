@@ -7,10 +7,10 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specdec_cli.compare import view as compare_view
 from specdec_cli.engine.metrics import RunClock, summarise
-from specdec_cli.render import summary_table, table_width
-from specdec_cli.sweep import view
+from specdec_cli.terminal import compare as compare_view
+from specdec_cli.terminal import sweep as view
+from specdec_cli.terminal.render import summary_table, table_width
 from tests.report_helpers import DRAFT, OTHER, Record, comparison_points, sweep_points
 from tests.support import CPU
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specdec_cli.engine.peers import sum_rows
+from specdec_cli.core.peers import sum_rows
 
 
 @pytest.mark.parametrize(

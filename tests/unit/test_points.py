@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.points import Forecasts, Key, Sample, block_points, measured_point
-from specdec_cli.predict import Text
-from specdec_cli.sweep import view
-from specdec_cli.sweep.document import curve_point
-from specdec_cli.sweep.recommend import recommend
+from specdec_cli.experiment.points import Forecasts, Key, Sample, block_points, measured_point
+from specdec_cli.experiment.predict import Text
+from specdec_cli.experiment.sweep.document import curve_point
+from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.terminal import sweep as view
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float) -> Sample:

@@ -9,7 +9,7 @@ import torch
 from specdec_cli.engine import profile
 from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
-from specdec_cli.memory_view import PARTS, answers, cells, print_profile
+from specdec_cli.terminal.memory import PARTS, answers, cells, print_profile
 
 GIB = 2**30
 RANK = RankMemory(

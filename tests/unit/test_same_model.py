@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
-from specdec_cli.engine.types import SamplingParams
 from specdec_cli.errors import SetupError
-from specdec_cli.generation import draft_context_warning
+from specdec_cli.experiment.generation import draft_context_warning
+from specdec_cli.experiment.sweep.same import Difference, settings_difference
 from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.sweep.same import Difference, settings_difference
 
 
 def settings(target: str, weights: str | None, draft: str = "d") -> dict[str, Any]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from specdec_cli import stats
+from specdec_cli.experiment import stats
 
 PROOF = Path(__file__).parents[2] / "scripts" / "proofs" / "intervals.py"
 

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
-from specdec_cli.engine.sampling import round_noise
-from specdec_cli.engine.synthetic import SyntheticAcceptance
-from specdec_cli.engine.types import SamplingParams, Sequence
+from specdec_cli.experiment.sweep.measure import Sweep
+from specdec_cli.experiment.sweep.plan import plan_sweep
+from specdec_cli.experiment.sweep.records import Records
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
-from specdec_cli.sweep.measure import Sweep
-from specdec_cli.sweep.plan import plan_sweep
-from specdec_cli.sweep.records import Records
-from specdec_cli.sweep.view import Silent
+from specdec_cli.terminal.sweep import Silent
 
 RATES = tuple(0.8 ** (i + 1) for i in range(8))
 NUM_PROMPTS = {1: 24, 8: 96, 32: 256}
@@ -139,7 +139,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[dict[str, An
         shard=None,
     )
     engine = KnownEngine(batch_size)
-    monkeypatch.setattr("specdec_cli.sweep.measure.build", lambda *_: engine)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", lambda *_: engine)
     return Sweep(plan, Records(), Silent(), World(None, "cpu", 120.0)).run()
 
 

@@ -1,0 +1,1 @@
+"""Acceptance rules, a file each."""

@@ -1,0 +1,109 @@
+"""Memory that the GPUs of a group read from each other, for sums and logits of some rows.
+
+On two H200s a sum of up to 64 rows takes NCCL 8 to 16 us, and one read over NVLink 4 to 7
+(docs/performance.md). Whether a group has such memory is agreed, since all of its ranks have to
+meet in the same way.
+"""
+
+import logging
+from math import prod
+from typing import NamedTuple
+
+import torch
+from specdec_kernels.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
+
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.text import first_line
+
+_log = logging.getLogger("specdec")
+
+# What a rank reads of the others for one sum, at most. NCCL is quicker with more: on four H200s
+# both take as long for some 90 rows of 8192 numbers of 16 bits.
+_MAX_SUM_BYTES = 4 * 2**20
+
+# torch numbers a process's meetings over shared memory, of whatever group: ranks that have met
+# differently often wait for each other without end. So they are counted here, too.
+_meetings: list[str] = []
+
+
+class Shared(NamedTuple):
+    """What the ranks of a model share. sums: for `ops.reduce_add_norm`; with more than `sum_rows`
+    rows NCCL is quicker. logits: for `ops.gather_columns`, quicker with any rows; None where the
+    vocabulary cannot be divided evenly."""
+
+    sums: Peers
+    sum_rows: int
+    logits: Peers | None
+
+
+def shared_memory(
+    parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
+) -> Shared | None:
+    """Room for MAX_ROWS rows on every rank; None where the GPUs cannot read each other.
+
+    None too where some ranks of the group have met in another before, as a draft's have before a
+    target of more ranks is loaded. width: of the residual stream. Every rank of the group has to
+    call this.
+    """
+    if parallel.size == 1 or parallel.device.type != "cuda":
+        return None
+    try:
+        compare_meetings(parallel)
+        found, problem = _shared(parallel, width, vocab_size, dtype), None
+    except (RuntimeError, ImportError, AttributeError, OSError) as error:
+        found, problem = None, first_line(error)
+    problems = [p for p in parallel.gather_objects(problem) if p is not None]
+    if problems:
+        _log.info("no memory shared between GPUs, small sums go through NCCL: %s", problems[0])
+        return None
+    return found
+
+
+def sum_rows(size: int, width: int, dtype: torch.dtype) -> int:
+    """Up to how many rows of a residual stream `size` ranks add up faster than NCCL."""
+    return min(MAX_ROWS, max(1, _MAX_SUM_BYTES // ((size - 1) * width * dtype.itemsize)))
+
+
+def compare_meetings(parallel: TensorParallel) -> None:
+    """Raise RuntimeError, on all ranks alike, unless they can meet."""
+    if len(set(parallel.gather_objects(len(_meetings)))) > 1:
+        raise RuntimeError("some of the ranks have met in another group before")
+
+
+def _shared(parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype) -> Shared:
+    sums = _allocate(parallel, (2, MAX_ROWS, width), dtype, num_sum_flags(width))
+    rows = sum_rows(parallel.size, width, dtype)
+    share, rest = divmod(vocab_size, parallel.size)
+    if rest:
+        return Shared(sums, rows, None)
+    flags = num_gather_flags(share)
+    return Shared(sums, rows, _allocate(parallel, (1, MAX_ROWS, share), dtype, flags))
+
+
+def _allocate(
+    parallel: TensorParallel, shape: tuple[int, int, int], dtype: torch.dtype, flags: int
+) -> Peers:
+    import torch.distributed._symmetric_memory as symmetric
+
+    assert parallel.group is not None
+    device, size = parallel.device, parallel.size
+    num_parts = prod(shape)
+    part_bytes = -(-num_parts * dtype.itemsize // 128) * 128
+    num_bytes = part_bytes + flags * size * 4
+    held = symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+    _meetings.append(parallel.group.group_name)
+    handle = symmetric.rendezvous(held, parallel.group)
+    held.zero_()
+    torch.cuda.synchronize(device)
+    parallel.gather_objects(0)  # nobody announces anything before all flags are zero
+    starts = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(size)]
+    addresses = torch.tensor(starts, dtype=torch.int64, device=device)
+    return Peers(
+        rank=parallel.rank,
+        size=size,
+        # The view keeps the allocation, which peers read, alive.
+        parts=held[: num_parts * dtype.itemsize].view(dtype).view(shape),
+        addresses=addresses,
+        flags=addresses + part_bytes,
+        epochs=torch.zeros(flags, size, dtype=torch.int32, device=device),
+    )

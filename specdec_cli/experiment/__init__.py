@@ -1,0 +1,1 @@
+"""What is measured, kept and concluded; knows no terminal."""

@@ -1,0 +1,188 @@
+"""One pair inside its ranks: loads both models and decodes the prompts at every batch size.
+
+Rank 0 writes what is found as it comes, so that whatever ends the ranks leaves what was finished.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.core.parallel import local_world_size
+from specdec_cli.core.types import Sequence as Seq
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.measure import release
+from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import available_memory, room_now
+from specdec_cli.engine.run import Emission
+from specdec_cli.experiment.compare.records import point_of
+from specdec_cli.experiment.compare.settings import Pair, Settings
+from specdec_cli.experiment.generation import Job, requests, tokenised
+from specdec_cli.experiment.points import Key, Point, Sample
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep import only, peak_memory, sample_of, units_of
+from specdec_cli.launch.world import World
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+
+# Of a warm-up: rounds are captured and kernels compiled before the first of them is done.
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What the ranks of a pair are started with.
+
+    recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
+    """
+
+    pair: Pair
+    settings: Settings
+    recipe: Recipe
+    prompts: list[Prompt]
+    permissions: Permissions
+    batch_sizes: tuple[int, ...]
+    folder: Path
+
+
+def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
+    """The recipe of one pair."""
+    assert recipe.draft is not None, "planning refuses recipes without a draft"
+    return recipe.model_copy(
+        update={
+            name: section.model_copy(update={"tensor_parallel_size": degree})
+            for name, section, degree in (
+                ("target", recipe.target, pair.target_tp),
+                ("draft", recipe.draft, pair.draft_tp),
+            )
+        }
+    )
+
+
+def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None:
+    """Run a pair in a world of its target's ranks; called by each of them.
+
+    on_point: called on rank 0 for k = 0 and the comparison's k, once a batch size is done.
+    """
+    began = time.perf_counter()
+    job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
+    engine = build(job.plan, job.longest_prompt)
+    blocks = _blocks_per_rank(job, engine)
+    world.ready()
+    folder = RunFolder(task.folder)
+    if world.is_first:
+        folder.append(
+            "pairs.jsonl",
+            _degrees(task.pair)
+            | {
+                "num_blocks": engine.target.model.cache.num_blocks,
+                "blocks_per_rank": blocks,
+                "load_seconds": time.perf_counter() - began,
+                "execution": job.plan.execution,
+            },
+        )
+    for batch_size in task.batch_sizes:
+        count = task.settings.num_prompts(batch_size)
+        chosen = only(job, {p.index for p in job.prompts[:count]}.__contains__)
+        # The engine as it was built has captured its rounds for the largest batch already.
+        is_whole = batch_size == engine.batch_size
+        sized = engine if is_whole else engine.with_batch_size(batch_size)
+        samples = _measure_size(world, task, chosen, sized, folder)
+        if world.is_first:
+            plain = samples[0]
+            for k in (0, task.settings.k):
+                found = point_of(task.settings, task.pair, batch_size, samples[k], plain, None, k)
+                with world.outside():
+                    on_point(found)
+        sized.forget_rounds()
+        del sized
+        release(job.plan.device)
+    folder.close()
+
+
+def _measure_size(
+    world: World, task: Task, job: Job, engine: Engine, folder: RunFolder
+) -> dict[int, dict[int, Sample]]:
+    """Every prompt at k = 0 and at k, in turns; samples by k and prompt, of rank 0 only."""
+    ks = (0, task.settings.k)
+    params = job.plan.params
+    few = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
+    first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
+    for k in ks:
+        for _ in range(task.recipe.run.warmup):
+            engine.run(requests(first), k, few, lambda _: world.beat())
+    repeats = task.recipe.run.repeats
+    found: dict[int, dict[int, Sample]] = {k: {} for k in ks}
+    for number, unit in enumerate(units_of(job, engine.batch_size)):
+        taken = {k: _Taken(job, repeats) for k in ks}
+        for repeat in range(repeats):
+            turn = (number * repeats + repeat) % len(ks)
+            for k in ks[turn:] + ks[:turn]:
+
+                def keep(emissions: list[Emission], key: Key, taken: _Taken) -> None:
+                    world.beat()
+                    if not world.is_first:
+                        return
+                    whole = {
+                        seq.index: _degrees(task.pair) | taken.sample(key, seq)
+                        for seq in taken.whole(emissions)
+                    }
+                    if whole:
+                        folder.append("samples.jsonl", *whole.values())
+                    found[key.k] |= whole
+
+                key = Key(task.settings.draft, engine.batch_size, k)
+                engine.run(requests(unit), k, params, partial(keep, key=key, taken=taken[k]))
+    return found
+
+
+class _Taken:
+    """Finished sequences of one point, until those of every repeat are there."""
+
+    def __init__(self, job: Job, repeats: int) -> None:
+        self._job = job
+        self._repeats = repeats
+        self._categories = {p.index: p.category for p in job.prompts}
+        self._runs: dict[int, list[Seq]] = defaultdict(list)
+
+    def whole(self, emissions: list[Emission]) -> list[Seq]:
+        """Add what was emitted; of the sequences that this finished, those of a last repeat."""
+        found = []
+        for seq in (e.seq for e in emissions if e.seq.finish_reason is not None):
+            self._runs[seq.index].append(seq)
+            if len(self._runs[seq.index]) == self._repeats:
+                found.append(seq)
+        return found
+
+    def sample(self, key: Key, seq: Seq) -> Sample:
+        """A line of samples.jsonl."""
+        plan = self._job.plan
+        runs = self._runs[seq.index]
+        found = sample_of(key, self._categories[seq.index], runs, plan.params.max_new_tokens)
+        return found | {"peak_memory_bytes": peak_memory(plan.device)}
+
+
+def _degrees(pair: Pair) -> dict[str, Any]:
+    return {"target_tp": pair.target_tp, "draft_tp": pair.draft_tp}
+
+
+def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
+    """How many KV blocks would fit on each rank, beside what it holds of both models.
+
+    The engine takes as many on every rank as fit on the one with least room, and no more than the
+    run can use.
+    """
+    plan, held = job.plan, engine.target.model.cache.num_blocks
+    allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
+    if plan.device.type == "cuda":
+        fits = held + max(0, room_now(plan.device, allowance)) // block
+    else:
+        # Caches have a share of what is free, theirs included: of all ranks, which are on one host.
+        caches = sum(plan.parallel.gather_objects(held * block))
+        budget = allowance.host_budget(available_memory() + caches, local_world_size())
+        fits = budget // block
+    return plan.parallel.gather_objects(fits)

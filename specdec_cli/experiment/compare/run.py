@@ -1,0 +1,135 @@
+"""Runs a comparison: each pair in ranks of its own, started from here, one pair after the other.
+
+What ends one pair's ranks is a failure of that pair; the others go on.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from specdec_cli.errors import ExitCode
+from specdec_cli.experiment.compare.measure import Task
+from specdec_cli.experiment.compare.records import Records
+from specdec_cli.experiment.compare.settings import Pair
+from specdec_cli.experiment.compare.setup import Plan
+from specdec_cli.experiment.compare.verdict import verdict_of
+from specdec_cli.experiment.lossless import is_broken, tokens_line
+from specdec_cli.experiment.points import Failure, Point
+from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep.document import prompts_that_failed
+from specdec_cli.launch.ranks import run_ranks
+from specdec_cli.launch.reports import Report
+
+
+class Watcher(Protocol):
+    """Is told how a comparison goes on."""
+
+    def begin(self, pair: Pair) -> None: ...
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None: ...
+
+
+def run_pairs(
+    plan: Plan, records: Records, folder: RunFolder, program: Sequence[str], watcher: Watcher
+) -> list[int]:
+    """Measure every pair that is not recorded yet; returns the exit codes of those that failed.
+
+    program: the command line, after the interpreter, of a rank; the number of ranks, the device and
+    the timeout are added.
+    """
+    codes = []
+    records.update_points(folder)
+    for pair in plan.to_run:
+        if not (sizes := records.open_sizes(pair)):
+            continue
+        watcher.begin(pair)
+        run = plan.recipe.run
+        task = Task(
+            pair=pair,
+            settings=plan.settings,
+            recipe=plan.engine_recipe,
+            prompts=plan.job.prompts,
+            permissions=plan.permissions,
+            batch_sizes=tuple(sizes),
+            folder=folder.path,
+        )
+        options = [str(pair.target_tp), run.device, str(run.timeout_s)]
+        try:
+            outcome = run_ranks(
+                [*program, *options], pair.target_tp, timeout_s=run.timeout_s, inputs=task
+            )
+        except (KeyboardInterrupt, SystemExit):
+            _take_over(folder, records)
+            records.update_points(folder)
+            raise
+        _take_over(folder, records)
+        if outcome.failure is not None:
+            codes.append(outcome.failure.code)
+        for batch_size in records.open_sizes(pair):
+            failure = _failure(outcome.failure)
+            records.failures[pair, batch_size] = failure
+            watcher.failed(pair, batch_size, failure)
+        records.update_points(folder)
+    return codes
+
+
+def _take_over(folder: RunFolder, records: Records) -> None:
+    """Read what the ranks of a pair have written; killed ones may have left a torn line."""
+    folder.mend()
+    records.load(folder)
+
+
+def _failure(report: Report | None) -> Failure:
+    if report is None or report.explained is None:
+        return Failure("failed", "the ranks ended without a word")
+    is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
+    return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
+
+
+def document_of(
+    plan: Plan, records: Records, warnings: Sequence[str], where: dict[str, Any]
+) -> dict[str, Any]:
+    """`compare-tp --json`, and summary.json. where: its environment."""
+    verdict = verdict_of(records)
+    said = [*warnings, *prompts_that_failed(records.samples.values())]
+    if is_broken(verdict["tokens"]):
+        said.append(tokens_line(verdict["tokens"]) or "")
+    return {
+        "schema": "specdec.compare-tp/1",
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "environment": where,
+        "comparison": plan.settings.as_dict() | {"settings_hash": plan.settings.digest},
+        "points": records.points,
+        **verdict,
+        "pairs": [records.facts[pair] for pair in plan.settings.pairs if pair in records.facts],
+        "warnings": said,
+    }
+
+
+def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
+    folder.write("summary.json", to_json(document) + "\n")
+
+
+def exit_code(
+    plan: Plan, records: Records, codes: Sequence[int], tokens: Mapping[str, Any]
+) -> ExitCode:
+    """Partial where a point or a prompt that could be asked for has no result; where there is no
+    result at all, what stopped the pairs. Tokens that must not differ (`tokens`, of the document)
+    count for more."""
+    statuses = _statuses(records.points)
+    samples = [s for found in records.samples.values() for s in found.values()]
+    if "ok" not in statuses and not records.failures:
+        return ExitCode.PARTIAL  # every pair ran, and no prompt could
+    if "ok" not in statuses:
+        alike = set(codes)
+        return ExitCode(alike.pop()) if len(alike) == 1 else ExitCode.RUN_FAILED
+    if is_broken(tokens):
+        return ExitCode.LOSSLESSNESS
+    missing = any(not skip.expected for skip in plan.skips.values())
+    failed = bool({"failed", "oom"} & set(statuses)) or missing
+    failed = failed or any(s["finish_reason"] == "error" for s in samples)
+    return ExitCode.PARTIAL if failed else ExitCode.OK
+
+
+def _statuses(points: Sequence[Point]) -> list[str]:
+    return [p["status"] for p in points]

@@ -1,0 +1,252 @@
+"""Around a comparison: from a recipe to a checked plan, and its folder.
+
+Loads no weights and starts no ranks.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.engine.plan import Permissions
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.compare.measure import with_degrees
+from specdec_cli.experiment.compare.records import Records
+from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
+from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.results import environment
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep import (
+    check_same,
+    device_name,
+    few_prompts,
+    for_engine,
+    keep_environment_warning,
+    read_settings_file,
+    reopened,
+    with_weights,
+    write_settings,
+)
+from specdec_cli.models.loader import Description, describe
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+from specdec_cli.text import digest
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A checked comparison.
+
+    recipe: as the user's command line resolves, for the first pair and batch size; engine_recipe:
+    with a cache for the largest batch size, which every pair gets. job: the pair at one rank each,
+    and its prompts.
+    """
+
+    recipe: Recipe
+    engine_recipe: Recipe
+    settings: Settings
+    job: Job
+    skips: Mapping[Pair, Skip]
+    permissions: Permissions
+
+    @property
+    def to_run(self) -> list[Pair]:
+        return [pair for pair in self.settings.in_order if pair not in self.skips]
+
+    @property
+    def num_samples(self) -> int:
+        a_pair = sum(2 * self.settings.num_prompts(b) for b in self.settings.batch_sizes)
+        return a_pair * len(self.to_run)
+
+    @property
+    def where(self) -> dict[str, Any]:
+        found = environment(
+            self.job.plan.device, self.job.plan.target.dtype, self.job.plan.execution
+        )
+        return found | {
+            "cache": "sized for the largest batch size, with the draft in place at k = 0 too"
+        }
+
+
+def plan_comparison(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    degrees: tuple[Sequence[int], Sequence[int]],
+    batch_sizes: Sequence[int],
+    batches: int | None,
+    permissions: Permissions,
+) -> Plan:
+    """Check the models, tokenise, and find out which pairs can run.
+
+    degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
+    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
+    """
+    if recipe.draft is None or recipe.speculation.method != "draft_model":
+        raise UsageError(
+            "compare-tp needs a draft model: its degrees are compared",
+            "pass --draft and --set speculation.method=draft_model, or give the recipe both",
+        )
+    k = recipe.speculation.num_speculative_tokens
+    if k == 0:
+        raise UsageError("compare-tp: at k = 0 the draft does nothing", "pass -k 1 or more")
+    if ":" in recipe.run.device:
+        raise UsageError(
+            f"run.device: {recipe.run.device} is one device; ranks need their own",
+            "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
+        )
+    engine_recipe = for_engine(recipe, k, max(batch_sizes))
+    job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
+    settings = Settings(
+        recipe=_recipe_values(recipe, job),
+        draft=recipe.draft.model,
+        k=k,
+        target_tps=tuple(degrees[0]),
+        draft_tps=tuple(degrees[1]),
+        batch_sizes=tuple(batch_sizes),
+        batches=batches,
+        prompts={
+            "count": len(job.prompts),
+            "sha256": digest(job.token_ids),
+        },
+        device=device_name(job.plan.device),
+        dtype=str(job.plan.target.dtype).removeprefix("torch."),
+    )
+    num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
+    skips = skips_of(settings, job, num_gpus)
+    # What is kept is a recipe that runs: the first legal pair, at the first batch size.
+    first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
+    run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
+    kept = with_degrees(recipe, first).model_copy(update={"run": run})
+    return Plan(kept, engine_recipe, settings, job, skips, permissions)
+
+
+def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
+    values = recipe.model_dump(mode="json")
+    del values["data"], values["run"]["batch_size"], values["run"]["device"]
+    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
+        del values[role]["tensor_parallel_size"]
+        values[role] = with_weights(values[role], model)
+    return values
+
+
+def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
+    """Pairs that are not to be run. num_gpus: of this machine; None where ranks run on CPUs.
+
+    Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
+    """
+    found: dict[Pair, Skip] = {}
+    draft = job.plan.draft
+    assert draft is not None, "k is at least 1"
+    unsplit = {("target", t): _cannot_split(job, job.plan.target, t) for t in settings.target_tps}
+    unsplit |= {("draft", d): _cannot_split(job, draft, d) for d in settings.draft_tps}
+    for pair in settings.pairs:
+        why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
+        if not pair.divides:
+            reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
+            found[pair] = Skip(reason, expected=True)
+        elif "lm_head" in job.plan.shared and pair.draft_tp != pair.target_tp:
+            reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"
+            found[pair] = Skip(reason, expected=True)
+        elif why is not None:
+            found[pair] = Skip(why, expected=False)
+        elif num_gpus is not None and pair.target_tp > num_gpus:
+            reason = f"needs {pair.target_tp} GPUs, and this machine has {num_gpus}"
+            found[pair] = Skip(reason, expected=False)
+    if len(found) == len(settings.pairs):
+        legal = [skip.reason for skip in found.values() if not skip.expected]
+        illegal = [skip.reason for skip in found.values() if skip.expected]
+        if legal and not any(unsplit.values()):
+            raise SetupError(f"no pair can run here: {legal[0]}", "pass smaller --target-tp")
+        raise UsageError(
+            f"no legal pair: {(legal or illegal)[0]}",
+            "the draft's degree has to divide the target's (--target-tp 4 --draft-tp 1,2,4); "
+            "where draft.share has lm_head, it has to be the target's",
+        )
+    return found
+
+
+def _cannot_split(job: Job, model: Description, size: int) -> str | None:
+    """Why a model cannot be split over so many ranks, or None."""
+    if size == 1:
+        return None
+    try:
+        describe(model.spec, job.plan.device, TensorParallel(size=size))
+    except SetupError as problem:
+        return problem.message
+    return None
+
+
+def warnings_of(plan: Plan) -> list[str]:
+    """What a reader of the results has to know."""
+    found = []
+    is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
+    if is_dummy and not plan.settings.is_synthetic:
+        found.append(
+            "the weights are random, and so is what is accepted: set speculation.acceptance to "
+            "synthetic, and rates"
+        )
+    if plan.settings.is_synthetic:
+        found.append("acceptance is synthetic: times are measured, the text is not the target's")
+    if len(plan.to_run) == 1:
+        found.append("there is one pair to measure: give more with --target-tp and --draft-tp")
+    counts = [plan.settings.num_prompts(b) for b in plan.settings.batch_sizes]
+    job = plan.job
+    if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
+        found.append(short)
+    return [*found, *few_prompts(min(counts))]
+
+
+def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
+    """What a comparison would do, for `--dry-run`; `text` says it for people."""
+    s, run = plan.settings, plan.recipe.run
+    prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
+    pairs = [
+        {"target_tp": p.target_tp, "draft_tp": p.draft_tp}
+        | (
+            {"status": "skipped", "reason": plan.skips[p].reason}
+            if p in plan.skips
+            else {"status": "ok"}
+        )
+        for p in s.pairs
+    ]
+    text = [
+        f"draft: {s.draft}, k = {s.k}",
+        *(
+            f"{pair}: {plan.skips[pair].reason if pair in plan.skips else 'to be measured'}"
+            for pair in s.pairs
+        ),
+        f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
+        f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
+    ]
+    return {
+        "schema": "specdec.compare-tp.plan/1",
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "comparison": s.as_dict() | {"settings_hash": s.digest},
+        "pairs": pairs,
+        "num_samples": plan.num_samples,
+        "warnings": list(warnings),
+        "text": "\n".join(text),
+    }
+
+
+def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> RunFolder:
+    """The comparison's run folder, new or gone on with; `records` takes over what it holds.
+
+    Raises `UsageError` when it holds a comparison with other settings, or none at all.
+    """
+    where = plan.where
+    if resume and (path / "settings.json").exists():
+        theirs = read_settings_file(path).get("settings")
+        if not isinstance(theirs, dict) or "target_tps" not in theirs:
+            raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
+        check_same(path, "comparison", theirs, plan.settings.as_dict())
+        folder = reopened(path, records.load)
+        if records.is_open(plan.to_run):
+            keep_environment_warning(folder, plan.settings, where)
+        return folder
+    folder = RunFolder.create(path, plan.recipe, where)
+    write_settings(folder, plan.settings, warnings_of(plan))
+    return folder

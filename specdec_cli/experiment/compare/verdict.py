@@ -1,0 +1,214 @@
+"""What a comparison says: the best pair and why, where it changes, whether tokens are the same.
+
+Computed from points and samples alone. Knows no terminal.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import groupby, pairwise
+from typing import Any
+
+from specdec_cli.engine.metrics import STAGES
+from specdec_cli.experiment import stats
+from specdec_cli.experiment.compare.records import Records, Samples
+from specdec_cli.experiment.compare.settings import Pair, Settings
+from specdec_cli.experiment.lossless import compare_tokens
+from specdec_cli.experiment.points import Point, measured_speed, without_errors
+from specdec_cli.experiment.stats import SumRatio
+
+Verdict = dict[str, Any]
+
+_NOTABLE = 0.1  # of the difference between two rounds: stages with less are not mentioned
+_SAME = 0.01  # of tokens a round
+
+
+def verdict_of(records: Records) -> Verdict:
+    """The part of the document that is about all points together."""
+    settings = records.settings
+    sizes = settings.batch_sizes
+    overall = {b: best_of(records, settings.target_tps, b) for b in sizes}
+    by_target = {t: {b: best_of(records, [t], b) for b in sizes} for t in settings.target_tps}
+    return {
+        "best": overall[sizes[0]],
+        "best_by_batch_size": {str(b): best for b, best in overall.items()},
+        "best_by_target_tp": {
+            str(t): {str(b): best for b, best in row.items()} for t, row in by_target.items()
+        },
+        "flips": [flip for t, row in by_target.items() for flip in _flips(t, row)],
+        "tokens": tokens_of(records),
+    }
+
+
+def best_of(records: Records, target_tps: Iterable[int], batch_size: int) -> dict[str, Any]:
+    """The fastest pair at a batch size among some target TPs, which may be tied with it, and why.
+
+    Speeds are compared on the same prompts; tied are pairs that cannot be told from the best at
+    95 %. That is over prompts: what differs from one start of the ranks to the next is not in it.
+    """
+    chosen = set(target_tps)
+    points = [
+        p
+        for p in records.points
+        if p["status"] == "ok" and p["target_tp"] in chosen and p["batch_size"] == batch_size
+    ]
+    candidates = [p for p in points if p["k"] > 0]
+    if not candidates:
+        reason = "no pair was measured"
+        return {"target_tp": None, "draft_tp": None, "k": None, "tied": [], "reason": reason}
+    best = max(candidates, key=_speed_of)
+    measures = _speeds(records, candidates)
+    tied: list[Point] = []
+    if measures is not None:
+        choice = stats.choose(measures, records.settings.seed)
+        best = candidates[choice.best]
+        tied = [candidates[i] for i in choice.tied if i != choice.best]
+    plain = max((p for p in points if p["k"] == 0), key=_speed_of, default=None)
+    return {
+        "target_tp": best["target_tp"],
+        "draft_tp": best["draft_tp"],
+        "k": best["k"],
+        "tied": [{"target_tp": p["target_tp"], "draft_tp": p["draft_tp"]} for p in tied],
+        "reason": _reason(best, candidates, plain),
+        "decode_tokens_per_second": _speed_of(best),
+        "speedup": best["speedup"],
+        "speedup_vs_equal_tp": best["speedup_vs_equal_tp"],
+    }
+
+
+def _speed_of(point: Point) -> float:
+    return float(point["metrics"]["decode_tokens_per_second"])
+
+
+def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
+    """Decoding speeds over the prompts that all points have; None without any."""
+    settings = records.settings
+    own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
+    common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
+    return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
+
+
+def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
+    gain = f", {best['speedup']:.2f}x k = 0" if best["speedup"] is not None else ""
+    said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
+    rivals = [p for p in candidates if p["target_tp"] == best["target_tp"] and p is not best]
+    if rivals:
+        said.append(_against(best, max(rivals, key=_speed_of)))
+    if plain is not None and _speed_of(plain) > _speed_of(best):
+        speed = f"{_speed_of(plain):.1f} tokens/s"
+        said.append(f"no speculation at target TP {plain['target_tp']} is faster still, {speed}")
+    return "; ".join(said)
+
+
+def _name(point: Point) -> str:
+    return f"target TP {point['target_tp']} with draft TP {point['draft_tp']}"
+
+
+def _against(best: Point, rival: Point) -> str:
+    """Why the best beats the next best at the same target TP, from the stages of a round."""
+    ours, theirs = best["metrics"], rival["metrics"]
+    name = f"draft TP {rival['draft_tp']}"
+    faster = theirs["round_ms"] - ours["round_ms"]
+    parts = {stage: theirs[f"{stage}_ms"] - ours[f"{stage}_ms"] for stage in STAGES}
+    parts["host"] = faster - sum(parts.values())
+    whole = sum(map(abs, parts.values()))
+    ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
+    told = [s for s in ranked if whole and abs(parts[s]) >= _NOTABLE * whole]
+    words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
+    than = "less" if faster >= 0 else "more"
+    said = (
+        f"a round takes {ours['round_ms']:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
+        f"{f' ({words})' if words else ''}"
+    )
+    lengths = [m["mean_acceptance_length"] for m in (ours, theirs)]
+    if abs(lengths[0] / lengths[1] - 1) > _SAME:
+        said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
+    if told[:1] == ["draft"] and faster > 0:
+        said += f": {_why_draft(best, rival)}"
+    return said
+
+
+def _difference(milliseconds: float) -> str:
+    """Of a stage, positive where the best spends less."""
+    return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
+
+
+def _why_draft(best: Point, rival: Point) -> str:
+    if best["draft_tp"] < rival["draft_tp"]:
+        return "exchanges between its ranks cost the draft more than sharing its weights saves"
+    return "sharing its weights saves the draft more than exchanges between its ranks cost"
+
+
+def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Where the best draft TP of a target TP changes as batches grow.
+
+    is_tied: whether the one before may be as good there.
+    """
+    flips = []
+    known = [(b, best) for b, best in sorted(row.items()) if best["draft_tp"] is not None]
+    for (_, before), (batch_size, best) in pairwise(known):
+        if before["draft_tp"] != best["draft_tp"]:
+            earlier = {"target_tp": target_tp, "draft_tp": before["draft_tp"]}
+            flips.append(
+                {
+                    "target_tp": target_tp,
+                    "batch_size": batch_size,
+                    "from": before["draft_tp"],
+                    "to": best["draft_tp"],
+                    "is_tied": earlier in best["tied"],
+                }
+            )
+    return flips
+
+
+def summary_lines(verdict: Verdict) -> list[str]:
+    """The findings in words: by batch size the best pair of all, then that of each target TP."""
+    overall: Mapping[str, Mapping[str, Any]] = verdict["best_by_batch_size"]
+    lines = [_line(size, best, overall) for size, best in overall.items()]
+    for target_tp, row in verdict["best_by_target_tp"].items():
+        known = {size: best for size, best in row.items() if best["draft_tp"] is not None}
+        if target_tp != "1" and known:
+            lines.append(_degrees_line(target_tp, known))
+            lines += [
+                f"  {_line(size, best, overall)}"
+                for size, best in known.items()
+                if best["target_tp"] != overall[size]["target_tp"]
+            ]
+    return lines
+
+
+def _line(size: str, best: Mapping[str, Any], sizes: Mapping[str, Any]) -> str:
+    where = f"batch size {size}: " if len(sizes) > 1 else ""
+    return f"{where}{best['reason']}{_tied(best)}"
+
+
+def _degrees_line(target_tp: str, row: Mapping[str, Mapping[str, Any]]) -> str:
+    """`at target TP 4 the best draft TP is 1 at batch size 1, 8; 4 at batch size 32`."""
+    parts = []
+    for degree, group in groupby(row.items(), key=lambda item: item[1]["draft_tp"]):
+        parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
+    return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
+
+
+def _tied(best: Mapping[str, Any]) -> str:
+    names = [f"{p['target_tp']} x {p['draft_tp']}" for p in best["tied"]]
+    return f" (tied: {', '.join(names)})" if names else ""
+
+
+def tokens_of(records: Records) -> dict[str, Any]:
+    """Whether every pair wrote the same tokens, where they have to."""
+    settings = records.settings
+    points = (
+        ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
+        for pair, batch_size, k, samples in _complete(records, settings)
+    )
+    is_comparable = settings.is_greedy and not settings.is_synthetic
+    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
+
+
+def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int, int, Samples]]:
+    """Points in the order in which the first is what the others are held against."""
+    for pair in sorted(settings.pairs):
+        for batch_size in settings.batch_sizes:
+            if records.is_complete(pair, batch_size):
+                for k in (0, settings.k):
+                    yield pair, batch_size, k, records.of(pair, batch_size, k)

@@ -1,0 +1,233 @@
+"""Prompts in, outputs out: the text side of an engine run.
+
+Turns prompts into requests and finished sequences into outputs. Knows nothing of terminals.
+"""
+
+import logging
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from specdec_cli.core.types import Sequence
+from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.engine.plan import Permissions, Plan, plan
+from specdec_cli.engine.run import Request
+from specdec_cli.errors import UsageError
+from specdec_cli.experiment.results import Output
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.models.tokenizer import Tokenizer
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+from specdec_cli.text import is_unicode
+
+_log = logging.getLogger("specdec")
+_BASELINE_TOKENS = 32
+_BASELINE_LEAST = 16  # tokens of a run below which a speed means nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A checked pair and its tokenised prompts; no weights are loaded yet.
+
+    Each conversation among the prompts has its text, as the target's chat template renders it.
+    """
+
+    plan: Plan
+    prompts: list[Prompt]
+    token_ids: list[tuple[int, ...]]
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(map(len, self.token_ids))
+
+    def too_long(self, prompt: int) -> str | None:
+        """Why a prompt cannot run whatever the cache, or None."""
+        length, most = len(self.token_ids[prompt]), self.plan.max_model_len
+        if length < most:
+            return None
+        return f"the prompt has {length} tokens; the model's context holds {most} with the output"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """All that a run needs.
+
+    recipe: what is to be said of it, which runs again. where: the record of its environment.
+    folder: for its results, on rank 0, where there is to be one.
+    """
+
+    recipe: Recipe
+    job: Job
+    where: dict[str, Any]
+    folder: RunFolder | None
+    engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What came of a run: an output for each prompt, in their order."""
+
+    outputs: list[Output]
+    metrics: Metrics
+
+
+def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
+    """`tokenised`, with a warning on the log where the draft's context ends before the texts."""
+    job = tokenised(recipe, prompts, permissions)
+    if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
+        _log.warning("%s", warning)
+    return job
+
+
+def tokenised(
+    recipe: Recipe,
+    prompts: list[Prompt],
+    permissions: Permissions,
+    planned: Plan | None = None,
+) -> Job:
+    """Check the pair, unless it is `planned` already, and tokenise.
+
+    Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
+    that it refuses.
+    """
+    planned = planned or plan(recipe, permissions)
+    rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
+    if (silent := next(filter(_lacks_system, rendered), None)) is not None:
+        _log.warning("%s: the chat template leaves the system message out", silent.where)
+    token_ids = [_token_ids(planned, prompt) for prompt in rendered]
+    return Job(planned, rendered, token_ids)
+
+
+def draft_context_warning(planned: Plan, token_ids: list[tuple[int, ...]]) -> str | None:
+    """A warning where texts may outgrow the draft's context; None where each fits, or no draft.
+
+    As `types.Sequence.room` has it, proposals are lost to it where a text is to have two tokens
+    more: the last one is always the target's own.
+    """
+    if planned.draft is None:
+        return None
+    holds, most = planned.draft.max_len, planned.max_model_len
+    new = planned.params.max_new_tokens
+    runs = [len(ids) for ids in token_ids if 0 < len(ids) < most]
+    ends = [min(length + new, most) for length in runs]
+    past = sum(end - 1 > max(holds, length) for length, end in zip(runs, ends, strict=True))
+    if past == 0:
+        return None
+    return (
+        f"the draft's context holds {holds} tokens, past which it proposes nothing: "
+        f"{past} of {len(token_ids)} prompts may go past it"
+    )
+
+
+def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
+    """The prompt, with a text where it has messages."""
+    if prompt.messages is None:
+        return prompt
+    try:
+        text = tokenizer.render(prompt.messages)
+    except UsageError as refused:
+        hint = refused.hint
+        if hint is None and any(m["role"] == "system" for m in prompt.messages):
+            hint = "many templates take no system message: put it into the first user message"
+        raise UsageError(f"{prompt.where}: {refused.message}", hint) from None
+    if not text or not is_unicode(text):
+        what = "text that is not valid Unicode" if text else "nothing"
+        raise UsageError(f"{prompt.where}: the chat template makes {what} of the messages")
+    return replace(prompt, text=text)
+
+
+def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
+    ids, vocab = prompt.token_ids, planned.target.vocab_size
+    if ids is None:
+        # A template writes the special tokens itself; the tokenizer would add the first one again.
+        is_rendered = prompt.messages is not None
+        assert prompt.text is not None
+        ids = tuple(planned.tokenizer.encode(prompt.text, add_special_tokens=not is_rendered))
+    if ids and max(ids) >= vocab:
+        raise UsageError(
+            f"{prompt.where}: prompt {prompt.index} holds token id {max(ids)}; "
+            f"the vocabulary ends at {vocab}",
+            "leave the prompt out, or encode it with this target's tokenizer",
+        )
+    return ids
+
+
+def _lacks_system(prompt: Prompt) -> bool:
+    """Whether a rendered conversation has a system message that its text is without."""
+    contents = [str(m["content"]) for m in prompt.messages or () if m["role"] == "system"]
+    return any(content.strip() not in (prompt.text or "") for content in contents)
+
+
+def requests(job: Job) -> list[Request]:
+    """What the engine is to decode."""
+    stop = job.plan.params.stop
+    return [
+        Request(
+            prompt.index,
+            ids,
+            partial(StopFinder, job.plan.tokenizer, ids, stop) if stop and ids else None,
+        )
+        for prompt, ids in zip(job.prompts, job.token_ids, strict=True)
+    ]
+
+
+def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
+    """The output that a finished sequence stands for."""
+    assert seq.finish_reason is not None
+    tokenizer = job.plan.tokenizer
+    text = _text_of(job, seq)
+    prompt_ids = seq.tokens[: seq.num_prompt_tokens]
+    return Output(
+        index=prompt.index,
+        prompt=prompt.text if prompt.text is not None else tokenizer.decode(prompt_ids),
+        text=text,
+        prompt_token_ids=prompt_ids,
+        token_ids=seq.output_ids,
+        finish_reason=seq.finish_reason,
+        num_drafts=len(seq.accepted_per_round),
+        num_draft_tokens=sum(seq.proposed_per_round),
+        num_accepted_tokens=sum(seq.accepted_per_round),
+        accepted_per_round=seq.accepted_per_round,
+        proposed_per_round=seq.proposed_per_round,
+        category=prompt.category,
+        error=seq.error,
+        seconds=seq.prefill_seconds + seq.decode_seconds,
+    )
+
+
+def _text_of(job: Job, seq: Sequence) -> str:
+    """The completion's text, up to the stop string that ended it."""
+    whole, stop = job.plan.tokenizer.decode(seq.output_ids), job.plan.params.stop
+    text = cut_at_stop(whole, stop)
+    if seq.finish_reason == "stop" and text == whole:
+        # Some tokenizers drop the space before a text's first word; behind the prompt, where the
+        # stop string was found, it was there.
+        text = cut_at_stop(f" {whole}", stop)[1:]
+    return text
+
+
+def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
+    """A few tokens of the first prompts again at k = 0, to say whether speculation pays here.
+
+    None when the run wrote too little to compare with, or left no memory for other rounds on its
+    only GPU: the run itself is done, and what it found counts.
+    """
+    ran = [o.index for o in outputs if o.error is None]
+    params = job.plan.params
+    if sum(len(o.token_ids) for o in outputs) < _BASELINE_LEAST:
+        return None
+    few = min(_BASELINE_TOKENS, params.max_new_tokens)  # the cache was made for no more
+    params = replace(params, ignore_eos=True, stop=(), max_new_tokens=few)
+    first = [
+        Request(index, job.token_ids[index]) for index in ran[: job.plan.recipe.run.batch_size]
+    ]
+    try:
+        return engine.run(first, 0, params).metrics
+    except torch.OutOfMemoryError:
+        if job.plan.parallel.size > 1:
+            raise  # the others wait for this rank
+        return None

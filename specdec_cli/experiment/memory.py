@@ -1,0 +1,344 @@
+"""`profile-blocks`: measured or estimated memory of every rank, and what follows from it.
+
+Answers in the user's terms: tokens, sequences, what would make a batch fit, what the draft costs.
+Knows the contract's JSON names; knows nothing of terminals.
+"""
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+
+from specdec_cli.engine.build import load_models, measured, out_of_memory
+from specdec_cli.engine.estimate import (
+    Machine,
+    draft_shares,
+    empty_gpu,
+    estimate_rank,
+    this_machine,
+)
+from specdec_cli.engine.plan import (
+    Describe,
+    Permissions,
+    Plan,
+    plan_all_ranks,
+    resolve_device,
+)
+from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
+from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.experiment.generation import tokenised
+from specdec_cli.experiment.results import environment
+from specdec_cli.models.loader import describe
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+
+_MOST_UTILIZATION = 0.98  # more is not advised: nothing would be left for anybody's fluctuations
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The memory of every rank of one plan. context: tokens of the sequences to be held.
+
+    at_degree: that of another draft TP, where it can be estimated anew.
+    """
+
+    plan: Plan
+    split: Split
+    context: int
+    machine: Machine | None = None  # that was estimated, None where it was measured
+    at_degree: Callable[[int], Split] | None = None
+
+    @property
+    def block_size(self) -> int:
+        return self.plan.recipe.cache.block_size
+
+    @property
+    def need(self) -> CacheNeed:
+        """What a full batch of sequences of `context` tokens asks for."""
+        return _need(self.plan, self.context)
+
+    def capacity(self, num_blocks: int) -> dict[str, int]:
+        """What a cache of so many blocks holds: block 0 holds nothing."""
+        usable = max(0, num_blocks - 1)
+        return {
+            "num_blocks": num_blocks,
+            "max_tokens": usable * self.block_size,
+            "max_sequences": usable // self.need.blocks_per_sequence,
+        }
+
+
+def measure_blocks(
+    planned: Plan,
+    prompts: list[Prompt],
+    context: int | None,
+    on_stage: Callable[[str], None],
+    expect: Callable[[int], None],
+) -> Profile:
+    """Load both models and run the largest passes that the recipe allows. Every rank calls this.
+
+    Raises `SetupError` with the numbers when not even the smallest cache fits.
+    """
+    tokens = _context(planned, prompts, context)
+    expect(len(planned.held) + 1)
+    try:
+        models = load_models(planned, on_stage)
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        raise out_of_memory(planned) from problem
+    on_stage("running the largest passes")
+    mine = measured(planned, models, _need(planned, planned.max_model_len))
+    split = Split(tuple(planned.parallel.gather_objects(mine)))
+    split.check(planned.recipe.cache.block_size)
+    return Profile(planned, split, tokens)
+
+
+@dataclass(slots=True)
+class Estimator:
+    """The same from configs alone, for GPUs of `device_memory` bytes or for the device here.
+
+    Models are described once, whatever else changes from one estimate to the next.
+    """
+
+    permissions: Permissions
+    context: int | None
+    device_memory: int | None
+    _describe: Describe = field(default_factory=lambda: functools.cache(describe))
+
+    def estimate(self, recipe: Recipe, prompts: list[Prompt]) -> Profile:
+        """Raises `SetupError` and `UsageError` for what could not run either."""
+        device, machine = self._machine(recipe)
+        plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
+        tokens = _context(plans[0], prompts, self.context)
+
+        def at_degree(degree: int) -> Split:
+            assert recipe.draft is not None
+            draft = recipe.draft.model_copy(update={"tensor_parallel_size": degree})
+            changed = recipe.model_copy(update={"draft": draft})
+            return _split(
+                plan_all_ranks(changed, self.permissions, device, self._describe), machine
+            )
+
+        return Profile(plans[0], _split(plans, machine), tokens, machine, at_degree)
+
+    def _machine(self, recipe: Recipe) -> tuple[torch.device, Machine]:
+        num_ranks = recipe.target.tensor_parallel_size
+        if self.device_memory is None:
+            device = resolve_device(recipe.run.device)
+            return device, this_machine(device, num_ranks)
+        if recipe.run.device == "cpu":
+            raise UsageError(
+                "--device-memory is that of a GPU, and run.device is cpu",
+                "on CPU, cache.cpu_bytes says what caches may take",
+            )
+        return torch.device("cuda"), empty_gpu(self.device_memory, num_ranks)
+
+
+def _split(plans: Sequence[Plan], machine: Machine) -> Split:
+    need = _need(plans[0], plans[0].max_model_len)
+    return Split(tuple(estimate_rank(planned, need, machine) for planned in plans))
+
+
+def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
+    """`profile-blocks --json`, but for the points of an estimate."""
+    planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
+    where = environment(
+        planned.device if profile.machine is None else torch.device("cpu"),
+        planned.target.dtype,
+        planned.execution,
+    )
+    if profile.machine is not None:
+        where["device"] = f"{profile.machine.name} (estimated)"
+    return {
+        "schema": "specdec.profile-blocks/1",
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": where,
+        "method": "measured" if profile.machine is None else "estimated",
+        "ranks": [_rank(rank, split) for rank in split.ranks],
+        **profile.capacity(split.num_blocks),
+        "block_size": profile.block_size,
+        "limiting_rank": split.limiting.rank,
+        "context": profile.context,
+        "fit": _fit(profile, cost),
+        "draft_cost": cost,
+    }
+
+
+def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
+    """One row of an estimate over several settings."""
+    split = profile.split
+    problem = None
+    try:
+        split.check(profile.block_size)
+    except SetupError as error:
+        problem = error.message
+    return {
+        **settings(recipe),
+        "status": "ok" if problem is None else "oom",
+        **({} if problem is None else {"reason": problem}),
+        **profile.capacity(split.num_blocks),
+        "limiting_rank": split.limiting.rank,
+        "ranks": [_rank(rank, split) for rank in split.ranks],
+    }
+
+
+def settings(recipe: Recipe) -> dict[str, Any]:
+    """What rows of an estimate differ in."""
+    return {
+        "draft_tp": recipe.draft.tensor_parallel_size if recipe.draft is not None else None,
+        "block_size": recipe.cache.block_size,
+        "gpu_memory_utilization": recipe.cache.gpu_memory_utilization,
+        "k": recipe.speculation.num_speculative_tokens,
+    }
+
+
+def _rank(rank: RankMemory, split: Split) -> dict[str, Any]:
+    stranded = split.stranded_bytes(rank)
+    return asdict(rank) | {
+        "num_blocks": rank.fits,
+        "stranded_bytes": stranded,
+        "free_bytes": rank.free_bytes,
+    }
+
+
+def _need(planned: Plan, longest: int) -> CacheNeed:
+    recipe = planned.recipe
+    return CacheNeed(recipe.run.batch_size, longest, planned.k, recipe.cache.block_size)
+
+
+def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
+    """Tokens of a sequence: as asked, by the recipe, by its longest prompt, or the model's most."""
+    recipe, most = planned.recipe, planned.max_model_len
+    if wanted is not None:
+        if wanted > most:
+            raise UsageError(
+                f"--context: {wanted} tokens are more than the {most} of the model's context",
+                "the limit is cache.max_model_len, or the model's own",
+            )
+        return wanted
+    if recipe.cache.max_model_len is not None or not prompts:
+        return most
+    job = tokenised(recipe, prompts, Permissions(), planned)
+    return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)
+
+
+def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
+    """Whether the recipe's batch fits at the context, and what would make it."""
+    need, split = profile.need, profile.split
+    asked = profile.plan.recipe.cache.num_blocks
+    held = split.num_blocks if asked is None else min(asked, split.num_blocks)
+    usable = max(0, held - 1)
+    ahead = 2 * (need.k + 1)
+    longest = max(0, usable // need.batch_size * profile.block_size - ahead)
+    fits = need.num_blocks <= held and (asked is None or asked <= split.num_blocks)
+    return {
+        "batch_size": need.batch_size,
+        "recipe_blocks": asked,
+        "needed_blocks": need.num_blocks,
+        "fits": fits,
+        "longest_context": min(longest, profile.plan.max_model_len),
+        "advice": [] if fits else _advice(profile, cost),
+    }
+
+
+def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
+    """Changes of which each makes the batch fit."""
+    need, split = profile.need, profile.split
+    asked = profile.plan.recipe.cache.num_blocks
+    if need.num_blocks <= split.num_blocks:
+        return [f"--num-blocks {need.num_blocks}: so many fit, and the batch fits into them"]
+    ahead = 2 * (need.k + 1)
+    longest = max(0, split.num_blocks - 1) // need.batch_size * profile.block_size - ahead
+    found = _more_room(profile, longest, cost)
+    if asked is None:
+        return found
+    lifted = " --set cache.num_blocks=null"
+    return [
+        re.sub(r"^(-\S+ [^\s:,]+)", rf"\1{lifted}", line) + "; leave out --num-blocks"
+        for line in found
+    ]
+
+
+def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
+    """The same where memory is what lacks. longest: tokens at which the batch fits."""
+    need, split, planned = profile.need, profile.split, profile.plan
+    found = []
+    if batch := profile.capacity(split.num_blocks)["max_sequences"]:
+        found.append(f"--batch-size {batch}: so many sequences of {need.longest} tokens fit")
+    if longest > 0:
+        found.append(f"--set cache.max_model_len={longest}: the batch fits at that length")
+    wanted = [rank.held_bytes + need.num_blocks * rank.block_bytes for rank in split.ranks]
+    if planned.device.type == "cpu":
+        total = need.num_blocks * max(rank.block_bytes for rank in split.ranks) * len(split.ranks)
+        found.append(f"--set cache.cpu_bytes={total}, if the host has them")
+    else:
+        shares = [w / rank.total_bytes for w, rank in zip(wanted, split.ranks, strict=True)]
+        if (share := math.ceil(max(shares) * 1000) / 1000) <= _MOST_UTILIZATION:
+            found.append(f"--set cache.gpu_memory_utilization={share:g}")
+    if cost is None:
+        return found
+    for row in cost["by_draft_tp"]:
+        if row["status"] == "ok" and row["num_blocks"] >= need.num_blocks:
+            found.append(f"--draft-tp {row['draft_tp']}: {row['num_blocks']} blocks fit")
+    if cost["target_alone"]["num_blocks"] >= need.num_blocks:
+        found.append("-k 0: without the draft it fits")
+    return found
+
+
+def _draft_cost(profile: Profile) -> dict[str, Any] | None:
+    """What the draft costs in capacity against the target alone, and at each degree.
+
+    Of measured ranks only the draft's weights and blocks are exchanged, which are known from its
+    config. None without a draft.
+    """
+    planned = profile.plan
+    if planned.draft is None:
+        return None
+    alone = _with_draft(profile, [(0, 0)] * len(profile.split.ranks))
+    rows = []
+    size = planned.parallel.size
+    for degree in (d for d in range(1, size + 1) if size % d == 0):
+        if degree == planned.draft.parallel.size:
+            found = profile.split
+        else:
+            try:
+                found = (
+                    _with_draft(profile, draft_shares(planned, degree))
+                    if profile.at_degree is None
+                    else profile.at_degree(degree)
+                )
+            except SpecdecError as problem:
+                rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
+                continue
+        # Of the target's own capacity, the part that is given up.
+        lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
+        rows.append(
+            {
+                "draft_tp": degree,
+                "status": "ok",
+                **profile.capacity(found.num_blocks),
+                "limiting_rank": found.limiting.rank,
+                "lost_share": lost,
+                "stranded_bytes": sum(found.stranded_bytes(r) for r in found.ranks),
+            }
+        )
+    return {"target_alone": profile.capacity(alone.num_blocks), "by_draft_tp": rows}
+
+
+def _with_draft(profile: Profile, shares: Sequence[tuple[int, int]]) -> Split:
+    """The ranks with another draft's weights and blocks, in bytes of each rank."""
+    on_gpu = profile.plan.device.type == "cuda"
+    ranks = []
+    for rank, (weights, block) in zip(profile.split.ranks, shares, strict=True):
+        more = rank.draft_weight_bytes - weights if on_gpu else 0
+        ranks.append(
+            replace(
+                rank,
+                draft_weight_bytes=weights,
+                draft_block_bytes=block,
+                kv_budget_bytes=max(0, rank.kv_budget_bytes + more),
+            )
+        )
+    return Split(tuple(ranks))

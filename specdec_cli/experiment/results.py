@@ -1,0 +1,149 @@
+"""The documents that commands give out, and records of what they measured.
+
+Knows the contract's JSON names; knows nothing of terminals or folders.
+"""
+
+import json
+import math
+import os
+import platform
+from collections.abc import Sequence as Values
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from specdec_cli import __version__
+from specdec_cli.core.types import FinishReason
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.recipe import Recipe
+from specdec_cli.text import inert_json
+
+_REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What one prompt gave. `error` is set exactly when `finish_reason` is "error"."""
+
+    index: int
+    prompt: str
+    text: str
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    finish_reason: FinishReason
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+    accepted_per_round: list[int]
+    proposed_per_round: list[int]
+    category: str | None = None
+    error: str | None = None
+    seconds: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        found = asdict(self)
+        for optional in ("category", "error"):
+            if found[optional] is None:
+                del found[optional]
+        return found
+
+
+def environment(
+    device: torch.device, dtype: torch.dtype, execution: dict[str, str]
+) -> dict[str, Any]:
+    """Where the numbers come from. An allow-list: no environment variable is ever copied.
+
+    dtype: the target's. execution: what was compiled or captured, and why.
+    """
+    found: dict[str, Any] = {
+        "specdec": __version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {p: v for p in _REPORTED_PACKAGES if (v := _version(p)) is not None},
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "torch_threads": torch.get_num_threads(),
+        "cpu_count": os.cpu_count(),
+        **execution,
+    }
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        found["gpu"] = properties.name
+        found["gpu_memory_bytes"] = properties.total_memory
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def generate_document(
+    recipe: Recipe, where: dict[str, Any], outputs: Values[Output], metrics: Metrics
+) -> dict[str, Any]:
+    """`generate --json`."""
+    return {
+        "schema": "specdec.generate/1",
+        "recipe": recipe.model_dump(mode="json"),
+        "environment": where,
+        "outputs": [o.as_dict() for o in outputs],
+        "metrics": metrics.as_dict(),
+    }
+
+
+def to_json(document: Any) -> str:
+    """One line of strict JSON, harmless on a terminal; a number that is not finite becomes null."""
+    return inert_json(json.dumps(_finite(document), ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def point_record(
+    outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
+) -> dict[str, Any]:
+    """The line of points.jsonl of a single run, which compares with nothing."""
+    could_run = any(o.error is None for o in outputs)
+    why = next((o.error for o in outputs if o.error is not None), None)
+    return {
+        "k": k,
+        "batch_size": batch_size,
+        "draft": draft,
+        "status": "ok" if could_run else "failed",
+        **({} if could_run else {"reason": f"no prompt could run: {why}"}),
+        "metrics": metrics.as_dict() if could_run else None,
+        "speedup": None,
+        "speedup_ci": None,
+        "predicted_speedup": None,
+        "mean_acceptance_length_ci": None,
+        "per_category": {},
+    }
+
+
+def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:
+    """A line of samples.jsonl."""
+    record: dict[str, Any] = {
+        "draft": draft,
+        "k": k,
+        "batch_size": batch_size,
+        "index": output.index,
+        "category": output.category,
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "accepted_per_round": output.accepted_per_round,
+        "seconds": [output.seconds],
+    }
+    return record if output.error is None else record | {"error": output.error}

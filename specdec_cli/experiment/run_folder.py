@@ -1,0 +1,232 @@
+"""The folder that a run's results are kept in: who may write there, and what survives a crash.
+
+Knows nothing of what its records and documents mean.
+"""
+
+import fcntl
+import json
+import logging
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.results import to_json
+from specdec_cli.recipe import Recipe, dump_recipe
+from specdec_cli.text import is_unicode, one_line
+
+_log = logging.getLogger("specdec")
+_RECORDS = ("samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pairs.jsonl")
+
+
+@dataclass(slots=True)
+class RunFolder:
+    """A folder of results: what a record has been acknowledged for survives a crash.
+
+    Raises `SetupError` when the folder cannot be written, and `UsageError` when it holds the
+    results of another run.
+    """
+
+    path: Path
+    _files: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def reopen(cls, path: Path) -> "RunFolder":
+        """A folder that a run left behind, mended."""
+        folder = cls(path)
+        folder._claim()
+        folder.mend()
+        return folder
+
+    @classmethod
+    def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
+        folder = cls(path)
+        recipe = found_from_anywhere(recipe)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _sync_names(path.parent)
+            folder._claim()
+            earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
+        except OSError as problem:
+            raise _unusable(path, problem) from None
+        if earlier:
+            folder.close()
+            raise UsageError(
+                f"{path} holds the results of an earlier run ({earlier[0]})",
+                "name another folder with -o, or move that one away",
+            )
+        if _is_foreign(path / "recipe.yaml"):
+            raise folder._not_ours("recipe.yaml")
+        for name in ("settings.json", "summary.json"):
+            folder.refuse_foreign(name)
+        folder.write("recipe.yaml", dump_recipe(recipe))
+        folder.write("environment.json", to_json(where) + "\n")
+        return folder
+
+    def refuse_foreign(self, name: str) -> None:
+        """Raise `UsageError` for a file of somebody else, which would be replaced."""
+        try:
+            is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
+        except OSError as problem:
+            raise _unusable(self.path, problem) from None
+        if is_there and not is_ours:
+            raise self._not_ours(name)
+
+    def _not_ours(self, name: str) -> UsageError:
+        self.close()
+        return UsageError(
+            f"{self.path / name} was not written by a run, and would be replaced",
+            "name another folder with -o, or move that file away",
+        )
+
+    def mend(self) -> None:
+        """Cut off what a crash left of a last line."""
+        for file in sorted(self.path.glob("*.jsonl")):
+            _cut_torn_line(file)
+
+    def _claim(self) -> None:
+        """Keep others that begin or go on with a run out, until this process closes or ends."""
+        try:
+            self._files["."] = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._files["."], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise UsageError(
+                f"{self.path}: another process is writing there",
+                "wait until it has ended, or name another folder with -o",
+            ) from None
+        except OSError as problem:  # a file system without locks
+            _log.info("%s is not locked: %s", self.path, problem.strerror)
+
+    def append(self, name: str, *records: dict[str, Any]) -> None:
+        """Add a line a record to a .jsonl file: a single write, synced before this returns."""
+        line = "".join(to_json(record) + "\n" for record in records).encode()
+        try:
+            if name not in self._files:
+                # Of a run that goes on: should it be cut short, nothing is to speak for it but
+                # its records.
+                (self.path / "summary.json").unlink(missing_ok=True)
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                self._files[name] = os.open(self.path / name, flags, 0o644)
+                _sync_names(self.path)
+            written = os.write(self._files[name], line)
+            if written != len(line):
+                raise OSError("the disk took only part of a record")
+            os.fsync(self._files[name])
+        except OSError as problem:
+            why = problem.strerror or problem
+            raise SetupError(f"cannot write {self.path / name}: {why}") from None
+
+    def write(self, name: str, text: str) -> None:
+        """Replace a file as a whole, or leave the old one."""
+        temporary = self.path / f".{name}.tmp"
+        try:
+            with open(temporary, "w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path / name)
+            _sync_names(self.path)
+        except OSError as problem:
+            with suppress(OSError):
+                temporary.unlink()
+            raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
+
+    def forget(self, name: str) -> None:
+        """Take away a file of records that stand for nothing."""
+        try:
+            (self.path / name).unlink(missing_ok=True)
+        except OSError as problem:
+            raise SetupError(f"cannot remove {self.path / name}: {problem.strerror}") from None
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+
+def _unusable(path: Path, problem: OSError) -> SetupError:
+    return SetupError(
+        f"cannot create the folder {path}: {problem.strerror}", "name another with -o"
+    )
+
+
+def found_from_anywhere(recipe: Recipe) -> Recipe:
+    """`recipe` with full paths of what lies on this machine: it may be run again from elsewhere.
+
+    Raises `UsageError` for a path that no recipe can name.
+    """
+    changes = {}
+    for section, key in (("target", "model"), ("draft", "model"), ("data", "path")):
+        values = getattr(recipe, section)
+        if values is not None and os.path.exists(path := getattr(values, key)):
+            full = os.path.abspath(path)
+            if not is_unicode(full):
+                raise UsageError(
+                    f"{section}.{key}: {one_line(full)} is not valid Unicode, so no recipe could "
+                    "name it",
+                    "rename that folder",
+                )
+            changes[section] = values.model_copy(update={key: full})
+    return recipe.model_copy(update=changes)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a .jsonl file; a last line without its end is left out.
+
+    Raises `SetupError` for a file that cannot be read, or holds a line that is no record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            record = None
+        if not isinstance(record, dict):
+            raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
+        records.append(record)
+    return records
+
+
+def _sync_names(folder: Path) -> None:
+    """Have the names in a folder survive a crash too, on file systems that can promise it."""
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _is_foreign(path: Path) -> bool:
+    """Whether a recipe is of somebody's own writing: ours have every section, and no comments."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError:
+        return False
+    sections = {line.partition(b":")[0].decode(errors="replace") for line in lines}
+    is_commented = any(line.lstrip().startswith(b"#") for line in lines)
+    return bool(lines) and (is_commented or not sections >= Recipe.model_fields.keys())
+
+
+def _cut_torn_line(path: Path) -> None:
+    try:
+        content = path.read_bytes()
+        end = content.rfind(b"\n") + 1
+        if end < len(content):
+            os.truncate(path, end)
+            _log.warning(
+                "%s: cut off %d bytes of a record that a crash left unfinished",
+                path,
+                len(content) - end,
+            )
+    except OSError as problem:
+        raise SetupError(f"cannot repair {path}: {problem.strerror}") from None

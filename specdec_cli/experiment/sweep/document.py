@@ -1,0 +1,220 @@
+"""From records to points, and the document that a sweep ends with.
+
+Everything is computed from what lies in a run folder. Knows no engine.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from specdec_cli.errors import ExitCode
+from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_line
+from specdec_cli.experiment.points import (
+    Failure,
+    Forecasts,
+    Key,
+    Point,
+    Sample,
+    block_points,
+    error_of,
+    why_none,
+)
+from specdec_cli.experiment.predict import Text, with_recorded
+from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.records import Clock, Records
+from specdec_cli.experiment.sweep.settings import SweepSettings
+
+
+def points_of_block(
+    settings: SweepSettings,
+    records: Records,
+    block: tuple[str | None, int],
+    failures: Mapping[Key, Failure],
+) -> list[Point]:
+    """The points of one draft and batch size from what is recorded."""
+    draft, batch_size = block
+    keys = [Key(draft, batch_size, k) for k in settings.ks]
+    failures = dict(failures)
+    for key in keys:
+        if key.k not in settings.measured_ks:
+            failures.setdefault(key, Failure("skipped", "predicted, not measured"))
+    largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    # Made-up acceptance writes another text at each k; only its length may be the same.
+    is_exact = settings.is_greedy and not settings.is_synthetic
+    if settings.is_synthetic:
+        ends = {sample["finish_reason"] for sample in largest.values()}
+        is_exact = ends <= {"length", "error"}
+    forecasts = Forecasts(
+        largest_k=max(settings.ks),
+        texts=_texts(settings, records, draft),
+        costs={
+            key.k: cost
+            for key in keys
+            if (cost := _seconds_per_round(records.costs[key].values())) is not None
+        },
+        is_exact=is_exact,
+    )
+    return block_points(records.samples, keys, failures, forecasts, settings.seed)
+
+
+def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """What a round costs at one point, from the parts of the time curve."""
+    total = {
+        name: sum(part[name] for part in parts.values()) for name in ("rounds", "decode_seconds")
+    }
+    rounds = max(1, total["rounds"])
+    draft, broadcast, verify, sample = (
+        # Folders of earlier versions have no broadcasts in their curves.
+        sum(part.get(name, 0.0) for part in parts.values()) / rounds
+        for name in ("draft_ms", "broadcast_ms", "verify_ms", "sample_ms")
+    )
+    return asdict(key) | {
+        "rounds": total["rounds"],
+        "draft_ms_per_step": draft / key.k if key.k else None,
+        "broadcast_ms": broadcast,
+        "verify_ms": verify,
+        "sample_ms": sample,
+        "round_ms": total["decode_seconds"] * 1e3 / rounds,
+        "seconds_per_sequence_round": _seconds_per_round(parts.values()),
+    }
+
+
+def _seconds_per_round(parts: Iterable[Mapping[str, Any]]) -> float | None:
+    """Of one sequence, over the parts of which a prompt could run; None without any."""
+    found = [p["decode_seconds"] / p["sequence_rounds"] for p in parts if p["sequence_rounds"]]
+    return _midmean(found) if found else None
+
+
+def _midmean(values: Iterable[float]) -> float:
+    """The mean without the lowest and the highest quarter: what disturbs a few says nothing of the
+    others."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])
+
+
+def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list[Text]:
+    samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    texts = []
+    for index, record in sorted(records.texts[draft].items()):
+        text = Text(
+            limit=record["limit"],
+            draft_limit=record["draft_limit"],
+            accept=tuple(record["accept"]) if record["accept"] is not None else None,
+            chains=tuple((a, b) for a, b in record["chains"])
+            if record["chains"] is not None
+            else None,
+            draws=tuple(record["draws"]) if record["draws"] is not None else None,
+            rates=tuple(record["rates"] or ()),
+            overlap=tuple(record["overlap"] or ()),
+        )
+        sample = samples.get(index)
+        if settings.is_greedy and text.accept is not None and sample is not None:
+            rounds = zip(sample["proposed_per_round"], sample["accepted_per_round"], strict=True)
+            text, _ = with_recorded(text, rounds)
+        texts.append(text)
+    return texts
+
+
+def sweep_document(
+    settings: SweepSettings,
+    recipe: dict[str, Any],
+    where: dict[str, Any],
+    records: Records,
+    points: Sequence[Point],
+    warnings: Sequence[str],
+    clock: Clock | None = None,
+    failures: Collection[Failure] = (),
+) -> dict[str, Any]:
+    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured.
+
+    failures: of this run of the command.
+    """
+    best = {
+        b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
+        for b in settings.batch_sizes
+    }
+    tokens = tokens_of(settings, records)
+    broken = [tokens_line(tokens)] if is_broken(tokens) else []
+    document: dict[str, Any] = {
+        "schema": "specdec.sweep-k/1",
+        "recipe": recipe,
+        "environment": where,
+        "sweep": settings.as_dict() | {"settings_hash": settings.digest},
+        "points": list(points),
+        "best": best[settings.batch_sizes[0]],
+        "best_by_batch_size": {str(b): found for b, found in best.items()},
+        "time_curve": [
+            curve_point(key, found)
+            for key in sorted(records.costs, key=_order(settings))
+            if (found := records.costs[key])
+        ],
+        "tokens": tokens,
+        "warnings": [*warnings, *broken],
+        "measuring": clock.as_dict() if clock is not None else None,
+    }
+    return document | error_of(points, exit_code(document, records, failures))
+
+
+def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:
+    """Whether every k wrote the same tokens, where it has to."""
+    keys = sorted(records.samples, key=_order(settings))
+    is_comparable = settings.is_greedy and not settings.is_synthetic
+    points = ((asdict(key), records.samples[key]) for key in keys)
+    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
+
+
+def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
+    places = {draft: place for place, draft in enumerate(settings.drafts)}
+    return lambda key: (places[key.draft], key.batch_size, key.k)
+
+
+def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
+    """Every sample in the order of its point, then of its prompt."""
+    keys = sorted(records.samples, key=_order(settings))
+    return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
+
+
+def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
+    """A warning where prompts could not run: they count for nothing. samples: by prompt, of each
+    point."""
+    failed = {
+        index: str(sample.get("error", "no reason is known"))
+        for found in samples
+        for index, sample in found.items()
+        if sample["finish_reason"] == "error"
+    }
+    if not failed:
+        return []
+    first = min(failed)
+    which = f"prompt {first}: {failed[first]}"
+    more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
+    return [f"not every prompt could run, and those count for nothing: {which}{more}"]
+
+
+def exit_code(
+    document: dict[str, Any], records: Records, failures: Collection[Failure] = ()
+) -> ExitCode:
+    """Partial where a point or a prompt failed; where no point is left, what stopped them all.
+
+    Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
+    than what is missing. failures: as for `sweep_document`.
+    """
+    points = [p for p in document["points"] if p["status"] != "skipped"]
+    statuses = {p["status"] for p in points}
+    if is_broken(document["tokens"]):
+        return ExitCode.LOSSLESSNESS
+    if "ok" not in statuses and not all(_has_run(point, records) for point in points):
+        codes = {failure.code for failure in failures}
+        is_environment = codes == {ExitCode.ENVIRONMENT} or statuses == {"oom"}
+        return ExitCode.ENVIRONMENT if is_environment else ExitCode.RUN_FAILED
+    samples = [s for found in records.samples.values() for s in found.values()]
+    failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    return ExitCode.PARTIAL if failed else ExitCode.OK
+
+
+def _has_run(point: Point, records: Records) -> bool:
+    """Whether it was to its end that a point ran, though none of its prompts could."""
+    samples = records.samples.get(Key.of(point), {})
+    return bool(samples) and point["reason"] == why_none(samples)

@@ -1,0 +1,338 @@
+"""A sweep's measuring: which points are run in which order.
+
+Prompts go through all proposal lengths one after the other, so that whatever disturbs the machine
+disturbs every point alike. With several ranks each runs the same points in the same order, and
+keeps the same records in memory; only rank 0 has a folder, and computes points. Knows nothing of
+terminals.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from specdec_cli.core.types import Sequence as Seq
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.measure import release
+from specdec_cli.engine.run import Emission, Request
+from specdec_cli.engine.teacher import forecast
+from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
+from specdec_cli.experiment.generation import Job, requests
+from specdec_cli.experiment.points import Failure, Key, Point, Sample
+from specdec_cli.experiment.sweep.document import points_of_block
+from specdec_cli.experiment.sweep.order import curve_parts, curve_unit, units_of
+from specdec_cli.experiment.sweep.plan import SweepPlan, only
+from specdec_cli.experiment.sweep.records import Clock, Records, peak_memory, sample_of
+from specdec_cli.launch.world import World
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.text import first_line
+
+_log = logging.getLogger("specdec")
+
+
+class Watcher(Protocol):
+    """Is told how a sweep goes on."""
+
+    def begin(self, what: str) -> None: ...
+
+    def sample(self, key: Key, sample: Sample) -> None: ...
+
+    def points(self, points: Sequence[Point]) -> None: ...
+
+
+class Sweep:
+    """Runs a plan; what is finished is in `records` at any moment.
+
+    records: the same on every rank but for the folder, since what is left to do follows from them.
+    """
+
+    def __init__(self, plan: SweepPlan, records: Records, watcher: Watcher, world: World) -> None:
+        self.plan = plan
+        self.records = records
+        self.watcher = watcher
+        self.world = world
+        self.failures: dict[Key, Failure] = {}
+        self.clock = Clock()
+        self._agreement = world.agreement()
+        self._peak_memory = 0  # of the rank that held most, as known after each part of a point
+
+    def run(self) -> list[Point]:
+        """Measure what is not recorded yet; the points of the whole sweep, on rank 0.
+
+        Raises what loading the only draft raises; with several, on one rank, its points have
+        failed.
+        """
+        points: list[Point] = []
+        target: PagedModel | None = None
+        for job in self.plan.jobs:
+            engine: Engine | None = None
+            if any(self._is_open(job, b) for b in self.plan.settings.batch_sizes):
+                self._begin("loading models")
+                engine = self._build(job, target)
+                target = engine.target.model if engine is not None else None
+            for batch_size in self.plan.settings.batch_sizes:
+                if engine is not None and self._is_open(job, batch_size):
+                    sized = engine.with_batch_size(batch_size)
+                    if sized is not engine:
+                        engine.forget_rounds()  # of the largest batch, captured while building
+                    self._measure(job, sized)
+                if self.world.is_first:
+                    points += self._points(job.plan.proposer, batch_size)
+        return points
+
+    def _points(self, draft: str | None, batch_size: int) -> list[Point]:
+        found = points_of_block(
+            self.plan.settings, self.records, (draft, batch_size), self.failures
+        )
+        for point in found:
+            self.records.add_point(point)
+        with self.world.outside():
+            self.watcher.points(found)
+        return found
+
+    def _begin(self, what: str) -> None:
+        with self.world.outside():
+            self.watcher.begin(what)
+
+    def _build(self, job: Job, target: PagedModel | None) -> Engine | None:
+        self.world.loading()
+        try:
+            engine = build(job.plan, job.longest_prompt, self._begin, target)
+            self.world.ready()
+            return engine
+        except SetupError as problem:
+            # Among ranks one may fail alone, as those that hold no part of the draft do not.
+            if len(self.plan.jobs) == 1 or self.world.size > 1:
+                raise
+            status = "oom" if problem.message.startswith("out of memory") else "failed"
+            for batch_size in self.plan.settings.batch_sizes:
+                for k in self.plan.settings.measured_ks:
+                    key = Key(job.plan.proposer, batch_size, k)
+                    self.failures[key] = Failure(status, problem.message, problem.code)
+            return None
+
+    def _is_open(self, job: Job, batch_size: int) -> bool:
+        """Whether a block lacks a sample, or what its predictions need."""
+        draft = job.plan.proposer
+        keys = [Key(draft, batch_size, k) for k in self.plan.settings.measured_ks]
+        return (
+            any(p.index not in self.records.samples[key] for key in keys for p in job.prompts)
+            or any(
+                len(self.records.costs[Key(draft, batch_size, k)]) < curve_parts(job, batch_size)
+                for k in self.plan.settings.ks
+            )
+            # Predictions at every batch size are made from the first one's texts.
+            or (batch_size == self.plan.settings.batch_sizes[0] and bool(self._without_text(job)))
+        )
+
+    def _measure(self, job: Job, engine: Engine) -> None:
+        """All points of one draft and batch size; the rounds captured for them are given up."""
+        settings, draft = self.plan.settings, job.plan.proposer
+        self._begin("warming up")
+        first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
+        for k in settings.ks:
+            for _ in range(job.plan.recipe.run.warmup):
+                self._guarded(
+                    Key(draft, engine.batch_size, k), partial(self._engine_run, engine, first, k)
+                )
+        self._begin("measuring")
+        began, processor = time.perf_counter(), time.process_time()
+        units = units_of(job, engine.batch_size)
+        parts = range(curve_parts(job, engine.batch_size))
+        for number, unit in enumerate(units):
+            curve_began = time.perf_counter(), time.process_time()
+            for part in parts:
+                if curve_unit(job, engine.batch_size, part) == number:
+                    self._time_curve(unit, engine, part, len(parts))
+            # What the time curve takes is neither measuring nor recording.
+            began += time.perf_counter() - curve_began[0]
+            processor += time.process_time() - curve_began[1]
+            self._measure_unit(unit, engine, number)
+            if engine.batch_size == settings.batch_sizes[0]:
+                self._forecast(unit, engine)
+        self.clock.measuring += time.perf_counter() - began
+        self.clock.processor += time.process_time() - processor
+        engine.forget_rounds()
+        release(job.plan.device)
+
+    def _time_curve(self, unit: Job, engine: Engine, part: int, num_parts: int) -> None:
+        """What a round costs at each k, on the prompts of a unit.
+
+        A part of the curve at a time, spread over the sweep like the points that it predicts, in an
+        order that turns like theirs.
+        """
+        ks = self.plan.settings.ks
+        turn = part * len(ks) // num_parts
+        for k in ks[turn:] + ks[:turn]:
+            key = Key(unit.plan.proposer, engine.batch_size, k)
+            if part not in self.records.costs[key]:
+                self._guarded(key, partial(self._cost, engine, unit, key, part))
+
+    def _cost(self, engine: Engine, job: Job, key: Key, part: int) -> None:
+        result = engine.run(requests(job), key.k, job.plan.params, lambda _: self.world.beat())
+        done = [s for s in result.seqs if s.finish_reason != "error"]
+        metrics = result.metrics
+        self.records.add_cost(
+            asdict(key)
+            | {
+                "part": part,
+                "sequence_rounds": sum(
+                    len(s.proposed_per_round) + s.rounds_without_proposal for s in done
+                ),
+                "rounds": metrics.num_rounds,
+                "decode_seconds": metrics.decode_seconds,
+                "draft_ms": metrics.draft_ms * metrics.num_rounds,
+                "broadcast_ms": metrics.broadcast_ms * metrics.num_rounds,
+                "verify_ms": metrics.verify_ms * metrics.num_rounds,
+                "sample_ms": metrics.sample_ms * metrics.num_rounds,
+            }
+        )
+
+    def _measure_unit(self, unit: Job, engine: Engine, number: int) -> None:
+        """Every k over a few prompts, as often as the recipe repeats, in a turning order."""
+        repeats = unit.plan.recipe.run.repeats
+        draft, ks = unit.plan.proposer, self.plan.settings.measured_ks
+        open_jobs: dict[Key, Job] = {}
+        for k in ks:
+            key = Key(draft, engine.batch_size, k)
+            done = self.records.samples[key]
+            missing = {p.index for p in unit.prompts} - done.keys()
+            job = only(unit, missing.__contains__)
+            if job.prompts:
+                open_jobs[key] = job
+        taken: dict[Key, dict[int, list[Seq]]] = {
+            key: {p.index: [] for p in job.prompts} for key, job in open_jobs.items()
+        }
+        keys = list(open_jobs)
+        for repeat in range(repeats):
+            turn = (number * repeats + repeat) % max(1, len(keys))
+            for key in keys[turn:] + keys[:turn]:
+                take = self._taker(open_jobs[key], key, taken[key])
+                self._guarded(key, partial(self._engine_run, engine, open_jobs[key], key.k, take))
+
+    def _taker(
+        self, job: Job, key: Key, taken: dict[int, list[Seq]]
+    ) -> Callable[[list[Emission]], None]:
+        """A callback that keeps finished sequences, and records them after the last repeat."""
+        categories = {p.index: p.category for p in job.prompts}
+        repeats = job.plan.recipe.run.repeats
+        limit = job.plan.params.max_new_tokens
+
+        def on_emit(emissions: list[Emission]) -> None:
+            whole: list[Sample] = []
+            for seq in (e.seq for e in emissions if e.seq.finish_reason is not None):
+                runs = taken[seq.index]
+                runs.append(seq)
+                if len(runs) == repeats:
+                    found = sample_of(key, categories[seq.index], runs, limit)
+                    own = peak_memory(job.plan.device)
+                    found["peak_memory_bytes"] = max(own, self._peak_memory)
+                    whole.append(found)
+            if whole:
+                self.records.add_samples(whole)
+                with self.world.outside():
+                    for found in whole:
+                        self.watcher.sample(key, found)
+
+        return on_emit
+
+    def _engine_run(
+        self,
+        engine: Engine,
+        job: Job,
+        k: int,
+        on_emit: Callable[[list[Emission]], None] | None = None,
+    ) -> None:
+        def each_round(emissions: list[Emission]) -> None:
+            self.world.beat()
+            if on_emit is not None:
+                on_emit(emissions)
+
+        result = engine.run(requests(job), k, job.plan.params, each_round)
+        if on_emit is not None:
+            self.clock.rounds += result.metrics.decode_seconds + result.metrics.prefill_seconds
+
+    def _forecast(self, unit: Job, engine: Engine) -> None:
+        """How proposals for the outputs of the largest k would fare, for the predictions."""
+        k = max(self.plan.settings.ks)
+        key = Key(unit.plan.proposer, engine.batch_size, k)
+        for index in self._without_text(unit):
+            sample = self.records.samples[key][index]
+            self.world.beat()
+            prompt = tuple(sample["prompt_token_ids"])
+            request = Request(index, prompt)
+            try:
+                found = forecast(engine, request, sample["token_ids"], k, unit.plan.params)
+            except (torch.OutOfMemoryError, MemoryError):
+                if self.world.size > 1:  # the others may be inside the same pass
+                    raise
+                _log.warning("prompt %d: no memory to predict from it", index)
+                release(unit.plan.device)
+                continue
+            assert engine.draft is not None
+            reach = min(engine.draft.max_len, 2**31)
+            self.records.add_text(
+                {
+                    "draft": unit.plan.proposer,
+                    "index": index,
+                    "limit": min(
+                        unit.plan.params.max_new_tokens, engine.max_model_len - len(prompt)
+                    ),
+                    "draft_limit": reach - len(prompt),
+                    **asdict(found),
+                }
+            )
+
+    def _without_text(self, job: Job) -> list[int]:
+        """Prompts whose run at the largest k has not been made predictions from yet."""
+        settings, draft = self.plan.settings, job.plan.proposer
+        if max(settings.ks) == 0:
+            return []
+        samples = self.records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+        return [
+            p.index
+            for p in job.prompts
+            if p.index not in self.records.texts[draft]
+            and p.index in samples
+            and samples[p.index]["finish_reason"] != "error"
+        ]
+
+    def _guarded(self, key: Key, run: Callable[[], None]) -> None:
+        """Run a part of a point. A point that fails is given up, and the sweep goes on.
+
+        With several ranks it has to fail on all of them at the same place.
+        """
+        if key in self.failures:
+            return
+        problem: Exception | None = None
+        try:
+            run()
+        except (SetupError, UsageError):
+            raise
+        except Exception as caught:
+            if self.world.size > 1 and not _may_be_common(caught):
+                raise
+            problem = caught
+        device = self.plan.jobs[0].plan.device
+        has_failed, peaks = self._agreement.settle(problem, peak_memory(device))
+        self._peak_memory = max(peaks)
+        if has_failed:
+            assert problem is not None
+            _log.debug("k = %d at batch size %d", key.k, key.batch_size, exc_info=problem)
+            reason = first_line(problem) or type(problem).__name__
+            if is_out_of_memory(problem):
+                self.failures[key] = Failure("oom", reason, ExitCode.ENVIRONMENT)
+            else:
+                self.failures[key] = Failure("failed", reason)
+            problem = None  # its traceback holds the tensors of what failed
+            release(device)
+
+
+def _may_be_common(problem: Exception) -> bool:
+    """Whether ranks fail so together: out of memory in the same pass, or by rank 0's verdict."""
+    return isinstance(problem, RunError) or is_out_of_memory(problem)

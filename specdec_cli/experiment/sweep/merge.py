@@ -1,0 +1,156 @@
+"""Shards of a sweep joined into one folder. Knows no models and no terminals."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.points import Failure, Key
+from specdec_cli.experiment.reading import Record
+from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep.document import (
+    points_of_block,
+    prompts_that_failed,
+    sorted_samples,
+    sweep_document,
+)
+from specdec_cli.experiment.sweep.folder import (
+    read_settings,
+    read_warnings,
+    write_settings,
+)
+from specdec_cli.experiment.sweep.plan import few_prompts
+from specdec_cli.experiment.sweep.reading import read_kept
+from specdec_cli.experiment.sweep.records import Records
+from specdec_cli.experiment.sweep.same import settings_difference
+from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.recipe import load_recipe
+
+
+def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], Records]:
+    """Write the whole sweep's folder; its document and records.
+
+    Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
+    A shard that is missing or unfinished is a warning: its prompts are not there.
+    """
+    shards = [read_settings(path) for path in paths]
+    whole = replace(shards[0], shard=None)
+    for path, settings in zip(paths[1:], shards[1:], strict=True):
+        # Names of drafts follow from the recipes' sections, where the same model may have two.
+        named = replace(settings, shard=None, drafts=whole.drafts)
+        found = settings_difference(whole.as_dict(), named.as_dict())
+        if found is not None:
+            told = f"{found.key} is {found.ours!r} and {found.theirs!r}"
+            if found.same_name:
+                told = f"{found.key}: other weights in one than in the other ({found.ours!r})"
+            raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
+    records = Records()
+    failures: dict[Key, Failure] = {}
+    for number, path in enumerate(paths):
+        _add(records, path, number, shards[number], whole)
+        failures |= _failures(path, shards[number], whole)
+    count = whole.prompts["count"]
+    failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
+    recipe = load_recipe(str(paths[0] / "recipe.yaml"))
+    where = _environments(paths)
+    folder = RunFolder.create(output, recipe, where)
+    said = list(dict.fromkeys(w for path in paths for w in read_warnings(path)))
+    write_settings(folder, whole, said)
+    for sample in sorted_samples(whole, records):
+        folder.append("samples.jsonl", sample)
+    for draft in whole.drafts:
+        for _, text in sorted(records.texts[draft].items()):
+            folder.append("replay.jsonl", text)
+    for parts in records.costs.values():
+        for cost in parts.values():
+            folder.append("curve.jsonl", cost)
+    points = []
+    for block in whole.blocks:
+        points += points_of_block(whole, records, block, failures)
+    for point in points:
+        folder.append("points.jsonl", point)
+    warnings = [
+        *said,
+        *_missing(whole, records),
+        *few_prompts(count),
+        *prompts_that_failed(records.samples.values()),
+    ]
+    document = sweep_document(
+        whole, recipe.model_dump(mode="json"), where, records, points, warnings
+    )
+    folder.write("summary.json", to_json(document) + "\n")
+    folder.close()
+    return document, records
+
+
+def _read(path: Path, name: str, settings: SweepSettings, whole: SweepSettings) -> list[Record]:
+    """A shard's records, with the drafts called as in the whole."""
+    names = dict(zip(settings.drafts, whole.drafts, strict=True))
+    found = read_kept(path, name, settings)
+    return [record | {"draft": names[record["draft"]]} for record in found]
+
+
+def _add(
+    records: Records, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
+) -> None:
+    for sample in _read(path, "samples.jsonl", settings, whole):
+        mine = records.samples[Key.of(sample)]
+        if sample["index"] in mine:
+            raise UsageError(
+                f"{path} has prompt {sample['index']} at k = {sample['k']}, and so has a folder "
+                "before it",
+                "merge each shard once",
+            )
+        mine[sample["index"]] = sample
+    for text in _read(path, "replay.jsonl", settings, whole):
+        records.texts[text["draft"]].setdefault(text["index"], text)
+    for cost in _read(path, "curve.jsonl", settings, whole):
+        parts = records.costs[Key.of(cost)]
+        part = len(parts)
+        parts[part] = cost | {"part": part, "shard": number}
+
+
+def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
+    """Points that failed in a shard: what the others have of them is not the whole."""
+    last = {Key.of(point): point for point in _read(path, "points.jsonl", settings, whole)}
+    return {
+        key: Failure(point["status"], f"{path.resolve().name}: {point['reason']}")
+        for key, point in last.items()
+        if point["status"] in ("failed", "oom")
+    }
+
+
+def _missing(whole: SweepSettings, records: Records) -> list[str]:
+    """Warnings for points that lack prompts."""
+    most = max((len(found) for found in records.samples.values()), default=0)
+    count = whole.prompts["count"]
+    short = [
+        key
+        for key in (Key(d, b, k) for d, b in whole.blocks for k in whole.measured_ks)
+        if len(records.samples[key]) < count
+    ]
+    if not short:
+        return []
+    lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
+    return [f"{lack} prompts: at most {most} of {count} are there"]
+
+
+def _environments(paths: Sequence[Path]) -> dict[str, Any]:
+    """The first shard's environment; where the others' differ, it says so."""
+    found: list[dict[str, Any]] = []
+    for path in paths:
+        file = path / "environment.json"
+        try:
+            where = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as problem:
+            raise SetupError(f"cannot read {file}: {problem.strerror}") from None
+        except (ValueError, RecursionError):
+            where = None
+        if not isinstance(where, dict):
+            raise SetupError(f"{file}: no environment of a run", "the file was damaged or edited")
+        found.append(where)
+    others = [where for where in found[1:] if where != found[0]]
+    return found[0] | ({"other_shards": others} if others else {})

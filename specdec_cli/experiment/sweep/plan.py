@@ -1,0 +1,254 @@
+"""From recipes to a checked sweep: its settings, and a job for each draft. Loads no weights."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
+from typing import Any
+
+import torch
+
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.engine.plan import Permissions
+from specdec_cli.errors import UsageError
+from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.loader import Description
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+from specdec_cli.text import digest
+
+_FEW_PROMPTS = 20
+
+
+@dataclass(slots=True)
+class SweepPlan:
+    """A checked sweep: no weights are loaded yet.
+
+    recipe: as the user's command line resolves. jobs: one for each draft, with this shard's
+    prompts only. short_drafts: warnings of drafts whose context ends before the texts.
+    """
+
+    recipe: Recipe
+    settings: SweepSettings
+    jobs: list[Job]
+    short_drafts: Sequence[str] = ()
+
+    @property
+    def num_prompts(self) -> int:
+        return len(self.jobs[0].prompts)
+
+    @property
+    def num_samples(self) -> int:
+        s = self.settings
+        return self.num_prompts * len(s.blocks) * len(s.measured_ks)
+
+    @property
+    def random_tokens(self) -> bool:
+        """Whether acceptance is an accident: random weights, and no rates given."""
+        models = [m for job in self.jobs for m in job.plan.models]
+        is_dummy = any(m.spec.load_format == "dummy" for m in models)
+        return is_dummy and max(self.settings.ks) > 0 and not self.settings.is_synthetic
+
+
+def plan_sweep(
+    recipes: Sequence[Recipe],
+    prompts: list[Prompt],
+    ks: Sequence[int],
+    batch_sizes: Sequence[int],
+    permissions: Permissions,
+    *,
+    predict_only: bool,
+    shard: tuple[int, int] | None,
+) -> SweepPlan:
+    """Check every pair and tokenise; a recipe for each draft, equal in everything else.
+
+    Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
+    """
+    largest = max(ks)
+    if largest and recipes[0].speculation.method == "none":
+        if recipes[0].draft is not None:
+            told = "nobody proposes: speculation.method is none"
+            raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
+        raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
+    if len(recipes) > 1 and recipes[0].speculation.method != "draft_model":
+        raise UsageError(
+            f"--draft: speculation.method is {recipes[0].speculation.method}, which takes no draft",
+            "leave --draft out, or pass --set speculation.method=draft_model",
+        )
+    jobs = [
+        tokenised(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
+    ]
+    names = [job.plan.proposer for job in jobs]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise UsageError(f"--draft: {twice} is there twice")
+    recipe = recipes[0].model_copy(
+        update={"run": recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})}
+    )
+    settings = settings_of(
+        recipe,
+        jobs,
+        ks,
+        batch_sizes,
+        predict_only=predict_only,
+        shard=shard,
+        device_name=device_name(jobs[0].plan.device),
+    )
+    # Of the whole data's prompts, so that shards say the same.
+    short_drafts = _short_drafts(jobs)
+    if shard is not None:
+        place, count = shard
+        jobs = [only(job, lambda index: index % count == place) for job in jobs]
+        if not jobs[0].prompts:
+            raise UsageError(
+                f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
+            )
+    return SweepPlan(recipe, settings, jobs, short_drafts)
+
+
+def _short_drafts(jobs: Sequence[Job]) -> list[str]:
+    """Warnings of drafts whose context ends before the texts; of several drafts with its name."""
+    found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
+    return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
+
+
+def settings_of(
+    recipe: Recipe,
+    jobs: Sequence[Job],
+    ks: Sequence[int],
+    batch_sizes: Sequence[int],
+    *,
+    predict_only: bool,
+    shard: tuple[int, int] | None,
+    device_name: str,
+) -> SweepSettings:
+    """Settings of a sweep whose jobs still have the prompts of every shard."""
+    values = recipe.model_dump(mode="json")
+    del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
+    values["target"] = with_weights(values["target"], jobs[0].plan.target)
+    values["drafts"] = [
+        with_weights(job.plan.recipe.draft.model_dump(mode="json"), job.plan.draft)
+        if job.plan.recipe.draft
+        else None
+        for job in jobs
+    ]
+    return SweepSettings(
+        recipe=values,
+        drafts=tuple(job.plan.proposer for job in jobs),
+        ks=tuple(ks),
+        batch_sizes=tuple(batch_sizes),
+        predict_only=predict_only,
+        prompts={
+            "count": len(jobs[0].prompts),
+            "sha256": digest(jobs[0].token_ids),
+            "categories": digest([prompt.category for prompt in jobs[0].prompts]),
+        },
+        shard=shard,
+        device=device_name,
+        dtype=str(jobs[0].plan.target.dtype).removeprefix("torch."),
+    )
+
+
+def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
+    """A model's section of the recipe and what tells its folder from others, if it takes part."""
+    if model is None:
+        return section
+    return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
+
+
+def only(job: Job, keep: Callable[[int], bool]) -> Job:
+    """The job with those of its prompts whose index `keep` says yes to."""
+    pairs = [(p, ids) for p, ids in zip(job.prompts, job.token_ids, strict=True) if keep(p.index)]
+    return replace(job, prompts=[p for p, _ in pairs], token_ids=[ids for _, ids in pairs])
+
+
+def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
+    """The recipe that engine and cache are made for: the largest k and batch size of the sweep.
+
+    A mean length of synthetic acceptance belongs to the recipe's own k, so it is turned into rates.
+    """
+    speculation = recipe.speculation
+    changes: dict[str, Any] = {"num_speculative_tokens": largest}
+    if speculation.acceptance == "synthetic":
+        rates = speculation.synthetic_acceptance_rates
+        if rates is None:
+            length = speculation.synthetic_acceptance_length
+            assert length is not None, "the recipe's schema saw to it"
+            own_k = speculation.num_speculative_tokens or largest
+            conditional = SyntheticAcceptance.from_length(length, own_k).rates(largest)
+            rates = tuple(accumulate(conditional, mul))
+        if len(rates) < largest:
+            raise UsageError(
+                f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {largest}",
+                "give a rate for every position, or synthetic_acceptance_length",
+            )
+        changes |= {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+    return recipe.model_copy(
+        update={
+            "speculation": speculation.model_copy(update=changes),
+            "run": recipe.run.model_copy(update={"batch_size": batch_size}),
+        }
+    )
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def warnings_of(plan: SweepPlan) -> list[str]:
+    """What a reader of the results has to know, whatever the number of prompts."""
+    found = []
+    if plan.random_tokens:
+        found.append(
+            "the weights are random, and so is what is accepted: give acceptance with "
+            "--synthetic-acceptance-length or -rates"
+        )
+    if plan.settings.is_synthetic:
+        found.append("acceptance is synthetic: times are measured, the text is not the target's")
+    return [*found, *plan.short_drafts]
+
+
+def few_prompts(count: int) -> list[str]:
+    """A warning where there are too few prompts for narrow intervals."""
+    if count >= _FEW_PROMPTS:
+        return []
+    few = "1 prompt is" if count == 1 else f"{count} prompts are"
+    return [f"{few} few: intervals are wide (--limit, --dataset)"]
+
+
+def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
+    """What a sweep would do, for `--dry-run`; `text` says it for people."""
+    s, run = plan.settings, plan.recipe.run
+    longest = max(job.longest_prompt for job in plan.jobs)
+    most = plan.num_prompts * plan.recipe.sampling.max_new_tokens
+    points = [
+        {"draft": draft, "batch_size": b, "k": k, "measured": k in s.measured_ks}
+        for draft, b in s.blocks
+        for k in s.ks
+    ]
+    text = [
+        f"drafts: {', '.join(str(d) for d in s.drafts)}",
+        f"k: {', '.join(map(str, s.ks))}"
+        + (f" (measured: {', '.join(map(str, s.measured_ks))})" if s.predict_only else ""),
+        f"batch sizes: {', '.join(map(str, s.batch_sizes))}",
+        f"prompts: {plan.num_prompts}"
+        + (f" (shard {s.shard[0]}/{s.shard[1]} of {s.prompts['count']})" if s.shard else "")
+        + f", the longest of {longest} tokens",
+        f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
+        f"tokens to write: at most {most * len(s.blocks) * len(s.measured_ks) * run.repeats:,}",
+    ]
+    return {
+        "schema": "specdec.sweep-k.plan/1",
+        "recipe": plan.recipe.model_dump(mode="json"),
+        "sweep": s.as_dict() | {"settings_hash": s.digest},
+        "points": points,
+        "num_prompts": plan.num_prompts,
+        "num_samples": plan.num_samples,
+        "longest_prompt": longest,
+        "repeats": run.repeats,
+        "most_output_tokens_per_point": most,
+        "warnings": list(warnings),
+        "text": "\n".join(text),
+    }

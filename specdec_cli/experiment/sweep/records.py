@@ -1,0 +1,138 @@
+"""What a sweep has found so far, in memory and in its folder; and a line of samples.jsonl."""
+
+import logging
+import resource
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_cli.core.types import Sequence as Seq
+from specdec_cli.experiment.points import Key, Point, Sample
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep.reading import read_kept
+from specdec_cli.experiment.sweep.settings import SweepSettings
+
+_log = logging.getLogger("specdec")
+
+
+@dataclass(slots=True)
+class Clock:
+    """Where the time of a sweep went, in seconds.
+
+    rounds: inside rounds and prefill passes of measured runs. measuring: the whole measured part,
+    with all that is recorded and written. processor: of this process, over the same part.
+    """
+
+    rounds: float = 0.0
+    measuring: float = 0.0
+    processor: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        outside = 1 - self.rounds / self.measuring if self.measuring else None
+        return asdict(self) | {"share_outside_rounds": outside}
+
+
+@dataclass(slots=True)
+class Records:
+    """What a sweep has found so far, in memory and in its folder.
+
+    texts: by draft and prompt, how proposals for its output would fare. costs: the time curves.
+    earlier_clock, earlier_where: of the last part of the sweep that measured anything before this
+    process; the folder's summary, which has them, goes with the first record that is added.
+    """
+
+    folder: RunFolder | None = None
+    samples: dict[Key, dict[int, Sample]] = field(default_factory=lambda: defaultdict(dict))
+    texts: dict[str | None, dict[int, dict[str, Any]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    costs: dict[Key, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+    points: dict[Key, Point] = field(default_factory=dict)
+    earlier_clock: Clock = field(default_factory=Clock)
+    earlier_where: dict[str, Any] | None = None
+
+    def without_folder(self) -> "Records":
+        """The same findings, for a rank that writes nothing."""
+        return replace(self, folder=None)
+
+    def load(self, folder: Path, settings: SweepSettings) -> None:
+        """Take over what lies in a folder; the first record of a sample counts."""
+        for sample in read_kept(folder, "samples.jsonl", settings):
+            self.samples[Key.of(sample)].setdefault(sample["index"], sample)
+        for text in read_kept(folder, "replay.jsonl", settings):
+            self.texts[text["draft"]].setdefault(text["index"], text)
+        for cost in read_kept(folder, "curve.jsonl", settings):
+            self.costs[Key.of(cost)].setdefault(cost["part"], cost)
+        for point in read_kept(folder, "points.jsonl", settings):
+            self.points[Key.of(point)] = point
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Together, since waiting for the disk once for each would hold the next round up."""
+        self._keep("samples.jsonl", *samples)
+        for sample in samples:
+            self.samples[Key.of(sample)][sample["index"]] = sample
+
+    def add_text(self, text: dict[str, Any]) -> None:
+        self._keep("replay.jsonl", text)
+        self.texts[text["draft"]][text["index"]] = text
+
+    def add_cost(self, cost: dict[str, Any]) -> None:
+        self._keep("curve.jsonl", cost)
+        self.costs[Key.of(cost)][cost["part"]] = cost
+
+    def add_point(self, point: Point) -> None:
+        """A point that was retried has a second line, and the last one counts."""
+        if self.points.get(Key.of(point)) != point:
+            self._keep("points.jsonl", point)
+            self.points[Key.of(point)] = point
+
+    def _keep(self, name: str, *records: dict[str, Any]) -> None:
+        if self.folder is not None:
+            self.folder.append(name, *records)
+
+
+def sample_of(key: Key, category: str | None, runs: Sequence[Seq], limit: int) -> Sample:
+    """A line of samples.jsonl: one prompt at one point, from its sequence in each repeat.
+
+    What follows the contract's fields is what metrics are computed from: lists have a number for
+    each repeat, and shares add up over prompts to the engine's time, rounds and stages.
+    """
+    seq = runs[0]
+    if any(other.tokens != seq.tokens for other in runs):
+        _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
+    stages = {stage: None for run in runs for stage in run.stage_ms}
+    found: Sample = {
+        "draft": key.draft,
+        "k": key.k,
+        "batch_size": key.batch_size,
+        "index": seq.index,
+        "category": category,
+        "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
+        "token_ids": seq.output_ids,
+        "finish_reason": seq.finish_reason,
+        "accepted_per_round": seq.accepted_per_round,
+        "seconds": [s.prefill_seconds + s.decode_seconds for s in runs],
+        "proposed_per_round": seq.proposed_per_round,
+        "rounds_without_proposal": seq.rounds_without_proposal,
+        "num_preemptions": seq.num_preemptions,
+        "max_output_tokens": min(limit, seq.max_tokens - seq.num_prompt_tokens),
+        "decode_seconds": [s.decode_seconds for s in runs],
+        "round_share": [s.round_share for s in runs],
+        "stage_ms": {stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
+        "ttft_ms": [t for s in runs if (t := s.ttft_ms) is not None],
+        "tpot_ms": [t for s in runs if (t := s.tpot_ms) is not None],
+    }
+    if seq.error is not None:
+        found["error"] = seq.error
+    return found
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,60 @@
+"""What a sweep's samples depend on. Knows no models and no prompts' text."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from specdec_cli.experiment.settings import RunSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings(RunSettings):
+    """What a sweep's samples depend on; two folders with equal settings may be joined.
+
+    prompts: how many, and digests of their
+    tokens and of their categories. shard: place and number of shards, or None.
+    """
+
+    drafts: tuple[str | None, ...]
+    ks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    predict_only: bool
+    prompts: dict[str, Any]
+    shard: tuple[int, int] | None
+    device: str
+    dtype: str
+
+    @property
+    def measured_ks(self) -> tuple[int, ...]:
+        return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
+
+    @property
+    def blocks(self) -> list[tuple[str | None, int]]:
+        """Drafts and batch sizes in the order in which they are measured."""
+        return list(product(self.drafts, self.batch_sizes))
+
+    def check(self) -> None:
+        """Raises `KeyError`, `TypeError` or `ValueError` for what a sweep cannot have."""
+        recipe = self.recipe
+        run, count = recipe["run"], self.prompts["count"]
+        numbers = (*self.ks, *self.batch_sizes, count, run["seed"], run["repeats"])
+        is_sound = (
+            all(type(number) is int and number >= 0 for number in numbers)
+            and 0 in self.ks
+            and 0 not in self.batch_sizes
+            and bool(self.blocks)
+            and all(draft is None or isinstance(draft, str) for draft in self.drafts)
+            and type(recipe["sampling"]["temperature"]) in (int, float)
+            and isinstance(recipe["speculation"]["acceptance"], str)
+        )
+        if not is_sound:
+            raise ValueError("no settings of a sweep")
+
+    @classmethod
+    def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
+        values = dict(found)
+        for name in ("drafts", "ks", "batch_sizes"):
+            values[name] = tuple(values[name])
+        values["shard"] = tuple(values["shard"]) if values["shard"] else None
+        return cls(**values)

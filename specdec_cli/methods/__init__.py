@@ -1,0 +1,1 @@
+"""Proposers, a file each."""

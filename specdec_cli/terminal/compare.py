@@ -1,0 +1,254 @@
+"""What people see of a comparison: a line a point or a growing table, then the table of results.
+
+Computes nothing but running means; the results are computed in `records` and `verdict`.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.engine.metrics import STAGES
+from specdec_cli.experiment.compare.records import Records
+from specdec_cli.experiment.compare.settings import Pair
+from specdec_cli.experiment.compare.verdict import summary_lines
+from specdec_cli.experiment.lossless import tokens_line
+from specdec_cli.experiment.points import Failure, Point, Sample, decode_seconds
+from specdec_cli.terminal.render import (
+    console,
+    console_of_results,
+    live_bar,
+    live_view,
+    table_width,
+    with_interval,
+)
+from specdec_cli.text import inert
+
+_SETTING = ("target TP", "draft TP", "batch")
+_SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
+_TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
+
+
+def say(line: str) -> None:
+    """A line on stderr."""
+    console(sys.stderr).print(Text(inert(line)))
+
+
+class Silent:
+    """Says nothing."""
+
+    def begin(self, pair: Pair) -> None:
+        pass
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines(Silent):
+    """A line on stderr for each point that failed; of the others rank 0 tells itself."""
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
+
+
+class LiveTable(Silent):
+    """A table that fills and a bar, on a terminal.
+
+    The ranks write to the run folder, and this reads what they have written.
+    """
+
+    def __init__(self, folder: Path, records: Records, total: int) -> None:
+        self._settings = records.settings
+        self._rows: dict[tuple[Pair, int], dict[int, list[float]]] = {}
+        self._failures: dict[tuple[Pair, int], Failure] = {}
+        self._samples = _Tail(folder / "samples.jsonl")
+        self._loaded = _Tail(folder / "pairs.jsonl")
+        self._done: set[tuple[Pair, int, int, int]] = set()
+        self._pair: Pair | None = None
+        self._progress = live_bar()
+        self._task = self._progress.add_task("getting ready", total=total)
+        self._live = live_view(self._render, 4)
+
+    def begin(self, pair: Pair) -> None:
+        self._pair = pair
+        self._progress.update(self._task, description=f"{pair}: starting and loading")
+        self._live.start()
+
+    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
+        self._rows.setdefault((pair, batch_size), {})
+        self._failures[pair, batch_size] = failure
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        for fact in self._loaded.read():
+            if (pair := Pair.of(fact)) == self._pair:
+                self._progress.update(self._task, description=f"{pair}: measuring")
+        for sample in self._samples.read():
+            self._add(sample)
+        self._progress.update(self._task, completed=len(self._done))
+        table = Table(box=None, pad_edge=False)
+        for heading in ("target TP", "draft TP", "batch", "prompts", "tokens/s", "x k = 0"):
+            table.add_column(heading, justify="right")
+        for (pair, batch_size), by_k in list(self._rows.items()):  # drawn by a thread of its own
+            cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
+            if (failure := self._failures.get((pair, batch_size))) is not None:
+                table.add_row(*cells, "", failure.status, "")
+                continue
+            count, tokens, seconds = by_k.get(self._settings.k, [0.0, 0.0, 0.0])
+            speed = tokens / seconds if seconds else 0.0
+            plain = by_k.get(0, [0.0, 0.0, 0.0])
+            of_plain = plain[1] / plain[2] if plain[2] else 0.0
+            gain = f"{speed / of_plain:.2f}" if of_plain and speed else ""
+            table.add_row(*cells, f"{count:.0f}", f"{speed:.1f}" if speed else "", gain)
+        return Group(table, self._progress)
+
+    def _add(self, sample: Sample) -> None:
+        pair, batch_size, k = Pair.of(sample), sample["batch_size"], sample["k"]
+        place = (pair, batch_size, k, sample["index"])
+        if place in self._done:
+            return
+        self._done.add(place)
+        sums = self._rows.setdefault((pair, batch_size), {}).setdefault(k, [0.0, 0.0, 0.0])
+        for at, value in enumerate((1, len(sample["token_ids"]), decode_seconds(sample))):
+            sums[at] += value
+
+
+class _Tail:
+    """The records that were added to a .jsonl file since it was last read."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                whole = file.read().rpartition(b"\n")[0]
+        except OSError:
+            return []
+        if whole:
+            self._offset += len(whole) + 1
+        found = []
+        for line in whole.split(b"\n"):
+            with suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+
+def watcher(folder: Path, records: Records, total: int, *, quiet: bool) -> Silent:
+    """What shows a comparison's progress on this stderr."""
+    if quiet:
+        return Silent()
+    return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
+
+
+def point_line(point: Point) -> str:
+    """A point in one line for logs."""
+    of = f"draft TP {point['draft_tp']}" if point["k"] else "k = 0"
+    name = f"target TP {point['target_tp']}, {of}, batch size {point['batch_size']}"
+    metrics = point["metrics"]
+    if metrics is None:
+        return f"{name}: {point['status']}: {point.get('reason', '')}"
+    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
+    if point["k"] and point["speedup"] is not None:
+        line += f", {point['speedup']:.2f}x k = 0"
+    stages = ", ".join(f"{stage} {metrics[f'{stage}_ms']:.2f}" for stage in STAGES)
+    return f"{line}, round {metrics['round_ms']:.2f} ms ({stages})"
+
+
+def print_results(document: Mapping[str, Any]) -> None:
+    """The tables of points and what they say, on stdout."""
+    out = console_of_results()
+    points: list[Point] = document["points"]
+    for table in results_tables(points, out.width):
+        out.width = max(out.width, table_width(table).maximum)
+        out.print(table, soft_wrap=False)
+        out.print()
+    if lines := _without_results(points):
+        for line in lines:
+            out.print(Text(inert(line)))
+        out.print()
+    for line in summary_lines(dict(document)):
+        out.print(Text(inert(line)))
+    if (about_tokens := tokens_line(document["tokens"])) is not None:
+        out.print(Text(about_tokens))
+
+
+def results_tables(points: Sequence[Point], width: int) -> list[Table]:
+    """A row a point, k = 0 of each target TP first; the times of rounds in a table of their own
+    where one table would not fit into so many columns."""
+    shown = [point for point in points if point["status"] != "skipped"]
+    whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
+    if table_width(whole).maximum <= width:
+        return [whole]
+    timed = [point for point in shown if point["metrics"] is not None]
+    speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
+    return [speeds, *([_table(timed, (*_SETTING, *_TIMES), is_narrow=True)] if timed else [])]
+
+
+def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool = False) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        said = "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
+        table.add_column(said, justify="right", no_wrap=True)
+    for point in points:
+        cells = _cells(point)
+        if is_narrow and len(set(point["blocks_per_rank"] or ())) > 1:
+            cells["blocks"] = cells["blocks"].replace(" ", "\n")
+        table.add_row(*(Text(cells.get(heading, "")) for heading in headings))
+    return table
+
+
+def _without_results(points: Sequence[Point]) -> list[str]:
+    """Why points have no results: that is more than a column holds."""
+    skipped = (f"{_pair_of(p)}: skipped: {p['reason']}" for p in points if p["status"] == "skipped")
+    failed = (point_line(p) for p in points if p["status"] in ("failed", "oom"))
+    return [*dict.fromkeys(skipped), *failed]
+
+
+def _pair_of(point: Point) -> str:
+    of = f", draft TP {point['draft_tp']}" if point["draft_tp"] is not None else " alone"
+    return f"target TP {point['target_tp']}{of}"
+
+
+def _cells(point: Point) -> dict[str, str]:
+    """By heading."""
+    found = {
+        "target TP": str(point["target_tp"]),
+        "draft TP": str(point["draft_tp"]) if point["k"] else "none",
+        "batch": str(point["batch_size"]),
+    }
+    m = point["metrics"]
+    if m is None:
+        return found | {"tokens/s": str(point["status"])}
+    equal = point["speedup_vs_equal_tp"]
+    return found | {
+        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
+        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
+        "x equal TP": f"{equal:.2f}" if equal is not None else "",
+        "tokens a round": f"{m['mean_acceptance_length']:.2f}",
+        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in (*STAGES, "round")},
+        "blocks": _counts(point["blocks_per_rank"]),
+    }
+
+
+def _counts(blocks: Sequence[int] | None) -> str:
+    """Blocks by rank, once where all ranks have as many."""
+    if not blocks:
+        return ""
+    same = set(blocks)
+    return (
+        f"{len(blocks)} x {blocks[0]:,}" if len(same) == 1 else " ".join(f"{b:,}" for b in blocks)
+    )

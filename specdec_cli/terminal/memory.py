@@ -1,0 +1,206 @@
+"""What people see of a memory profile: a table by rank, bars, and answers in words.
+
+Reads the document of `profile-blocks --json` and computes nothing but the parts of a bar.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.terminal.render import console, has_colour, table_width
+from specdec_cli.text import inert
+
+Document = Mapping[str, Any]
+
+# Part, letter where there are no colours, colour (Okabe and Ito's).
+PARTS = (
+    ("target weights", "T", "#0072b2"),
+    ("draft weights", "D", "#e69f00"),
+    ("activations", "a", "#cc79a7"),
+    ("graphs", "g", "#8a5fbf"),
+    ("target KV", "K", "#56b4e9"),
+    ("draft KV", "k", "#f0e442"),
+    ("stranded", "!", "#d55e00"),
+    ("other", "o", "#777777"),
+    ("free", ".", "#cccccc"),
+)
+_WIDTH = 72
+
+
+def parts(rank: Document, num_blocks: int) -> dict[str, int]:
+    """Bytes of each part of a rank's memory, in the order of `PARTS`; they add up to its total."""
+    return {
+        "target weights": rank["target_weight_bytes"],
+        "draft weights": rank["draft_weight_bytes"],
+        "activations": rank["activation_bytes"],
+        "graphs": rank["graph_bytes"],
+        "target KV": num_blocks * rank["target_block_bytes"],
+        "draft KV": num_blocks * rank["draft_block_bytes"],
+        "stranded": rank["stranded_bytes"],
+        "other": rank["other_bytes"],
+        "free": rank["free_bytes"],
+    }
+
+
+def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
+    """Cells of a bar for each part: in proportion, and one for what is a tenth of a cell."""
+    total = sum(sizes.values())
+    found = {
+        name: max(round(width * size / total), int(10 * width * size >= total))
+        for name, size in sizes.items()
+    }
+    while (excess := sum(found.values()) - width) and max(found.values()) > 1:
+        widest = max(found, key=lambda name: found[name])
+        found[widest] -= 1 if excess > 0 else -1
+    return found
+
+
+def print_profile(document: Document) -> None:
+    """The result on stdout."""
+    out = console(sys.stdout)
+    num_blocks = document["num_blocks"]
+    table = _table(document)
+    width = table_width(table)
+    out.width = max(out.width, width.minimum if sys.stdout.isatty() else width.maximum)
+    out.print(table)
+    out.print()
+    tinted = has_colour(sys.stdout)
+    shown: set[str] = set()
+    for rank in document["ranks"]:
+        sizes = parts(rank, num_blocks)
+        shown |= {name for name, size in sizes.items() if size > 0}
+        out.print(_bar(f"rank {rank['rank']} ", sizes, tinted=tinted))
+    legend = Text()
+    for name, letter, colour in PARTS:
+        if name in shown:
+            legend.append("█" if tinted else letter, colour if tinted else None)
+            legend.append(f" {name}  ")
+    out.print(legend)
+    out.print()
+    for line in answers(document):
+        out.print(Text(inert(line)))
+    if document.get("points"):
+        out.print()
+        points = _points(document["points"])
+        out.width = max(out.width, table_width(points).maximum)
+        out.print(points)
+        skipped = [p["reason"] for p in document["points"] if p["status"] == "skipped"]
+        for reason in dict.fromkeys(skipped):
+            out.print(Text(inert(f"skipped: {reason}")))
+
+
+def answers(document: Document) -> list[str]:
+    """What the numbers mean, a sentence each."""
+    fit, context = document["fit"], document["context"]
+    found = [
+        f"{document['num_blocks']:,} blocks of {document['block_size']} tokens fit "
+        f"({document['method']}): {document['max_tokens']:,} tokens, or "
+        f"{document['max_sequences']:,} sequences of {context:,} tokens."
+    ]
+    if len(document["ranks"]) > 1:
+        limiting = document["limiting_rank"]
+        stranded = sum(r["stranded_bytes"] for r in document["ranks"] if r["rank"] != limiting)
+        found.append(
+            f"Rank {limiting} has the least room; {size(stranded)} are stranded on the others."
+        )
+    if (asked := fit["recipe_blocks"]) is not None:
+        excess = ", more than fit" if asked > document["num_blocks"] else ""
+        found.append(f"The recipe asks for {asked:,} blocks (cache.num_blocks){excess}.")
+    batch = f"The recipe's batch of {fit['batch_size']} at {context:,} tokens"
+    if fit["fits"]:
+        found.append(f"{batch} fits: it needs {fit['needed_blocks']:,} blocks.")
+    else:
+        found.append(f"{batch} does not fit: it needs {fit['needed_blocks']:,} blocks.")
+        found += [f"  {line}" for line in fit["advice"]]
+    cost = document["draft_cost"]
+    if cost is not None:
+        found.append(f"The target alone would hold {cost['target_alone']['max_tokens']:,} tokens.")
+        for row in cost["by_draft_tp"]:
+            if row["status"] == "ok":
+                found.append(
+                    f"With the draft on {_ranks(row['draft_tp'])} it is {row['max_tokens']:,} "
+                    f"({100 * row['lost_share']:.1f} % less)."
+                )
+            else:
+                found.append(f"The draft on {_ranks(row['draft_tp'])}: {row['reason']}.")
+    return found
+
+
+def size(count: int) -> str:
+    """Bytes in a unit that people read."""
+    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= scale:
+            return f"{count / scale:,.2f} {unit}"
+    return f"{count} B"
+
+
+def _table(document: Document) -> Table:
+    """A column for each rank."""
+    table = Table(box=None, pad_edge=False)
+    ranks = document["ranks"]
+    held = [parts(rank, document["num_blocks"]) for rank in ranks]
+    rows = {
+        name: [size(h[name]) for h in held]
+        for name, _, _ in PARTS
+        if name not in ("target KV", "draft KV", "stranded", "free")
+    }
+    for label, key in (
+        ("left for KV", "kv_budget_bytes"),
+        ("target block", "target_block_bytes"),
+        ("draft block", "draft_block_bytes"),
+    ):
+        rows[label] = [size(rank[key]) for rank in ranks]
+    rows["blocks that fit"] = [f"{rank['num_blocks']:,}" for rank in ranks]
+    rows["stranded"] = [size(rank["stranded_bytes"]) for rank in ranks]
+    rows["not to be used"] = [size(rank["free_bytes"]) for rank in ranks]
+    rows["total"] = [size(rank["total_bytes"]) for rank in ranks]
+    table.add_column("", style="bold", no_wrap=True, min_width=max(map(len, rows)))
+    for place, rank in enumerate(ranks):
+        # Many ranks are folded, never cut.
+        least = max(len(word) for row in rows.values() for word in row[place].split())
+        name = f"rank {rank['rank']} {inert(rank['device'])}"
+        table.add_column(name, justify="right", min_width=least)
+    for label, row in rows.items():
+        table.add_row(label, *row)
+    return table
+
+
+def _bar(label: str, sizes: Mapping[str, int], *, tinted: bool) -> Text:
+    counts = cells(sizes, _WIDTH)
+    text = Text(label)
+    for name, letter, colour in PARTS:
+        text.append(("█" if tinted else letter) * counts[name], colour if tinted else None)
+    return text
+
+
+def _points(points: list[Document]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("draft TP", "k", "block", "utilization", "blocks", "tokens", "sequences", "rank"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for point in points:
+        settings = [
+            str(point["draft_tp"] or "–"),
+            str(point["k"]),
+            str(point["block_size"]),
+            f"{point['gpu_memory_utilization']:g}",
+        ]
+        if point["status"] == "skipped":
+            table.add_row(*settings, "", "", "", "", "skipped")
+            continue
+        table.add_row(
+            *settings,
+            f"{point['num_blocks']:,}",
+            f"{point['max_tokens']:,}",
+            f"{point['max_sequences']:,}",
+            str(point["limiting_rank"]),
+            "" if point["status"] == "ok" else "nothing fits",
+        )
+    return table
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

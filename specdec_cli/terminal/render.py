@@ -1,0 +1,310 @@
+"""What people see: text on stdout, tables and progress on stderr.
+
+Text of prompts and models is printed as it is, never as markup, and control characters in it are
+made visible, so nothing a model writes can drive the terminal.
+"""
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.measure import Measurement
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.engine.metrics import Metrics
+from specdec_cli.experiment.stats import among_rounds
+from specdec_cli.text import inert
+
+_WORD = 20  # columns
+_WIDE = 1000  # columns, for a table that goes into a file: no row is folded
+_NO_LIMIT = 100_000  # columns
+_ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
+
+
+def console(stream: TextIO) -> Console:
+    """A console that adds nothing of its own: no markup, no highlighting, no emoji."""
+    return Console(file=stream, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def console_of_results() -> Console:
+    """Standard output; where it is no terminal, with room for any table."""
+    out = console(sys.stdout)
+    if not sys.stdout.isatty():
+        out.width = _WIDE
+    return out
+
+
+def table_within(
+    width: int,
+    columns: Mapping[str, Sequence[str]],
+    *,
+    spare: Sequence[str] = (),
+    names: Sequence[str] = (),
+    long: Sequence[str] = (),
+) -> tuple[Table, list[str]]:
+    """A table of columns, by heading, and the headings that were left out to stay within `width`.
+
+    spare: what may be left out, the first first. names: set flush left, and folded rather than cut.
+    long: where a cell may take several lines.
+    """
+    shown = dict(columns)
+    left_out: list[str] = []
+    for heading in spare:
+        if _least_width(shown, {*names, *long}) <= width:
+            break
+        if shown.pop(heading, None) is not None:
+            left_out.append(heading)
+    table = Table(box=None, pad_edge=False)
+    for heading in shown:
+        if heading in names:
+            table.add_column(heading, overflow="fold")
+        else:
+            table.add_column(heading, justify="right", no_wrap=heading not in long)
+    for row in zip(*shown.values(), strict=True):
+        table.add_row(*map(Text, row))
+    return table, left_out
+
+
+def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int:
+    """Columns of a terminal below which something is cut; wrapped ones need room for a word."""
+    widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
+    for name in wrapped & widths.keys():
+        widths[name] = min(widths[name], max(cell_len(name), _WORD))
+    return sum(widths.values()) + 2 * (len(widths) - 1)
+
+
+def table_width(table: Table) -> Measurement:
+    """Columns that a table takes: least, with every cell folded between words; most, with none."""
+    out = console(sys.stdout)
+    return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
+
+
+def has_colour(stream: TextIO) -> bool:
+    """Whether colours show on `stream`; not under NO_COLOR."""
+    out = console(stream)
+    return out.color_system is not None and not out.no_color
+
+
+def progress_bar() -> Progress:
+    """A bar over prompts on stderr; shown on a terminal only."""
+    return Progress(
+        *_bar_columns(),
+        console=console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,  # it would send what is printed to stderr, results included
+        disable=not sys.stderr.isatty(),
+    )
+
+
+def live_bar() -> Progress:
+    """The same bar for the middle of a `live_view`, which shows it."""
+    return Progress(*_bar_columns())
+
+
+def _bar_columns() -> list[ProgressColumn]:
+    return [
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    ]
+
+
+def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
+    """What `render` gives, drawn on stderr so many times a second from its start to its stop."""
+    return Live(
+        console=console(sys.stderr),
+        transient=True,
+        redirect_stdout=False,  # as for `progress_bar`
+        get_renderable=render,
+        refresh_per_second=per_second,
+    )
+
+
+def interval(bounds: Sequence[float] | None) -> str:
+    """What follows a value: ` (1.20–1.31)`, and nothing for no interval or one of no width."""
+    if bounds is None or bounds[0] == bounds[1]:
+        return ""
+    return f" ({bounds[0]:.2f}–{bounds[1]:.2f})"
+
+
+def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
+    """`1.25 (1.20–1.31)`; empty for no value."""
+    return "" if value is None else f"{value:.2f}{interval(bounds)}"
+
+
+class TintedText:
+    """Text on a terminal in pieces, accepted draft tokens tinted.
+
+    Written as it is: nothing is wrapped and tabs stay. Of what is added, the last `hold`
+    characters wait until `end` says whether they count.
+    """
+
+    def __init__(self, hold: int) -> None:
+        self._console = console(sys.stdout)
+        self._hold = hold
+        self._pending: list[tuple[str, bool]] = []
+        self._is_first = True
+
+    def prompt(self, heading: str | None, text: str) -> None:
+        if heading is not None:
+            gap = "" if self._is_first else "\n"
+            self._write([Segment(f"{gap}── {heading} ──\n", _HEADING)])
+        self._is_first = False
+        self._write([Segment(inert(text), _PROMPT)])
+
+    def add(self, text: str, *, accepted: bool) -> None:
+        self._pending.extend((character, accepted) for character in text)
+
+    def show(self) -> None:
+        """Write what has been added, but for what is held back."""
+        self._flush(len(self._pending) - self._hold)
+
+    def end(self, num_cut: int) -> None:
+        """Finish a completion without its last `num_cut` characters."""
+        self._flush(len(self._pending) - num_cut)
+        self._pending.clear()
+        self._console.print()
+
+    def _flush(self, count: int) -> None:
+        ready = self._pending[: max(0, count)]
+        del self._pending[: len(ready)]
+        self._write(
+            Segment(inert("".join(c for c, _ in run)), _ACCEPTED if accepted else None)
+            for accepted, run in groupby(ready, key=lambda item: item[1])
+        )
+
+    def _write(self, segments: Iterable[Segment]) -> None:
+        # Segments, because rich would turn the tabs of a `Text` into spaces.
+        self._console.print(Segments(segments), end="")
+
+
+def summary_table(
+    metrics: Metrics,
+    baseline: Metrics | None,
+    *,
+    tinted: bool,
+    remarks: Sequence[str] = (),
+    is_split: bool = False,
+) -> Table:
+    """A small table of acceptance and times, beside k = 0 where it was measured.
+
+    tinted: whether accepted tokens were tinted in the text above. remarks: what a reader has to
+    know of the text and the figures. is_split: whether the target has several ranks, which are sent
+    proposals.
+    """
+    a = metrics.acceptance
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(justify="right")
+    table.add_column()
+    table.add_row(
+        "tokens", str(metrics.num_output_tokens), f"from {_count(metrics.num_prompts, 'prompt')}"
+    )
+    table.add_row(
+        "speed",
+        f"{metrics.decode_tokens_per_second:.1f}",
+        "tokens/s decoding"
+        + (f" ({baseline.decode_tokens_per_second:.1f} without a draft)" if baseline else ""),
+    )
+    if a.num_drafts:
+        rate = f"{100 * (a.draft_acceptance_rate or 0):.0f}%"
+        what = Text(f"{a.num_accepted_tokens} of {a.num_draft_tokens} proposed")
+        if tinted:
+            what.append(", in this colour", _ACCEPTED)
+        table.add_row("accepted", rate, what)
+        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
+        table.add_row(
+            "tokens a round",
+            f"{a.mean_acceptance_length:.2f}",
+            f"of at most {metrics.k + 1}{among}",
+        )
+        by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
+        table.add_row("by position", "", f"{by_place} % accepted")
+    sent = f"broadcast {metrics.broadcast_ms:.2f}, " if is_split else ""
+    table.add_row(
+        "round",
+        f"{metrics.round_ms:.2f}",
+        f"ms: draft {metrics.draft_ms:.2f}, {sent}verify {metrics.verify_ms:.2f}, "
+        f"sample {metrics.sample_ms:.2f}",
+    )
+    if metrics.ttft_ms.p50 is not None:
+        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
+    for remark in remarks:
+        table.add_row("note", "", remark)
+    return table
+
+
+def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
+    """One line for logs."""
+    a = metrics.acceptance
+    line = (
+        f"{_count(metrics.num_prompts, 'prompt')}, {_count(metrics.num_output_tokens, 'token')}, "
+        f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
+    )
+    if a.num_drafts:
+        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
+        line += (
+            f", {a.mean_acceptance_length:.2f} tokens a round{among}, "
+            f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
+        )
+    return "; ".join([line, *remarks])
+
+
+def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
+    """Whether speculation paid here, said plainly."""
+    speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
+    if speedup < 1.0:
+        return (
+            f"Speculation is slower here: {speedup:.2f}x the speed of k = 0. Proposing costs more "
+            "than the accepted tokens save; try a smaller k or another draft."
+        )
+    return f"Speculation is {speedup:.2f}x as fast as k = 0 here."
+
+
+def _count(n: int, noun: str) -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def print_failures(failures: Mapping[int, str]) -> None:
+    """Why prompts gave no text, a line each on stderr, by the prompt's index."""
+    for index, why in failures.items():
+        console(sys.stderr).print(Text(inert(f"prompt {index} failed: {why}")))
+
+
+def print_summary(
+    metrics: Metrics,
+    baseline: Metrics | None,
+    *,
+    tinted: bool,
+    remarks: Sequence[str] = (),
+    is_split: bool = False,
+) -> None:
+    """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
+
+    baseline: the same pair at k = 0, where it was measured. tinted, remarks, is_split: as for
+    `summary_table`.
+    """
+    out = console(sys.stderr)
+    if not sys.stderr.isatty():
+        out.print(summary_line(metrics, remarks))
+        return
+    out.print()
+    out.print(summary_table(metrics, baseline, tinted=tinted, remarks=remarks, is_split=is_split))
+    if baseline is not None:
+        out.print(verdict_line(metrics, baseline))

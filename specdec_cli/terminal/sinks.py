@@ -1,0 +1,204 @@
+"""Where outputs go as they come: the terminal, plain text, a progress bar, a run folder.
+
+Each is a sink with the same two methods. Computes nothing.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Protocol
+
+from specdec_cli.core.types import Sequence
+from specdec_cli.engine.detokenize import TextStream
+from specdec_cli.engine.run import Emission
+from specdec_cli.experiment.generation import Job, output_of
+from specdec_cli.experiment.results import Output, sample_record
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.terminal.render import TintedText, progress_bar
+from specdec_cli.text import inert
+
+
+class Sink(Protocol):
+    """Receives what each round wrote, then each output once it is whole."""
+
+    def emission(self, emission: Emission) -> None: ...
+
+    def output(self, output: Output) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LiveText:
+    """Prompts dimmed and completions as they arrive, accepted draft tokens tinted.
+
+    For a terminal, one sequence at a time.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._tokenizer = job.plan.tokenizer
+        self._several = len(job.prompts) > 1
+        # So many characters wait until it is known that they do not begin a stop string.
+        hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
+        self._text = TintedText(hold)
+        self._streams: dict[int, TextStream] = {}
+        self._written: dict[int, str] = {}
+        self._is_open = False  # in the middle of a completion
+        self._prompts = {p.index: p.text for p in job.prompts}
+
+    def emission(self, emission: Emission) -> None:
+        seq = emission.seq
+        if seq.finish_reason == "error":
+            return
+        stream = self._streams.get(seq.index)
+        if stream is None:
+            prompt_ids = seq.tokens[: seq.num_prompt_tokens]
+            stream = self._streams[seq.index] = TextStream(self._tokenizer, prompt_ids)
+            self._written[seq.index] = ""
+            self._is_open = True
+            shown = self._prompts[seq.index]
+            self._text.prompt(
+                f"prompt {seq.index}" if self._several else None,
+                self._tokenizer.decode(prompt_ids) if shown is None else shown,
+            )
+        for place, token in enumerate(emission.token_ids):
+            piece = stream.feed(token)
+            self._written[seq.index] += piece
+            self._text.add(piece, accepted=place < emission.num_accepted)
+        if seq.finish_reason is None:
+            # The last token may reach past a stop string: `output` says how far it counts.
+            self._text.show()
+
+    def output(self, output: Output) -> None:
+        if output.error is not None:
+            return
+        whole = self._tokenizer.decode(output.token_ids)
+        if whole.startswith(written := self._written[output.index]):
+            # Bytes of a character that never became whole.
+            self._text.add(whole[len(written) :], accepted=False)
+        self._text.end(num_cut=len(whole) - len(output.text))
+        self._is_open = False
+
+    def close(self) -> None:
+        if self._is_open:  # interrupted: what is said next gets a line of its own
+            self._text.end(num_cut=0)
+
+
+class PlainText:
+    """Completions in the order of their prompts, with headings where there are several.
+
+    `bar` makes way while text is written to the terminal that it stands on.
+    """
+
+    def __init__(self, job: Job, bar: "PromptProgress | None") -> None:
+        self._bar = bar if sys.stdout.isatty() else None
+        self._waiting = [p.index for p in reversed(job.prompts)]
+        self._several = len(job.prompts) > 1
+        self._finished: dict[int, Output] = {}
+
+    def emission(self, emission: Emission) -> None:
+        pass
+
+    def output(self, output: Output) -> None:
+        self._finished[output.index] = output
+        while self._waiting and self._waiting[-1] in self._finished:
+            ready = self._finished.pop(self._waiting.pop())
+            heading = f"==> prompt {ready.index} <==\n" if self._several else ""
+            if ready.error is not None and not self._several:
+                continue
+            with self._bar.hidden() if self._bar is not None else nullcontext():
+                sys.stdout.write(f"{heading}{inert(ready.text)}\n")
+                sys.stdout.flush()
+
+    def close(self) -> None:
+        pass
+
+
+class PromptProgress:
+    """A bar over prompts on stderr, where that is a terminal."""
+
+    def __init__(self, job: Job) -> None:
+        self._bar = progress_bar()
+        self._task = self._bar.add_task("prompts", total=len(job.prompts))
+
+    def emission(self, emission: Emission) -> None:
+        # Not before: whoever starts it is then sure to close it, which gives the cursor back.
+        self._bar.start()
+
+    def output(self, output: Output) -> None:
+        self._bar.advance(self._task)
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Take the bar away for as long as something else is written."""
+        self._bar.stop()
+        try:
+            yield
+        finally:
+            self._bar.start()
+
+
+class SampleFile:
+    """samples.jsonl of a run folder: each output is on disk before the next round."""
+
+    def __init__(self, job: Job, folder: RunFolder) -> None:
+        self._key = (job.plan.proposer, job.plan.k, job.plan.recipe.run.batch_size)
+        self._folder = folder
+
+    def emission(self, emission: Emission) -> None:
+        pass
+
+    def output(self, output: Output) -> None:
+        self._folder.append("samples.jsonl", sample_record(output, *self._key))
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+def shows_live_text(job: Job) -> bool:
+    """Whether text can appear as it is written."""
+    return sys.stdout.isatty() and job.plan.recipe.run.batch_size == 1
+
+
+def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool) -> list[Sink]:
+    """The sinks of one run."""
+    sinks: list[Sink] = []
+    is_live = not as_json and shows_live_text(job)
+    bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
+    if folder is not None:  # first: what is on disk survives a closed pipe
+        sinks.append(SampleFile(job, folder))
+    if not as_json:
+        sinks.append(LiveText(job) if is_live else PlainText(job, bar))
+    if bar is not None:
+        sinks.append(bar)
+    return sinks
+
+
+def collector(
+    job: Job, sinks: list[Sink]
+) -> tuple[Callable[[list[Emission]], None], Callable[[], list[Output]]]:
+    """A callback for `Engine.run`, and a function that returns every output once it is done.
+
+    A finished sequence, or one that cannot run, becomes an output at once.
+    """
+    prompts = {p.index: p for p in job.prompts}
+    outputs: dict[int, Output] = {}
+
+    def take(seq: Sequence) -> None:
+        output = outputs[seq.index] = output_of(job, prompts[seq.index], seq)
+        for sink in sinks:
+            sink.output(output)
+
+    def on_emit(emissions: list[Emission]) -> None:
+        for emission in emissions:
+            for sink in sinks:
+                sink.emission(emission)
+            if emission.seq.finish_reason is not None:
+                take(emission.seq)
+
+    def finish() -> list[Output]:
+        return [outputs[p.index] for p in job.prompts]
+
+    return on_emit, finish

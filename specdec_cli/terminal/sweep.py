@@ -1,0 +1,284 @@
+"""What people see of a sweep: progress and a growing table, then the table of results.
+
+Computes nothing but running means; the results are computed in `points`.
+"""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from specdec_cli.experiment.lossless import tokens_line
+from specdec_cli.experiment.points import Key, Point, Sample, decode_seconds
+from specdec_cli.experiment.stats import among_rounds, proposing_rate
+from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
+from specdec_cli.terminal.render import (
+    console,
+    console_of_results,
+    interval,
+    live_bar,
+    live_view,
+    table_within,
+    with_interval,
+)
+from specdec_cli.text import inert, one_line
+
+_BROADCAST = "broadcast ms"
+_PROPOSING = "proposing"
+_HEADINGS = (
+    "k",
+    "tokens a round",
+    _PROPOSING,
+    "accepted",
+    "tokens/s",
+    "x k = 0",
+    "predicted",
+    "draft ms",
+    _BROADCAST,
+    "verify ms",
+    "sample ms",
+    "round ms",
+)
+# What a narrow terminal can do without, the first first.
+_SPARE = (
+    "sample ms",
+    _BROADCAST,
+    "verify ms",
+    "draft ms",
+    "round ms",
+    "predicted",
+    "accepted",
+    _PROPOSING,
+    "tokens a round",
+)
+_STAGES = ("draft", "broadcast", "verify", "sample", "round")
+_LINE_EVERY = 0.1  # of the samples, where there is no terminal
+
+
+class Silent:
+    """Says nothing."""
+
+    def begin(self, what: str) -> None:
+        pass
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        pass
+
+    def points(self, points: Sequence[Point]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class PlainLines(Silent):
+    """A line a point on stderr, and one for every tenth of the samples with the time left."""
+
+    def __init__(self, total: int) -> None:
+        self._total = total
+        self._done = 0
+        self._said = 0
+        self._began: float | None = None
+
+    def begin(self, what: str) -> None:
+        if what == "measuring" and self._began is None:
+            self._began = time.monotonic()
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        self._done += 1
+        step = max(1, int(self._total * _LINE_EVERY))
+        if self._done // step > self._said and self._began is not None:
+            self._said = self._done // step
+            left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
+            self._say(f"{self._done} of {self._total} samples, {_duration(left)} left")
+
+    def points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            self._say(point_line(point))
+
+    def _say(self, line: str) -> None:
+        console(sys.stderr).print(Text(inert(line)))
+
+
+class LiveTable(Silent):
+    """A bar with the time left and a table that fills, on a terminal."""
+
+    def __init__(self, total: int) -> None:
+        self._progress = live_bar()
+        self._task = self._progress.add_task("getting ready", total=total)
+        self._sums: dict[Key, list[float]] = {}
+        self._shown: tuple[str | None, int] | None = None
+        self._live = live_view(self._render, 2)
+
+    def begin(self, what: str) -> None:
+        self._live.start()
+        self._progress.update(self._task, description=what)
+
+    def sample(self, key: Key, sample: Sample) -> None:
+        self._shown = (key.draft, key.batch_size)
+        sums = self._sums.setdefault(key, [0.0] * 5)
+        counts = sample["accepted_per_round"]
+        for place, value in enumerate(
+            (1, len(sample["token_ids"]), decode_seconds(sample), len(counts), sum(counts))
+        ):
+            sums[place] += value
+        self._progress.advance(self._task)
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for heading in ("k", "prompts", "tokens a round", "tokens/s", "x k = 0"):
+            table.add_column(heading, justify="right")
+        rows = sorted(
+            (key.k, sums)
+            for key, sums in list(self._sums.items())
+            if (key.draft, key.batch_size) == self._shown
+        )
+        plain = next((s[1] / s[2] for k, s in rows if k == 0 and s[2]), None)
+        for k, (prompts, tokens, seconds, drafts, accepted) in rows:
+            speed = tokens / seconds if seconds else 0.0
+            table.add_row(
+                str(k),
+                f"{prompts:.0f}",
+                f"{1 + accepted / drafts:.2f}" if drafts else "1.00",
+                f"{speed:.1f}",
+                f"{speed / plain:.2f}" if plain else "",
+            )
+        return Group(table, self._progress)
+
+
+def watcher(total: int, *, quiet: bool) -> Silent:
+    """What shows a sweep's progress on this stderr."""
+    if quiet:
+        return Silent()
+    return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
+
+
+def point_line(point: Point) -> str:
+    """A point in one line for logs."""
+    name = f"{point['draft'] or 'no draft'}, batch {point['batch_size']}, k={point['k']}"
+    metrics = point["metrics"]
+    if metrics is None:
+        predicted = point["predicted_speedup"]
+        about = f", predicted {predicted:.2f}x" if predicted is not None else ""
+        return f"{name}: {point['status']}: {point.get('reason', '')}{about}"
+    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
+    if point["speedup"] is not None:
+        line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
+    among = among_rounds(metrics["num_drafts"], metrics["num_rounds_without_proposal"])
+    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{among}"
+
+
+def print_results(document: Mapping[str, Any]) -> None:
+    """The table of points and the recommendation, on stdout."""
+    out = console_of_results()
+    is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
+    table, left_out = results_table(document["points"], out.width, is_split=is_split)
+    out.print(table, soft_wrap=False)
+    if left_out:
+        out.print(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
+    categories = _category_table(document, out.width)
+    if categories is not None:
+        out.print()
+        out.print(categories, soft_wrap=False)
+    out.print()
+    with_draft = has_several_drafts(document["points"])
+    for batch_size, best in document["best_by_batch_size"].items():
+        where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
+        tied = _tied(best, with_draft=with_draft)
+        out.print(Text(inert(f"{where}{best['reason']}{tied}")))
+    if (about_tokens := tokens_line(document["tokens"])) is not None:
+        out.print(Text(inert(about_tokens)))
+
+
+def results_table(
+    points: Sequence[Point], width: int, *, is_split: bool = False
+) -> tuple[Table, list[str]]:
+    """A row a point, draft and batch size only where there are several; and what was left out.
+
+    is_split: whether the target has several ranks, to which proposals are sent.
+    """
+    columns: dict[str, list[str]] = {}
+    if has_several_drafts(points):
+        columns["draft"] = [one_line(str(p["draft"])) for p in points]
+    if len({p["batch_size"] for p in points}) > 1:
+        columns["batch"] = [str(p["batch_size"]) for p in points]
+    cells = [_cells(point) for point in points]
+    columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
+    if not is_split:
+        del columns[_BROADCAST]
+    if not any(columns[_PROPOSING]):
+        del columns[_PROPOSING]
+    return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
+
+
+def _cells(point: Point) -> dict[str, str]:
+    """By heading."""
+    predicted = f"{point['predicted_speedup']:.2f}" if point["predicted_speedup"] else ""
+    found = {"k": str(point["k"]), "predicted": predicted}
+    m = point["metrics"]
+    if m is None:
+        prediction = point["prediction"]
+        why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
+        reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
+        return found | {
+            "tokens a round": f"~{prediction['mean_acceptance_length']:.2f}" if prediction else "",
+            "tokens/s": f"{why}{reason}",
+        }
+    rate = m["draft_acceptance_rate"]
+    proposing = proposing_rate(m["num_drafts"], m["num_rounds_without_proposal"])
+    return found | {
+        "tokens a round": with_interval(
+            m["mean_acceptance_length"], point["mean_acceptance_length_ci"]
+        ),
+        _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
+        "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
+        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
+        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
+        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in _STAGES},
+    }
+
+
+def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
+    """Speed-ups by category at the fastest point, where there are categories."""
+    fastest = document["best"].get("fastest")
+    if fastest is None:
+        return None
+    point = next(
+        p for p in document["points"] if (p["k"], p["draft"]) == (fastest["k"], fastest["draft"])
+    )
+    rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
+    if len(rows) < 2 or point["k"] == 0:
+        return None
+    with_draft = has_several_drafts(document["points"])
+    name = one_line(f"category, {in_words(point, with_draft=with_draft)}")
+    columns: dict[str, list[str]] = {
+        name: [one_line(category) for category in rows],
+        "prompts": [str(row["num_prompts"]) for row in rows.values()],
+        "tokens a round": [f"{row['mean_acceptance_length']:.2f}" for row in rows.values()],
+        "tokens/s": [f"{row['decode_tokens_per_second']:.1f}" for row in rows.values()],
+        "x k = 0": [with_interval(row["speedup"], row["speedup_ci"]) for row in rows.values()],
+    }
+    spare = ["tokens/s", "prompts", "tokens a round"]
+    return table_within(width, columns, spare=spare, names=[name])[0]
+
+
+def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
+    """What cannot be told from the fastest, itself too; of k = 0, which every draft has, one."""
+    if with_draft:
+        tied = dict.fromkeys(in_words(p, with_draft=True) for p in best.get("tied_points", ()))
+        return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
+    if len(best["tied"]) < 2:
+        return ""
+    return f" (tied: k = {', '.join(map(str, best['tied']))})"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02d}"
