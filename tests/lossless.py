@@ -19,12 +19,13 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from specdec_cli.acceptance.rejection import decision
-from specdec_cli.core.sampling import round_noise, to_probs
-from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores
+from specdec_cli.acceptance.rejection import Rejection
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.sampling import to_probs
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
-from tests.support import CPU, reference, save_tiny
+from tests.support import noise_of, reference, save_tiny
 
 VOCAB = 32
 MIN_EXPECTED = 5.0
@@ -69,7 +70,7 @@ class Round:
     lens: Tensor
     q: Tensor
     p: Tensor
-    noise: RoundNoise
+    noise: Noise
 
 
 @dataclass(frozen=True)
@@ -141,9 +142,9 @@ class Rule:
         """Table that the acceptance test is told."""
         return pair.q
 
-    def later_noise(self, noise: RoundNoise, k: int) -> RoundNoise:
+    def later_noise(self, noise: Noise, k: int) -> Noise:
         """Noise [N, K] of the second round, which begins one position further."""
-        return RoundNoise(noise.draft[:, 1:], noise.accept[:, 1:], noise.sample[:, 1:])
+        return Noise(noise.draft[:, 1:], noise.accept[:, 1:], noise.sample[:, 1:])
 
     def accept(self, r: Round) -> Tensor:
         return r.noise.accept * taken(r.q, r.drafts) < taken(r.p, r.drafts)
@@ -264,8 +265,8 @@ class DraftNoiseAsSample(Rule):
 class NoiseNotAdvanced(Rule):
     """next round repeats this round's noise"""
 
-    def later_noise(self, noise: RoundNoise, k: int) -> RoundNoise:
-        return RoundNoise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
+    def later_noise(self, noise: Noise, k: int) -> Noise:
+        return Noise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
 
 
 class AbsoluteResidual(Rule):
@@ -393,7 +394,7 @@ def label(rule: Rule) -> str:
     return str(type(rule).__doc__)
 
 
-def play(pair: Pair, rule: Rule, before: Tensor, lens: Tensor, noise: RoundNoise) -> Round:
+def play(pair: Pair, rule: Rule, before: Tensor, lens: Tensor, noise: Noise) -> Round:
     """Draw the drafts of N rounds, each after the token `before` [N], of `lens` [N] tokens."""
     drawn, claimed = rule.drawn(pair), rule.claimed(pair)
     states = [before]
@@ -408,16 +409,16 @@ def play(pair: Pair, rule: Rule, before: Tensor, lens: Tensor, noise: RoundNoise
     return Round(drafts, lens, q, p, noise)
 
 
-def pair_noise(pair: Pair, k: int, count: int) -> RoundNoise:
+def pair_noise(pair: Pair, k: int, count: int) -> Noise:
     """The engine's noise of prompts 0..count, wide enough for a second round of k."""
     params = replace(pair.params, seed=10 * pair.params.seed + k)
-    noise = round_noise(list(range(count)), [3] * count, k + 1, params, CPU)
+    noise = noise_of(list(range(count)), [3] * count, k + 1, params.seed)
     if pair.grain:
         return replace(noise, accept=(noise.accept * pair.grain).floor() / pair.grain)
     return noise
 
 
-def trial(pair: Pair, rule: Rule, k: int, noise: RoundNoise) -> dict[str, float]:
+def trial(pair: Pair, rule: Rule, k: int, noise: Noise) -> dict[str, float]:
     """p-values of what `rule` emits in rounds of k.
 
     "token i": the i-th emitted token, after the one before it, of the rounds that accepted all up
@@ -427,7 +428,7 @@ def trial(pair: Pair, rule: Rule, k: int, noise: RoundNoise) -> dict[str, float]
     count, vocab = len(noise.draft), len(pair.p)
     before = torch.zeros(count, dtype=torch.int64)
     lens = torch.full((count,), k)
-    first = RoundNoise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
+    first = Noise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
     tokens, accepted = rule(play(pair, rule, before, lens, first))
 
     found = {}
@@ -441,7 +442,7 @@ def trial(pair: Pair, rule: Rule, k: int, noise: RoundNoise) -> dict[str, float]
 
     one = (accepted == 0).nonzero().squeeze(1)
     later = rule.later_noise(noise, k)
-    rest = RoundNoise(later.draft[one], later.accept[one], later.sample[one])
+    rest = Noise(later.draft[one], later.accept[one], later.sample[one])
     again, _ = rule(play(pair, rule, tokens[one, 0], one % (k + 1), rest))
     second = tokens[:, 1].clone()
     second[one] = again[:, 0]
@@ -451,10 +452,10 @@ def trial(pair: Pair, rule: Rule, k: int, noise: RoundNoise) -> dict[str, float]
     return found
 
 
-def acceptance(pair: Pair, k: int, noise: RoundNoise) -> float:
+def acceptance(pair: Pair, k: int, noise: Noise) -> float:
     """p-value of the rate at which first drafts are accepted, against the sum of min(p, q)."""
     before = torch.zeros(len(noise.draft), dtype=torch.int64)
-    first = RoundNoise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
+    first = Noise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
     _, accepted = CORRECT(play(pair, CORRECT, before, torch.full_like(before, k), first))
     rate = torch.minimum(pair.p[0].double(), pair.q[0].double()).sum()
     counts = torch.stack(((accepted > 0).sum(), (accepted == 0).sum()))
@@ -495,7 +496,7 @@ def engine_counts(
     engine: Engine, prompt: list[int], k: int, params: SamplingParams, depth: int, count: int
 ) -> Tensor:
     """How often the running engine writes every continuation of `depth` tokens, flat."""
-    vocab = engine.target.model.vocab_size
+    vocab = engine.target.vocab_size
     result = engine.run([Request(i, tuple(prompt)) for i in range(count)], k, params)
     assert all(s.finish_reason == "length" for s in result.seqs)
     cells = torch.zeros(count, dtype=torch.int64)
@@ -504,17 +505,34 @@ def engine_counts(
     return cells.bincount(minlength=vocab**depth)
 
 
-def engine_verify(rule: Rule) -> Callable[[Proposal, Scores, RoundNoise], Tensor]:
-    """`rule` in the form of `specdec_cli.acceptance.rejection.verify`."""
+class Planted(Rejection):
+    """An acceptance rule for the engine that decides as `rule` does. lens: of each round so far."""
 
-    def verify(proposal: Proposal, scores: Scores, noise: RoundNoise) -> Tensor:
-        lens = torch.tensor(proposal.lens)
-        tokens, accepted = rule(
-            Round(proposal.token_ids, lens, proposal.probs, scores.probs, noise)
-        )
-        return decision(tokens, accepted)
+    def __init__(self, rule: Callable[[Round], tuple[Tensor, Tensor]]) -> None:
+        self.rule = rule
+        self.lens: list[list[int]] = []
 
-    return verify
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        assert noise is not None
+        c, vocab = candidates, target.logits.shape[-1]
+        self.lens.append(c.lens.tolist())
+        if c.q is None:
+            q = F.one_hot(c.token_ids.clamp(min=0), vocab).float()
+        else:
+            more = vocab - c.q.logits.shape[-1]
+            q = to_probs(F.pad(c.q.logits, (0, more), value=float("-inf")), params)
+        p, place = to_probs(target.logits, params), torch.arange(c.token_ids.shape[1] + 1)
+        # As rules that faults are planted in expect them: zero past a sequence's length.
+        q = q.masked_fill((place[:-1] >= c.lens[:, None])[..., None], 0.0)
+        p = p.masked_fill((place > c.lens[:, None])[..., None], 0.0)
+        tokens, accepted = self.rule(Round(c.token_ids, c.lens, q, p, noise))
+        return Verdict(tokens, accepted)
 
 
 def save_eight(folder: Path) -> tuple[Path, Path]:
@@ -533,7 +551,7 @@ def engine_trial(
 
     All new tokens but the last, which a sequence never proposes.
     """
-    vocab, depth = engine.target.model.vocab_size, params.max_new_tokens - 1
+    vocab, depth = engine.target.vocab_size, params.max_new_tokens - 1
     counts = engine_counts(engine, prompt, k, params, depth, count)
     joint = exact_joint(target, prompt, params, depth)
     return {

@@ -11,15 +11,18 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.candidate_generator import AssistedCandidateGenerator as Candidates
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.core.candidates import Noise
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import ALONE, ONE_RANK, Groups, TensorParallel
+from specdec_cli.core.sampling import round_noise
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Proposer, Request
-from specdec_cli.engine.target import TargetScorer
-from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
-from specdec_cli.methods.ngram import NgramProposer
+from specdec_cli.engine.run import Request
+from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.methods.ngram import Ngram
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import Description, ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
@@ -327,39 +330,45 @@ def make_engine(
     device: torch.device = CPU,
     dtype: str = "auto",
     draft_max_len: int = 512,
-    pipelined: bool = False,
+    runs_ahead: bool = False,
     fused: bool = True,
     groups: Groups = ONE_RANK,
-    synthetic: SyntheticAcceptance | None = None,
+    rule: AcceptanceRule | None = None,
+    policy: LengthPolicy | None = None,
     ngram: tuple[int, int] | None = None,
 ) -> Engine:
-    """An engine over two saved checkpoints; ngram: over one, which looks up suffixes of so many
-    tokens, longest and shortest."""
+    """An engine over two saved checkpoints.
+
+    ngram: over one, which looks up suffixes of so many tokens, longest and shortest. runs_ahead:
+    with rounds one ahead of what the host has read, captured on CUDA.
+    """
     parallel = groups.target or ALONE
     target_model = paged_model(
         target, num_blocks, block_size, device, dtype, fused=fused, parallel=parallel
     )
     worker: Proposer | None = None
     if ngram is not None:
-        worker = NgramProposer(*ngram, target_model.vocab_size, device)
+        worker = Ngram(*ngram)
     if draft is not None and groups.draft is None:
-        worker = AbsentDraft(target_model.vocab_size, draft_max_len, device)
+        worker = DraftModel(None, draft_max_len)
     elif draft is not None and groups.draft is not None:
         draft_model = paged_model(
             draft, num_blocks, block_size, device, dtype, fused=fused, parallel=groups.draft
         )
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
-        worker = DraftWorker(draft_model, target_model.vocab_size, draft_max_len, groups.draft)
+        worker = DraftModel(draft_model, draft_max_len)
     return Engine(
-        TargetScorer(target_model),
+        target_model,
         worker,
         BlockAllocator(num_blocks, block_size),
         batch_size=batch_size,
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
-        synthetic=synthetic,
-        pipelined=pipelined,
+        rule=rule,
+        policy=policy,
+        is_captured=runs_ahead and device.type == "cuda",
+        runs_ahead=runs_ahead,
         parallel=parallel,
     )
 
@@ -367,6 +376,12 @@ def make_engine(
 def ngram_engine(target: Path, longest: int = 3, shortest: int = 1, **options: Any) -> Engine:
     """An engine that looks n-grams up; options as for `make_engine`."""
     return make_engine(target, None, ngram=(longest, shortest), **options)
+
+
+def noise_of(indices: list[int], lengths: list[int], k: int, seed: int) -> Noise:
+    """The engine's noise of a round of these prompts, at these numbers of tokens."""
+    index, length = torch.tensor(indices), torch.tensor(lengths)
+    return round_noise(torch.tensor(seed), index, length, k)
 
 
 def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> list[Sequence]:

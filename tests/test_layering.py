@@ -15,7 +15,7 @@ ROWS = {
     6: "terminal report",
     5: "experiment",
     4: "engine",
-    3: "methods acceptance",
+    3: "methods acceptance lengths",
     2: "models",
     1: "core recipe prompts launch",
     0: "specdec_cli specdec_kernels errors text demo",

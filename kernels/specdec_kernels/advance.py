@@ -3,7 +3,6 @@
 Legend: B sequences, K proposal length.
 """
 
-import torch
 from torch import Tensor
 
 
@@ -49,19 +48,21 @@ def advance_reference(
     rows: Tensor | None = None,
 ) -> None:
     """See `ops.advance`."""
-    width = tokens.shape[1]
-    record.copy_(torch.cat((tokens, accepted[:, None], lens[:, None]), dim=1))
-    place = torch.arange(width, device=tokens.device)
-    count = accepted.clamp(min=0) + 1
-    is_eos = torch.isin(tokens, eos_ids) & (place < count[:, None])
-    first = torch.where(is_eos, place, width).amin(1)
-    count = torch.minimum(count, first + 1)
-    after = torch.cat((tail, tokens.clamp(min=0)), dim=1)
-    moved = after.gather(1, count[:, None] + torch.arange(2, device=tokens.device))
-    tail.copy_(torch.where(active[:, None], moved, tail))
-    if history is not None and rows is not None:
-        counts = active[:, None] & (place < count[:, None])
-        at = (rows[:, None].expand_as(counts)[counts], (length[:, None] + place)[counts])
-        history.index_put_(at, tokens[counts].clamp(min=0).to(history.dtype))
-    length.add_(count * active)
-    active.logical_and_((first == width) & (length < limit))
+    # Sequence by sequence: the many operations it would take otherwise cost more, of a few.
+    ends = set(eos_ids.tolist())
+    told = zip(
+        *(x.tolist() for x in (tokens, accepted, lens, length, limit, active, tail)), strict=True
+    )
+    noted, lengths, still, tails = [], [], [], []
+    for b, (decided, count, proposed, at, most, is_active, last) in enumerate(told):
+        noted.append([*decided, count, proposed])
+        new = [max(0, token) for token in decided[: max(0, count) + 1]] if is_active else []
+        end = next((i for i, token in enumerate(decided[: len(new)]) if token in ends), None)
+        new = new if end is None else new[: end + 1]
+        if new and history is not None and rows is not None:
+            history[rows[b], at : at + len(new)] = history.new_tensor(new)
+        lengths.append(at + len(new))
+        still.append(is_active and end is None and lengths[-1] < most)
+        tails.append([*last, *new][-2:])
+    for held, values in ((record, noted), (length, lengths), (active, still), (tail, tails)):
+        held.copy_(held.new_tensor(values))

@@ -32,8 +32,13 @@ def ngram_lookup_reference(
 
 def _follower(text: Tensor, longest: int, shortest: int) -> int:
     """Where the first earlier occurrence of the longest suffix ends; the text's end for none."""
+    held, width = text.cpu().numpy().tobytes(), text.itemsize
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
-        is_suffix = (text.unfold(0, n, 1)[:-1] == text[-n:]).all(dim=1)
-        if is_suffix.any():
-            return int(is_suffix.int().argmax()) + n
+        suffix, at = held[-n * width :], -1
+        while True:
+            at = held.find(suffix, at + 1, len(held) - width)
+            if at % width == 0:
+                return at // width + n
+            if at < 0:
+                break
     return len(text)

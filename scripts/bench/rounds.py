@@ -70,7 +70,7 @@ def requests(count: int, tokens: int, vocab: int) -> list[Request]:
 
 def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> list[Metrics]:
     params = planned.params
-    vocab = engine.target.model.vocab_size
+    vocab = engine.target.vocab_size
     per_round = 3.69 if k else 1.0
     prompts = -(-int(args.rounds * per_round * engine.batch_size) // params.max_new_tokens)
     prompts = -(-prompts // engine.batch_size) * engine.batch_size
@@ -89,7 +89,7 @@ def tokens_a_round(metrics: Metrics) -> float:
 
 def profile(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> str:
     """Time by kernel of some rounds, and how long the device was idle."""
-    vocab = engine.target.model.vocab_size
+    vocab = engine.target.vocab_size
     work = requests(engine.batch_size, args.prompt_tokens, vocab)
     params = replace(planned.params, max_new_tokens=24 * (k + 1))
     kinds = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]

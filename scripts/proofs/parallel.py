@@ -3,7 +3,7 @@
     python -m scripts.proofs.parallel --prompts 40
 
 Starts a world of 4 processes over gloo and runs the bundled prompts, fp32, greedy and sampled, with
-every target TP of 1, 2 and 4 and every draft TP that divides it, in ragged and in padded rounds.
+every target TP of 1, 2 and 4 and every draft TP that divides it, read at once and one ahead.
 Tokens, proposals and acceptances are compared with those of one process, greedy tokens also with
 transformers' `generate`. Prints a table; exits 1 on any mismatch.
 """
@@ -55,10 +55,10 @@ def main() -> int:
     world = World(4, Path(tempfile.mkdtemp()))
     print("target TP  draft TP  rounds  greedy: differ  sampled: differ  seconds")
     for tps in PAIRS:
-        for rounds in ("ragged", "padded"):
+        for rounds in ("at once", "ahead"):
             started = time.perf_counter()
             found = world.run(
-                cases.decode, pair, tps, prompts, runs, pipelined=rounds == "padded", **settings
+                cases.decode, pair, tps, prompts, runs, runs_ahead=rounds == "ahead", **settings
             )
             told = [x["seqs"] for x in found if x is not None]
             # Of every rank, not of rank 0 alone.

@@ -18,14 +18,11 @@ import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from unittest.mock import patch
 
 import torch
 from scipy import stats
 
-from specdec_cli.acceptance.rejection import verify
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine import loop
 from tests import lossless
 from tests.lossless import CORRECT, FAULTS, LOOKUP_FAULTS, Rule, label
 from tests.support import make_engine, ngram_engine
@@ -92,13 +89,12 @@ def run_engine(
     fault: Rule | None,
 ) -> dict[str, float]:
     torch.set_num_threads(1)
+    rule = None if fault is None else lossless.Planted(fault)
     if proposer == "ngram":
-        engine = ngram_engine(folders[0], batch_size=512, num_blocks=2400)
+        engine = ngram_engine(folders[0], batch_size=512, num_blocks=2400, rule=rule)
     else:
-        engine = make_engine(*folders, batch_size=512, num_blocks=1300)
-    used = verify if fault is None else lossless.engine_verify(fault)
-    with patch.object(loop, "verify", used):
-        return lossless.engine_trial(engine, folders[0], PROMPTS[proposer], k, params, count)
+        engine = make_engine(*folders, batch_size=512, num_blocks=1300, rule=rule)
+    return lossless.engine_trial(engine, folders[0], PROMPTS[proposer], k, params, count)
 
 
 def report_values(title: str, k: int, values: list[float], rejected: int) -> int:

@@ -1,1 +1,1 @@
-"""Acceptance rules, a file each."""
+"""Acceptance rules, a file each. Nothing outside this folder knows the name of one."""

@@ -1,18 +1,20 @@
 """Acceptance by given rates, to time drafts that do not exist yet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.rejection import decision
-from specdec_cli.core.types import Proposal, RoundNoise, Scores
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import draw, round_noise, softmax_stats
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import UsageError
 
 _LONGEST_PROPOSAL = 1024
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class SyntheticAcceptance:
     """Accept by given rates, whatever the models say.
 
@@ -21,6 +23,11 @@ class SyntheticAcceptance:
     """
 
     conditional: tuple[float, ...]
+    is_lossless = False
+    looks_ahead = False
+    draws_when_greedy = True
+    remark = "synthetic: the text is not the target's"
+    _made: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod
     def from_rates(cls, marginal: tuple[float, ...]) -> "SyntheticAcceptance":
@@ -51,21 +58,32 @@ class SyntheticAcceptance:
             )
         return self.conditional[:k]
 
-    def verify(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
-        """Like `verify`, with the places' rates in place of p / q."""
-        device, k = proposal.token_ids.device, proposal.token_ids.shape[1]
-        lens = torch.tensor(proposal.lens).to(device, non_blocking=True)
-        rates = torch.tensor(self.rates(k)).to(device, non_blocking=True)
-        if scores.best is not None:
-            args = (proposal.token_ids, scores.best, lens, noise.accept, rates)
-            return decision(*ops.accept(*args))
-        assert scores.probs is not None
-        batch = torch.arange(len(proposal.lens), device=device)
-        drafted = torch.arange(k, device=device) < lens[:, None]
-        accepted = (drafted & (noise.accept < rates)).long().cumprod(dim=1).sum(dim=1)
-        own = ops.sample_categorical(scores.probs[batch, accepted], noise.sample[batch, accepted])
-        tokens = torch.nn.functional.pad(proposal.token_ids, (0, 1))
-        tokens[batch, accepted] = own
-        accepted = accepted.masked_fill(own < 0, -1)
-        accepted = accepted.masked_fill((proposal.token_ids < 0).any(dim=1), -2)
-        return decision(tokens, accepted)
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        """Accept the proposal at each place by its rate; the token that follows is the target's."""
+        assert noise is not None
+        c, logits = candidates, target.logits.flatten(0, 1)
+        stats = None if params.is_greedy else softmax_stats(logits, params)
+        best = draw(logits, stats, params, noise.sample.flatten()).view(target.logits.shape[:2])
+        rates = self._on_device(c.token_ids.shape[1], logits.device)
+        return Verdict(*ops.accept(c.token_ids, best, c.lens, noise.accept, rates))
+
+    def forecast(
+        self, index: int, start: int, count: int, k: int, params: SamplingParams
+    ) -> Forecast | None:
+        """The very numbers that rounds draw, beside the rates."""
+        rates = torch.tensor(self.rates(k), dtype=torch.float32)
+        seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
+        noise = round_noise(seed, at[None], length[None], count)
+        return Forecast(draws=tuple(noise.accept[0].tolist()), rates=tuple(rates.tolist()))
+
+    def _on_device(self, k: int, device: torch.device) -> torch.Tensor:
+        """fp32 [K]; made by the first round of a length, which no graph captures."""
+        if (k, device) not in self._made:
+            self._made[k, device] = torch.tensor(self.rates(k), device=device)
+        return self._made[k, device]

@@ -1,34 +1,29 @@
-"""One ragged forward pass: prefill, catch-up, decode and scoring are all this.
+"""The tensors of one forward pass: prefill and teacher forcing feed spans, rounds feed slots.
 
-A pass feeds, for each sequence, some of its own tokens that are not in the model's cache yet and
-then tokens that only the device knows (proposals). Knows nothing of models.
+Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
 """
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from specdec_kernels import ops
 
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Feed `seq.tokens[start:stop]`, then `extra` tokens that are given on the device."""
+    """Feed `seq.tokens[start:stop]`."""
 
     seq: Sequence
     start: int
     stop: int
-    extra: int = 0
 
     @property
     def length(self) -> int:
-        return self.stop - self.start + self.extra
-
-    @property
-    def context(self) -> int:
-        """Tokens in the cache after the pass."""
-        return self.stop + self.extra
+        return self.stop - self.start
 
 
 @dataclass(slots=True)
@@ -38,7 +33,7 @@ class ForwardBatch:
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
     offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including
     this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], the packed rows whose
-    logits are wanted, None for all.
+    logits are wanted, None for all. plan: on a CPU, which reads the lengths anyway.
     """
 
     token_ids: torch.Tensor
@@ -53,22 +48,14 @@ class ForwardBatch:
 
 
 def make_batch(
-    spans: list[Span],
-    logits_per_span: list[int],
-    block_size: int,
-    device: torch.device,
-    extra_tokens: torch.Tensor | None = None,
+    spans: list[Span], logits_per_span: list[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
     """Build a pass over `spans`.
 
     logits_per_span: how many of each span's last tokens need logits.
-    extra_tokens: int64 [B, K] on the device; span b takes the first `extra` of its row. The host
-    never reads it.
     """
     lengths = [s.length for s in spans]
-    query_start = _starts(lengths)
-    positions = [p for s in spans for p in range(s.start, s.context)]
-    own = [t for s in spans for t in s.seq.tokens[s.start : s.stop]]
+    query_start = [0, *accumulate(lengths)]
     rows = [
         row
         for end, count in zip(query_start[1:], logits_per_span, strict=True)
@@ -81,38 +68,18 @@ def make_batch(
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     query_start_t = ints(query_start, torch.int32)
-    positions_t = ints(positions, torch.int64)
-    context_lens = ints([s.context for s in spans], torch.int32)
+    positions = ints([p for s in spans for p in range(s.start, s.stop)], torch.int64)
+    context_lens = ints([s.stop for s in spans], torch.int32)
     block_tables = ints(tables, torch.int32)
-    token_ids = ints(own, torch.int64)
-    if extra_tokens is not None and len({(s.stop - s.start, s.extra) for s in spans}) == 1:
-        # Rows of one shape, as in most rounds, need no merging.
-        own_rows = token_ids.view(len(spans), spans[0].stop - spans[0].start)
-        token_ids = torch.cat((own_rows, extra_tokens[:, : spans[0].extra]), dim=1).view(-1)
-    elif extra_tokens is not None:
-        own_start = _starts([s.stop - s.start for s in spans])
-        token_ids, _ = ops.merge_tokens(
-            token_ids,
-            ints(own_start, torch.int32),
-            ints(own_start[1:], torch.int32),
-            extra_tokens,
-            ints([s.extra for s in spans], torch.int32),
-            query_start_t,
-            total=query_start[-1],
-        )
     plan = None
     if device.type == "cpu":
-        # The dozen operations of `ops.slot_mapping` take longer for the few tokens of a round.
-        slots = ints(_slots(spans, block_size), torch.int64)
         plan = ops.gather_plan(block_tables, query_start_t, context_lens, block_size)
-    else:
-        slots = ops.slot_mapping(
-            block_tables, query_start_t, positions_t, None, block_size, widest * block_size
-        )
     return ForwardBatch(
-        token_ids=token_ids,
-        positions=positions_t,
-        slots=slots,
+        token_ids=ints([t for s in spans for t in s.seq.tokens[s.start : s.stop]], torch.int64),
+        positions=positions,
+        slots=ops.slot_mapping(
+            block_tables, query_start_t, positions, None, block_size, widest * block_size
+        ),
         query_start=query_start_t,
         context_lens=context_lens,
         block_tables=block_tables,
@@ -122,19 +89,78 @@ def make_batch(
     )
 
 
-def _slots(spans: list[Span], block_size: int) -> list[int]:
-    """Where the tokens' keys go, as `ops.slot_mapping` says: those past a table to block 0."""
-    slots = []
-    for span in spans:
-        table = span.seq.block_table
-        for position in range(span.start, span.context):
-            column, inside = divmod(position, block_size)
-            slots.append((table[column] if column < len(table) else 0) * block_size + inside)
-    return slots
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Which tokens of a round's pass a batch is about: Q of each slot.
+
+    They lie at positions length + offset + 0..Q-1. Token j of a slot is live iff the slot is
+    active, the position is one of the model's 0..max_len-1, and lens >= offset + j + margin.
+    Others are padding: their keys go to the trash block, and their logits have no meaning.
+    last_only: whether logits of each slot's last token are enough. cached: int64 [B], tokens of
+    each sequence that the model's cache is known to hold; a CPU does not feed them again.
+    """
+
+    token_ids: torch.Tensor  # int64 [B, Q]
+    lens: torch.Tensor  # int64 [B], proposal lengths
+    offset: int
+    margin: int
+    max_len: int
+    last_only: bool
+    cached: torch.Tensor | None = None
 
 
-def _starts(lengths: list[int]) -> list[int]:
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    return starts
+def live_batch(
+    what: Rectangle, state: BatchState, block_size: int, num_ids: int
+) -> tuple[ForwardBatch, torch.Tensor | None]:
+    """A pass over the live tokens of `what` alone, for a CPU: there reading tensors costs nothing,
+    and feeding padding would.
+
+    num_ids: size of the model's vocabulary; token ids are clamped into it. Returns the pass, and
+    the places among [B * Q], or [B] where `last_only`, of its logits, int64; None for all places.
+    """
+    batch, width = what.token_ids.shape
+    lengths, lens, active = (x.tolist() for x in (state.length, what.lens, state.active))
+    cached = [0] * batch if what.cached is None else what.cached.tolist()
+    tokens, tables = what.token_ids.tolist(), state.block_tables.numpy()
+    fed: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    places: list[int] = []
+    query_start, contexts = [0], [0] * batch
+    for b in range(batch):
+        first = lengths[b] + what.offset
+        # Live are the first `count` of the tokens, less those before the text or in the cache.
+        count = min(width, lens[b] - what.offset - what.margin + 1, what.max_len - first)
+        skip = max(0, -first, cached[b] - first)
+        is_unused = what.last_only and lens[b] == 0  # nobody looks at its logits
+        if not active[b] or count <= skip or is_unused:
+            query_start.append(len(fed))
+            continue
+        for j in range(skip, count):
+            column, inside = divmod(first + j, block_size)
+            fed.append(min(max(tokens[b][j], 0), num_ids - 1))
+            positions.append(first + j)
+            slots.append(int(tables[b, column]) * block_size + inside)
+            places.append(b * width + j)
+        query_start.append(len(fed))
+        contexts[b] = first + count
+    rows = None
+    if what.last_only:
+        fed_any = [b for b in range(batch) if query_start[b + 1] > query_start[b]]
+        rows = [query_start[b + 1] - 1 for b in fed_any]
+        rows, places, width = (None if len(rows) == len(fed) else rows), fed_any, 1
+    query_start_t = torch.tensor(query_start, dtype=torch.int32)
+    context_lens = torch.tensor(contexts, dtype=torch.int32)
+    block_tables = state.block_tables[:, : -(-max(contexts) // block_size)]
+    found = ForwardBatch(
+        token_ids=torch.tensor(fed, dtype=torch.int64),
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slots=torch.tensor(slots, dtype=torch.int64),
+        query_start=query_start_t,
+        context_lens=context_lens,
+        block_tables=block_tables,
+        max_query_len=width,
+        logit_rows=None if rows is None else torch.tensor(rows),
+        plan=ops.gather_plan(block_tables, query_start_t, context_lens, block_size),
+    )
+    return found, None if len(places) == batch * width else torch.tensor(places)

@@ -1,12 +1,13 @@
-"""From logits to a distribution, and the random numbers that draw from it."""
+"""From a distribution's logits to tokens, and the random numbers that draw them."""
 
 from enum import IntEnum
 
 import torch
+from specdec_kernels import ops
 from specdec_kernels.logits import to_probs as logits_to_probs
-from specdec_kernels.noise import uniform_reference
 
-from specdec_cli.core.types import RoundNoise, SamplingParams
+from specdec_cli.core.candidates import Noise
+from specdec_cli.core.types import SamplingParams
 
 
 class Purpose(IntEnum):
@@ -22,39 +23,52 @@ def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
     See `specdec_kernels.logits.to_probs`, the one definition.
     """
-    return logits_to_probs(logits, params.temperature, params.top_k, params.top_p)
-
-
-def uniform(
-    seed: int, index: torch.Tensor, position: torch.Tensor, purpose: torch.Tensor
-) -> torch.Tensor:
-    """One number in [0, 1) for each (prompt index, token position, purpose), fp32.
-
-    The position is that of the token being decided. Batch, order, preemption and shards do not
-    enter, so they cannot change what is sampled. Arguments broadcast; int64.
-    """
-    return uniform_reference(torch.tensor(seed), index, position, purpose)
+    return logits_to_probs(logits, *params.filters)
 
 
 def round_noise(
-    indices: list[int],
-    lengths: list[int],
+    seed: torch.Tensor,
+    index: torch.Tensor,
+    length: torch.Tensor,
     k: int,
-    params: SamplingParams,
-    device: torch.device,
     *,
-    even_greedy: bool = False,
-) -> RoundNoise:
-    """The noise of a round over sequences with these prompt indices and token counts.
+    by_round: bool = False,
+) -> Noise:
+    """The noise of a round of sequences with these prompt indices and token counts, int64 [B].
 
-    Rejection sampling reads no noise when decoding is greedy, so zeros serve, unless `even_greedy`.
+    A number is a function of the seed, the prompt's index, the position of the token that is
+    decided and the purpose. Batch, order, preemption and shards do not enter, so they cannot change
+    what is sampled. seed: int64 scalar. by_round: the number of tokens before the round enters,
+    too: a rule that looks at proposals behind the last one accepted has used their numbers up.
     """
-    batch = len(indices)
-    if params.is_greedy and not even_greedy:
-        zeros = torch.zeros(3, batch, k + 1, device=device)
-        return RoundNoise(zeros[0, :, :k], zeros[1, :, :k], zeros[2])
-    index = torch.tensor(indices, dtype=torch.int64)[:, None]
-    position = torch.tensor(lengths, dtype=torch.int64)[:, None] + torch.arange(k + 1)
-    purposes = torch.tensor([Purpose.DRAFT, Purpose.ACCEPT, Purpose.SAMPLE])[:, None, None]
-    noise = uniform(params.seed, index, position, purposes).to(device, non_blocking=True)
-    return RoundNoise(noise[0, :, :k], noise[1, :, :k], noise[2])
+    noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
+    return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
+
+
+def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows | None:
+    """What drawing and verification on CUDA have to know about rows of `logits` [R, V].
+
+    None on a CPU, where each operation reads the logits by itself.
+    """
+    return ops.logit_rows(logits, *params.filters) if logits.is_cuda else None
+
+
+def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
+    """First maximum of each row of `logits` [..., V]: int64 [...]; -1 where it is not finite."""
+    return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
+
+
+def draw(
+    logits: torch.Tensor,
+    stats: ops.LogitRows | None,
+    params: SamplingParams,
+    noise: torch.Tensor | None,
+) -> torch.Tensor:
+    """One token of each row of `logits` [R, V]: int64 [R]; -1 where it is not finite.
+
+    stats: from `softmax_stats`. noise: fp32 [R], not read where decoding is greedy.
+    """
+    if params.is_greedy:
+        return ops.greedy_argmax(logits)
+    assert noise is not None
+    return ops.sample_logits(logits, stats, *params.filters, noise)

@@ -1,30 +1,69 @@
-"""A batch as the device knows it: one slot a sequence, with all that a round reads and moves.
+"""A batch on the device: a slot for each sequence, with all that a round reads and moves.
 
-The host has the truth about sequences, at most one round late; it writes slots when sequences
+The host has the truth about sequences, at most one round late. It writes slots when sequences
 come, go or grow, and never in between. Legend: B slots, MB block-table columns.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Self
 
 import torch
 
-from specdec_cli.core.history import History
 from specdec_cli.core.types import Sequence
 
 _MASK = 0xFFFFFFFF
+_FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five others
 
 
 @dataclass(slots=True, eq=False)
-class Slots:
-    """The state of B slots; all on one device, and never reallocated, so graphs can hold it.
+class Texts:
+    """The tokens of sequences, for proposers that look them up; rounds append to them.
 
-    tail: int64 [B, 2], the last two tokens. length: int64 [B], tokens a sequence has. limit:
-    int64 [B], tokens at which it ends. index: int64 [B], prompt indices. active: bool [B], whether
-    the slot still decodes. block_tables: int32 [B, MB]; 0, the trash block, where nothing is held.
-    seed: int64, a scalar. row: int64 [B], the sequence's row of `history`, where there is one.
+    tokens: int32 [R, L], never reallocated, so graphs can hold it. What lies behind a sequence's
+    own tokens has no meaning.
     """
 
+    tokens: torch.Tensor
+    _rows: dict[Sequence, int] = field(default_factory=dict)
+
+    @classmethod
+    def empty(cls, num_rows: int, num_tokens: int, device: torch.device) -> Self:
+        return cls(torch.zeros(num_rows, num_tokens, dtype=torch.int32, device=device))
+
+    def enter(self, seqs: list[Sequence]) -> list[int]:
+        """The row of each of `seqs`, at most R.
+
+        Sequences that were not in the call before are written, over rows of those that left. No
+        round may be in flight.
+        """
+        kept = {s: self._rows[s] for s in seqs if s in self._rows}
+        free = iter(set(range(len(self.tokens))) - set(kept.values()))
+        for seq in seqs:
+            if seq not in kept:
+                kept[seq] = next(free)
+                self._write(kept[seq], seq.tokens)
+        self._rows = kept
+        return [kept[s] for s in seqs]
+
+    def _write(self, row: int, tokens: list[int]) -> None:
+        pinned = torch.tensor(tokens, dtype=torch.int32, pin_memory=self.tokens.is_cuda)
+        self.tokens[row, : len(tokens)].copy_(pinned, non_blocking=True)
+
+
+@dataclass(slots=True, eq=False)
+class BatchState:
+    """The state of B slots; all on one device, and never reallocated, so graphs can hold it.
+
+    numbers: the int64 fields in one piece. tail: int64 [B, 2], the last two tokens. length: int64
+    [B], tokens of each sequence. limit: int64 [B], the number of tokens at which it ends. index:
+    int64 [B], prompt indices. active: bool [B], whether the slot still decodes. block_tables: int32
+    [B, MB]; 0, the trash block, where nothing is held. seed: int64, a scalar. row: int64 [B], the
+    row of `texts` of each sequence, if any.
+    draft_kv: int64 [B], tokens that the proposer's cache held when the slots were loaded; it holds
+    more since.
+    """
+
+    numbers: torch.Tensor
     tail: torch.Tensor
     length: torch.Tensor
     limit: torch.Tensor
@@ -33,7 +72,8 @@ class Slots:
     block_tables: torch.Tensor
     seed: torch.Tensor
     row: torch.Tensor
-    history: History | None = None
+    draft_kv: torch.Tensor
+    texts: Texts | None = None
 
     @classmethod
     def empty(
@@ -41,46 +81,59 @@ class Slots:
         batch_size: int,
         num_columns: int,
         device: torch.device,
-        history: History | None = None,
+        texts: Texts | None = None,
     ) -> Self:
-        def ints(*shape: int) -> torch.Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
-
+        # What is loaded lies in one piece, so that one copy brings it.
+        numbers = torch.zeros(_FIELDS, batch_size, dtype=torch.int64, device=device)
         return cls(
-            tail=ints(batch_size, 2),
-            length=ints(batch_size),
-            limit=ints(batch_size),
-            index=ints(batch_size),
+            numbers=numbers,
+            tail=numbers[:2].view(batch_size, 2),
+            length=numbers[2],
+            limit=numbers[3],
+            index=numbers[4],
+            row=numbers[5],
+            draft_kv=numbers[6],
             active=torch.zeros(batch_size, dtype=torch.bool, device=device),
             block_tables=torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device),
-            seed=ints(),
-            row=ints(batch_size),
-            history=history,
+            seed=torch.zeros((), dtype=torch.int64, device=device),
+            texts=texts,
         )
 
     @property
     def device(self) -> torch.device:
         return self.tail.device
 
+    @property
+    def num_slots(self) -> int:
+        return len(self.length)
+
     def load(self, seqs: list[Sequence], seed: int) -> None:
         """Put `seqs` into the first slots; the others fall idle."""
-        idle = self.tail.shape[0] - len(seqs)
-        places = self.history.enter(seqs) if self.history is not None else [0] * len(seqs)
-        rows = [
-            [*[0, *s.tokens[-2:]][-2:], len(s.tokens), s.max_tokens, s.index & _MASK, 1, place]
-            for s, place in zip(seqs, places, strict=True)
-        ]
-        state = _to(rows + [[0, 0, 1, 0, 0, 0, 0]] * idle, torch.int64, self.device)
-        self.tail.copy_(state[:, :2])
-        fields = (self.length, self.limit, self.index, self.active, self.row)
-        for column, field in enumerate(fields, start=2):
-            field.copy_(state[:, column])
+        idle = self.num_slots - len(seqs)
+        rows = self.texts.enter(seqs) if self.texts is not None else [0] * len(seqs)
+        tails = [[*[0, *s.tokens[-2:]][-2:]] for s in seqs] + [[0, 0]] * idle
+        flat = [token for tail in tails for token in tail]
+        for held, empty in (
+            ([len(s.tokens) for s in seqs], 1),
+            ([s.max_tokens for s in seqs], 0),
+            ([s.index & _MASK for s in seqs], 0),
+            (rows, 0),
+            ([s.draft_kv for s in seqs], 0),
+        ):
+            flat += held + [empty] * idle
+        self.numbers.copy_(_to(flat, torch.int64, self.device).view_as(self.numbers))
+        self.active.copy_(_to([True] * len(seqs) + [False] * idle, torch.bool, self.device))
         self.seed.fill_(seed)
         self.block_tables.zero_()
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
 
     def grow(self, added: list[tuple[int, int, list[int]]]) -> None:
         """Enter new blocks: (slot, first column, block ids)."""
+        if self.device.type == "cpu":
+            tables = self.block_tables.numpy()
+            for place, first, blocks in added:
+                tables[place, first : first + len(blocks)] = blocks
+            return
         entries = [
             (slot, column + i, block)
             for slot, column, blocks in added
@@ -96,8 +149,10 @@ class Slots:
 
 
 def _to(rows: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """To the device without waiting for it: from pinned memory, which the allocator keeps until
-    the copy is done."""
+    """A tensor of `rows`, copied without waiting for the device.
+
+    The source is pinned memory, which the allocator keeps until the copy is done.
+    """
     return torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
     )

@@ -1,13 +1,10 @@
-"""The nouns that the engine's modules share.
+"""The nouns that the engine's modules share, on the host.
 
-Legend for shapes: B sequences of a round, K the round's proposal length, V vocabulary of the
-target, n = `len(seq.tokens)`. Knows no text: a sequence is token ids.
+Knows no text: a sequence is token ids. The nouns on the device are in `core.candidates`.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
-
-import torch
 
 FinishReason = Literal["length", "eos", "stop", "error"]
 
@@ -31,6 +28,11 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         return self.temperature == 0.0
+
+    @property
+    def filters(self) -> tuple[float, int, float]:
+        """Temperature, top-k and top-p."""
+        return self.temperature, self.top_k, self.top_p
 
 
 @dataclass(slots=True, eq=False)
@@ -98,61 +100,3 @@ class Sequence:
         """
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
-
-
-@dataclass(slots=True)
-class Proposal:
-    """What a proposer suggests for one round.
-
-    token_ids: int64 [B, K], -1 where the draft's logits are not finite; entries past a sequence's
-    length are valid ids without meaning.
-    lens: k_i of each sequence, known to the host.
-    probs: fp32 [B, K, V], the distribution each token was drawn from; rows past k_i are zero. Where
-    decoding is greedy, and on ranks other than 0, which do not verify, [B, 0, V] will do.
-    """
-
-    token_ids: torch.Tensor
-    lens: list[int]
-    probs: torch.Tensor
-
-
-@dataclass(slots=True)
-class Scores:
-    """What the target says after each proposal of one round: distributions, or its choices.
-
-    probs: fp32 [B, K + 1, V]; row i is the distribution of the token after the i-th proposal.
-    Rows past k_i are zero. best: int64 [B, K + 1], in their place where decoding is greedy: the
-    token of the highest logit, -1 where logits are not finite.
-    """
-
-    probs: torch.Tensor | None = None
-    best: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
-class Verdict:
-    """What verification decided.
-
-    tokens: per sequence the accepted proposals and one token of the target's own.
-    accepted: per sequence how many proposals were accepted.
-    """
-
-    tokens: list[list[int]]
-    accepted: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class RoundNoise:
-    """Uniform numbers in [0, 1) of one round, fp32, on the engine's device.
-
-    draft: [B, K] to draw proposals; accept: [B, K]; sample: [B, K + 1] for the residual or the
-    bonus token, indexed by the position that the token takes.
-    """
-
-    draft: torch.Tensor
-    accept: torch.Tensor
-    sample: torch.Tensor
-
-    def first(self, k: int) -> "RoundNoise":
-        """The numbers of a round that proposes k tokens, K or fewer."""
-        return RoundNoise(self.draft[:, :k], self.accept[:, :k], self.sample[:, : k + 1])

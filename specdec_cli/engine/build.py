@@ -23,12 +23,12 @@ from specdec_cli.engine.profile import (
     on_host,
     room_now,
 )
-from specdec_cli.engine.run import Proposer, Request
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.sharing import borrowed_weights
-from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import SetupError
-from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
-from specdec_cli.methods.ngram import NgramProposer
+from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.methods.ngram import Ngram
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load
@@ -124,25 +124,21 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
     for held, model in zip(plan.held, models, strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     proposer: Proposer | None = None
-    if plan.draft is not None and plan.draft in plan.held:
-        proposer = DraftWorker(
-            models[1], plan.target.vocab_size, plan.draft.max_len, plan.draft.parallel
-        )
-    elif plan.draft is not None:
-        proposer = AbsentDraft(plan.target.vocab_size, plan.draft.max_len, device)
+    if plan.draft is not None:
+        proposer = DraftModel(models[1] if models[1:] else None, plan.draft.max_len)
     elif plan.k:
-        longest, shortest = recipe.speculation.ngram_max, recipe.speculation.ngram_min
-        proposer = NgramProposer(longest, shortest, plan.target.vocab_size, device)
+        proposer = Ngram(recipe.speculation.ngram_max, recipe.speculation.ngram_min)
     return Engine(
-        TargetScorer(models[0]),
+        models[0],
         proposer,
         BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        synthetic=_synthetic(recipe.speculation) if plan.k else None,
-        pipelined=plan.no_cuda_graphs is None,
+        rule=_synthetic(recipe.speculation) if plan.k else None,
+        is_captured=plan.no_cuda_graphs is None,
+        runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
     )
 

@@ -1,4 +1,4 @@
-"""The engine: rounds of propose, score, verify and apply over a changing set of sequences.
+"""The engine: rounds over a changing set of sequences.
 
 The only module that changes a sequence. Knows no text; stop strings are found by an object that
 is handed in. With several ranks each runs the same rounds on the same sequences: what is proposed
@@ -11,64 +11,67 @@ from copy import copy
 
 import torch
 
-from specdec_cli.acceptance.rejection import check_finite, read_verdict, verify
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.batch import Span
+from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import (
-    Proposal,
-    RoundNoise,
-    SamplingParams,
-    Scores,
-    Sequence,
-    Verdict,
-)
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.graphs import Outcome, Rounds
 from specdec_cli.engine.metrics import RunClock, summarise
-from specdec_cli.engine.pipeline import Pipeline
-from specdec_cli.engine.rounds import PaddedRounds
-from specdec_cli.engine.run import Emission, Proposer, Request, Run, RunResult
+from specdec_cli.engine.round import RoundParts
+from specdec_cli.engine.rounds import RoundCache
+from specdec_cli.engine.run import Emission, Request, Run, RunResult
 from specdec_cli.engine.scheduler import Scheduler
-from specdec_cli.engine.target import TargetScorer
 from specdec_cli.errors import RunError
-from specdec_cli.methods.draft_model import DraftWorker, no_proposal
+from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.lengths.costs import RoundCosts
+from specdec_cli.lengths.fixed import FixedLength
+from specdec_cli.methods.base import Proposer
+from specdec_cli.methods.teacher import Teacher
+from specdec_cli.models.paged import PagedModel
 
 
 class Engine:
     """Two models, their caches and one allocator; holds no state of a run.
 
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
-    prefill_chunk: most tokens of one prefill pass. synthetic: accept by given rates instead of by
-    rejection sampling; the output is then not the target's. pipelined: run padded rounds, launched
-    one ahead of the host (as graphs on CUDA). parallel: the ranks that the target is split over.
+    prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
+    runs_ahead: launch a round before the one before has been read: for a device that runs by
+    itself. parallel: the ranks that the target is split over.
     """
 
     def __init__(
         self,
-        target: TargetScorer,
-        draft: Proposer | None,
+        target: PagedModel,
+        proposer: Proposer | None,
         allocator: BlockAllocator,
         *,
         batch_size: int,
         max_model_len: int,
         prefill_chunk: int,
         eos_ids: frozenset[int],
-        synthetic: SyntheticAcceptance | None = None,
-        pipelined: bool = False,
+        rule: AcceptanceRule | None = None,
+        policy: LengthPolicy | None = None,
+        is_captured: bool = False,
+        runs_ahead: bool = False,
         parallel: TensorParallel = ALONE,
     ) -> None:
         self.target = target
-        self.draft = draft
+        self.proposer = proposer
         self.allocator = allocator
         self.batch_size = batch_size
         self.max_model_len = max_model_len
         self.prefill_chunk = prefill_chunk
         self.eos_ids = eos_ids
-        self.synthetic = synthetic
-        self.pipelined = pipelined
+        self.rule: AcceptanceRule = rule or Rejection()
+        self.policy: LengthPolicy = policy or FixedLength()
+        self.is_captured = is_captured
+        self.runs_ahead = runs_ahead
         self.parallel = parallel
-        self._rounds = self._padded_rounds()
+        self.costs = RoundCosts(parallel)
+        self._rounds = RoundCache(allocator, batch_size, is_captured, runs_ahead)
 
     def with_batch_size(self, batch_size: int) -> "Engine":
         """The same models, caches and allocator with another number of slots."""
@@ -76,24 +79,12 @@ class Engine:
             return self
         other = copy(self)
         other.batch_size = batch_size
-        other._rounds = other._padded_rounds()
+        other._rounds = RoundCache(self.allocator, batch_size, self.is_captured, self.runs_ahead)
         return other
 
     def forget_rounds(self) -> None:
         """Give up the rounds that were captured, and the memory that they hold."""
         self._rounds.close()
-
-    def _padded_rounds(self) -> PaddedRounds:
-        return PaddedRounds(
-            self.target,
-            self.draft,
-            self.allocator,
-            batch_size=self.batch_size,
-            max_model_len=self.max_model_len,
-            eos_ids=self.eos_ids,
-            synthetic=self.synthetic,
-            parallel=self.parallel,
-        )
 
     def run(
         self,
@@ -120,29 +111,57 @@ class Engine:
             self._clear_caches()
             raise
         finally:
-            if run.pipeline is not None:
-                run.pipeline.discard()
+            run.rounds.discard()
             run.scheduler.release_all()
         run.clock.finish()
         return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
 
+    def forecast(
+        self, request: Request, output: list[int], k: int, params: SamplingParams
+    ) -> Forecast:
+        """The fate of proposals for `output`, had each of its tokens been proposed.
+
+        k: most tokens a round may propose. The engine must be idle. With several ranks all of them
+        call this; the answer means something on rank 0. Raises `NoForecast` where the acceptance
+        rule has none.
+        """
+        assert self.proposer is not None, "proposing needs a proposer"
+        prompt = request.token_ids
+        found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
+        if found is not None:
+            return found
+        teacher = Teacher(self.target, self.allocator, self.prefill_chunk, self.parallel)
+        return self.proposer.forecast(teacher, prompt, output, k, params)
+
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Queue `requests` for `step`."""
-        assert k == 0 or self.draft is not None, "proposing needs a proposer"
-        draft_max_len = self.draft.max_len if self.draft is not None else 0
-        scheduler = Scheduler(self.allocator, self.batch_size, k, draft_max_len)
-        run = Run(k, params, scheduler, RunClock(self.target.model.device))
+        assert k == 0 or self.proposer is not None, "proposing needs a proposer"
+        draft_max_len = self.proposer.max_len if self.proposer is not None else 0
+        by_slots = self._rounds.of(self._parts(params), k)
+        run = Run(
+            k,
+            params,
+            Scheduler(self.allocator, self.batch_size, k, draft_max_len),
+            RunClock(self.target.device),
+            by_slots,
+            by_slots[-1],
+        )
         for request in requests:
             self._add(run, request)
-        if self.pipelined and run.seqs:
-            run.pipelines = self._rounds.of(k, params)
-            run.pipeline = run.pipelines[-1]
         return run
 
-    @staticmethod
-    def _pipeline_for(run: Run, count: int) -> Pipeline:
-        """The smallest that has a slot for each of `count` sequences."""
-        return next(p for p in run.pipelines if p.num_slots >= count)
+    def _parts(self, params: SamplingParams) -> RoundParts:
+        eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
+        return RoundParts(
+            target=self.target,
+            proposer=self.proposer,
+            rule=self.rule,
+            policy=self.policy,
+            params=params,
+            max_model_len=self.max_model_len,
+            eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=self.target.device),
+            parallel=self.parallel,
+        )
 
     def step(self, run: Run) -> list[Emission]:
         """Advance by one round, or fill the caches of newly admitted sequences."""
@@ -151,40 +170,30 @@ class Engine:
             return self._collect(run)
         for seq in run.scheduler.admit():
             seq.admitted_at = seq.admitted_at or started
-        if prefilling := [s for s in run.scheduler.running if s.needs_prefill]:
-            self._prefill(run, prefilling, started)
+        if not run.rounds.in_flight and any(missing := self._missing(run)):
+            self._prefill(run, *missing, started)
             return []
-        if run.pipeline is not None:
-            return self._step_ahead(run)
-        seqs, lens = run.scheduler.reserve()
-        noise = self._noise(run, seqs, max(lens))
-        with run.clock.stage("draft"):
-            proposal = self._propose(run, seqs, lens, noise)
-        with run.clock.stage("broadcast"):
-            self.parallel.broadcast(proposal.token_ids)
-        with run.clock.stage("verify"):
-            scores = self.target.score(seqs, proposal, run.params)
-        with run.clock.stage("sample"):
-            decided = self._decide(proposal, scores, noise)
-        with run.clock.stage("broadcast"):
-            self.parallel.broadcast(decided)
-        verdict = read_verdict(decided)
-        # A proposer may propose less than it was asked for, but never more.
-        now = time.perf_counter()
-        return self._apply(run, seqs, proposal.lens, verdict, now - started, now)
+        if run.rounds.in_flight:
+            run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
+        else:
+            seqs = run.scheduler.reserve()
+            run.rounds = self._rounds_for(run, len(seqs))
+            run.rounds.load(seqs, run.params.seed)
+        is_first = not run.rounds.in_flight
+        run.rounds.launch(self._next_k(run))
+        # The host stays one round behind a device that runs by itself.
+        return [] if is_first and run.rounds.runs_ahead else self._collect(run)
 
-    def _step_ahead(self, run: Run) -> list[Emission]:
-        """Launch a round; then apply the one before it, if there is one in flight."""
-        assert run.pipeline is not None
-        if not run.pipeline.in_flight:
-            seqs, _ = run.scheduler.reserve()
-            run.pipeline = self._pipeline_for(run, len(seqs))
-            run.pipeline.load(seqs, run.params.seed)
-            run.pipeline.launch()
-            return []
-        run.pipeline.grow(run.scheduler.extend_ahead(run.k + 1))
-        run.pipeline.launch()
-        return self._collect(run)
+    @staticmethod
+    def _rounds_for(run: Run, count: int) -> Rounds:
+        """Those of the fewest slots that take `count` sequences."""
+        return next(r for r in run.by_slots if r.num_slots >= count)
+
+    def _next_k(self, run: Run) -> int:
+        lengths = run.rounds.lengths
+        if len(lengths) == 1:
+            return lengths[0]
+        return self.policy.next_k(lengths, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
         """Whether the round in flight has to be applied before anything else is done.
@@ -193,114 +202,97 @@ class Engine:
         where all of them stand, when fewer slots would do for those that are left, and when another
         round would find every sequence finished.
         """
-        if run.pipeline is None or not run.pipeline.in_flight:
+        if not run.rounds.in_flight:
             return False
         scheduler = run.scheduler
         return (
             scheduler.can_admit()
-            or self._pipeline_for(run, len(scheduler.running)) is not run.pipeline
+            or self._rounds_for(run, len(scheduler.running)) is not run.rounds
             or all(len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
             or scheduler.is_short(run.k + 1)
+            or (run.rounds.last_k == 0 and self._next_k(run) > 0)  # the proposer may lack tokens
         )
 
     def _collect(self, run: Run) -> list[Emission]:
         """Apply the oldest round in flight; what finished sequences did in it does not count."""
-        assert run.pipeline is not None
-        done = run.pipeline.collect()
+        done = run.rounds.collect()
         live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
         if not live:
             return []
-        accepted = [done.accepted[b] for b in live]
-        check_finite(accepted)
-        verdict = Verdict([done.tokens[b][: done.accepted[b] + 1] for b in live], accepted)
+        _check_finite([done.accepted[b] for b in live])
         run.clock.add_stages(done.stage_ms)
-        seqs, lens = [done.seqs[b] for b in live], [done.lens[b] for b in live]
-        return self._apply(run, seqs, lens, verdict, done.seconds, done.read_at)
+        self.costs.add(run.rounds.num_slots, done.k, done.seconds)
+        return self._apply(run, done, live)
 
     def _clear_caches(self) -> None:
         """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""
-        for worker in (self.target, self.draft):
-            if isinstance(worker, TargetScorer | DraftWorker):
-                worker.model.cache.clear()
+        self.target.cache.clear()
+        if self.proposer is not None:
+            self.proposer.clear()
 
-    def _prefill(self, run: Run, seqs: list[Sequence], started: float) -> None:
-        """Feed both models one chunk of what lies before the last token of `seqs`.
+    def _missing(self, run: Run) -> tuple[list[Span], list[Span]]:
+        """One prefill chunk of the target's, and the proposer's part of it.
 
-        The last token is left to the first round, which so proposes from the very first output
-        token on, as transformers' assisted generation does.
+        The last token of each sequence is left to the first round, which so proposes from the very
+        first output token on, as transformers' assisted generation does. A proposer also lacks
+        tokens after rounds that proposed nothing.
         """
         budget = self.prefill_chunk
-        spans: list[Span] = []
-        for seq in seqs:
-            length = min(budget, len(seq.tokens) - 1 - seq.target_kv)
-            if length > 0:
-                spans.append(Span(seq, seq.target_kv, seq.target_kv + length))
-                budget -= length
-        self.target.prefill(spans)
-        draft_spans = [s for s in spans if run.scheduler.proposal_len(s.seq) > 0]
-        if draft_spans and self.draft is not None:
-            self.draft.prefill(draft_spans)
-        for span in spans:
+        targets: list[Span] = []
+        proposers: list[Span] = []
+        for seq in run.scheduler.running:
+            end = len(seq.tokens) - 1
+            proposes = self.proposer is not None and run.scheduler.proposal_len(seq) > 0
+            start, found = seq.target_kv, targets
+            if start >= end and proposes and self._is_behind(seq):
+                start, found = seq.draft_kv, proposers
+            if (length := min(budget, end - start)) <= 0:
+                continue
+            found.append(Span(seq, start, start + length))
+            if proposes and found is targets:
+                proposers.append(targets[-1])
+            budget -= length
+        return targets, proposers
+
+    def _is_behind(self, seq: Sequence) -> bool:
+        assert self.proposer is not None
+        return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag
+
+    def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
+        """Feed a chunk, see `_missing`. start: of the step, on the host's clock, seconds."""
+        if targets:
+            self.target.forward(targets, [0] * len(targets))
+        if proposers and self.proposer is not None:
+            self.proposer.prefill(proposers, None)
+        for span in targets:
             span.seq.target_kv = span.stop
-        for span in draft_spans:
+        for span in proposers:
             span.seq.draft_kv = span.stop
-        if self.target.model.device.type == "cuda":
+        if self.target.device.type == "cuda":
             # Not inside a round: the pass's own time is wanted, not that of queueing it.
-            torch.cuda.synchronize(self.target.model.device)
-        seconds = time.perf_counter() - started
+            torch.cuda.synchronize(self.target.device)
+        seconds = time.perf_counter() - start
         run.clock.prefill_seconds += seconds
-        for span in spans:
-            span.seq.prefill_seconds += seconds / len(spans)
+        seqs = {span.seq for span in (*targets, *proposers)}
+        for seq in seqs:
+            seq.prefill_seconds += seconds / len(seqs)
 
-    def _noise(self, run: Run, seqs: list[Sequence], k: int) -> RoundNoise:
-        return round_noise(
-            [s.index for s in seqs],
-            [len(s.tokens) for s in seqs],
-            k,
-            run.params,
-            self.target.model.device,
-            even_greedy=self.synthetic is not None,
-        )
-
-    def _propose(
-        self, run: Run, seqs: list[Sequence], lens: list[int], noise: RoundNoise
-    ) -> Proposal:
-        if self.draft is None or max(lens) == 0:
-            model = self.target.model
-            return no_proposal(len(seqs), model.vocab_size, model.device)
-        return self.draft.propose(seqs, lens, noise, run.params)
-
-    def _decide(self, proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
-        """The round's decision, see `engine.verify.decision`; room for it on ranks other than 0."""
-        batch, k = proposal.token_ids.shape
-        if not self.parallel.is_first:
-            return proposal.token_ids.new_zeros(batch, k + 2)
-        decide = verify if self.synthetic is None else self.synthetic.verify
-        return decide(proposal, scores, noise.first(k))
-
-    def _apply(
-        self,
-        run: Run,
-        seqs: list[Sequence],
-        lens: list[int],
-        verdict: Verdict,
-        seconds: float,
-        now: float,
-    ) -> list[Emission]:
+    def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
         """Append what was decided, move both cache lengths, finish or trim each sequence.
 
-        seconds: the round's time. now: when it ended, on the host's clock.
+        live: the slots whose sequences count.
         """
-        run.clock.add_round(seconds)
-        stage_ms = run.clock.take_stages()
+        run.clock.add_round(done.seconds)
+        run.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions = []
-        for seq, k, tokens, accepted in zip(
-            seqs, lens, verdict.tokens, verdict.accepted, strict=True
+        for seq, k, accepted, row in (
+            (done.seqs[b], done.lens[b], done.accepted[b], done.tokens[b]) for b in live
         ):
+            tokens = row[: accepted + 1]
             n = len(seq.tokens)
             seq.target_kv = n + accepted
-            if k:
-                seq.draft_kv = n + min(accepted, k - 1)
+            if k and self.proposer is not None:
+                seq.draft_kv = self.proposer.kv_after(n, k, accepted)
             keep = self._finish_reason(run, seq, tokens)
             seq.tokens.extend(tokens[:keep])
             kept = min(accepted, keep)
@@ -309,19 +301,19 @@ class Engine:
                 seq.accepted_per_round.append(kept)
             else:
                 seq.rounds_without_proposal += 1
-            seq.decode_seconds += seconds / len(seqs)
-            seq.round_share += 1 / len(seqs)
-            for stage, spent in stage_ms.items():
-                seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(seqs)
-            seq.first_token_at = seq.first_token_at or now
+            seq.decode_seconds += done.seconds / len(live)
+            seq.round_share += 1 / len(live)
+            for stage, spent in done.stage_ms.items():
+                seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(live)
+            seq.first_token_at = seq.first_token_at or done.read_at
             emissions.append(Emission(seq, tokens[:keep], kept))
             if seq.finish_reason is not None:
-                seq.finished_at = now
+                seq.finished_at = done.read_at
                 run.scheduler.finish(seq)
-                if seq.finish_reason == "stop" and run.pipeline is not None:
+                if seq.finish_reason == "stop":
                     # Only the host sees stop strings; its blocks may go to others now.
-                    run.pipeline.stop(seq)
-            elif run.pipeline is None:
+                    run.rounds.stop(seq)
+            elif not run.rounds.runs_ahead:
                 run.scheduler.trim(seq)
         return emissions
 
@@ -363,3 +355,13 @@ class Engine:
             return
         if request.stop_finder is not None:
             run.stop_finders[request.index] = request.stop_finder()
+
+
+def _check_finite(counts: list[int]) -> None:
+    """Raise `RunError` where a count of accepted proposals is one that says "not finite"."""
+    if (worst := min(counts)) < 0:
+        raise RunError(
+            f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
+            "(NaN or infinity)",
+            "try another dtype (float32 or bfloat16), or check the checkpoint",
+        )

@@ -1,15 +1,10 @@
 """What a run measured, in vLLM's names where vLLM has one.
 
-Counting is on the host. Stage times on CUDA come from the device's clock, stamped within captured
-rounds, or from events; they are read once the host has the round's verdict, for which it has waited
-anyway.
+Counting is on the host. Stage times are stamped within rounds, on CUDA by the device's clock; they
+are read with the round's verdict, for which the host has waited anyway.
 """
 
-import time
-from collections import deque
-from collections.abc import Iterator
 from collections.abc import Sequence as Values
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -128,7 +123,6 @@ class Metrics:
         return flat | acceptance
 
 
-Stamp = float | torch.cuda.Event
 STAGES = ("draft", "broadcast", "verify", "sample")
 
 
@@ -141,23 +135,9 @@ class RunClock:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
-    _unread: deque[tuple[str, Stamp, Stamp]] = field(default_factory=deque)
-    _taken: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Time one stage of a round; on CUDA it is an NVTX range too."""
-        on_cuda = self.device.type == "cuda"
-        if on_cuda:
-            torch.cuda.nvtx.range_push(name)
-        start = self._stamp()
-        yield
-        self._unread.append((name, start, self._stamp()))
-        if on_cuda:
-            torch.cuda.nvtx.range_pop()
 
     def add_stages(self, milliseconds: dict[str, float]) -> None:
-        """Add times of a round's stages that were measured elsewhere."""
+        """Add the times of one round's stages."""
         for name, spent in milliseconds.items():
             self.stage_ms[name] += spent
 
@@ -166,35 +146,10 @@ class RunClock:
         self.num_rounds += 1
         self.decode_seconds += seconds
 
-    def take_stages(self) -> dict[str, float]:
-        """Milliseconds of each stage since the last call; the rounds since then have been read."""
-        while self._unread:
-            self._read(*self._unread.popleft())
-        now = self.stage_ms.copy()
-        spent = {stage: ms - self._taken.get(stage, 0.0) for stage, ms in now.items()}
-        self._taken = now
-        return spent
-
     def finish(self) -> None:
-        """Read what is left; on CUDA this waits for the last round."""
+        """Wait for the last round."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        while self._unread:
-            self._read(*self._unread.popleft())
-
-    def _stamp(self) -> Stamp:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _read(self, name: str, start: Stamp, end: Stamp) -> None:
-        if isinstance(start, float) and isinstance(end, float):
-            self.stage_ms[name] += (end - start) * 1e3
-        elif not isinstance(start, float) and not isinstance(end, float):
-            end.synchronize()
-            self.stage_ms[name] += start.elapsed_time(end)
 
 
 def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) -> Metrics:

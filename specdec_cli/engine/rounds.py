@@ -1,4 +1,5 @@
-"""The padded rounds of an engine: one pipeline for each rule and number of slots, captured once."""
+"""The rounds of an engine, by what they depend on and by number of slots; made when first asked
+for."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -6,23 +7,18 @@ from typing import Any
 
 import torch
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.history import History
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine.padded import RoundRule
-from specdec_cli.engine.pipeline import Pipeline
-from specdec_cli.engine.run import Proposer
-from specdec_cli.engine.target import TargetScorer
-from specdec_cli.methods.draft_model import DraftWorker
-from specdec_cli.methods.ngram import NgramProposer
+from specdec_cli.core.state import BatchState, Texts
+from specdec_cli.engine.graphs import Rounds
+from specdec_cli.engine.round import RoundParts
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for, so that the end of a run, when few
-    sequences are left, costs about what they cost: a quarter each of the next, as more would be
-    slow to compile."""
+    """The numbers of slots that rounds are captured for: a quarter each of the next.
+
+    The end of a run, when few sequences are left, then costs about what they cost. More numbers
+    would be slow to compile.
+    """
     counts = [batch_size]
     while counts[0] > 1:
         counts.insert(0, -(-counts[0] // 4))
@@ -30,76 +26,59 @@ def slot_counts(batch_size: int) -> list[int]:
 
 
 @dataclass(slots=True, eq=False)
-class PaddedRounds:
+class RoundCache:
     """Rounds over the models and caches of one engine, at one batch size.
 
-    draft: a model or n-grams, or None for rounds without proposals. max_model_len: most tokens a
-    sequence may hold. eos_ids: ids that end a sequence. synthetic: accept by given rates.
+    is_captured, runs_ahead: see `graphs.Rounds`.
     """
 
-    target: TargetScorer
-    draft: Proposer | None
     allocator: BlockAllocator
     batch_size: int
-    max_model_len: int
-    eos_ids: frozenset[int]
-    synthetic: SyntheticAcceptance | None
-    parallel: TensorParallel
-    _made: dict[Hashable, tuple[Pipeline, ...]] = field(default_factory=dict, init=False)
+    is_captured: bool
+    runs_ahead: bool
+    _made: dict[Hashable, tuple[Rounds, ...]] = field(default_factory=dict, init=False)
     _pool: Any = field(default=None, init=False)  # memory that captured rounds share
-    _history: History | None = field(default=None, init=False)  # likewise, where it is looked up
+    _texts: Texts | None = field(default=None, init=False)  # likewise
 
-    def of(self, k: int, params: SamplingParams) -> tuple[Pipeline, ...]:
-        """Those of proposal length `k`, by number of slots; captured when first asked for."""
-        key = (k, params.temperature, params.top_k, params.top_p, params.ignore_eos)
+    def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
+        """Those whose longest proposal has k tokens, by number of slots."""
+        params = parts.params
+        key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos)
         if key not in self._made:
-            self._made[key] = self._make(self._rule(k, params))
+            self._made[key] = self._make(parts, k)
         return self._made[key]
 
     def close(self) -> None:
         """Give up the rounds that were captured, and the memory that they hold."""
-        for pipelines in self._made.values():
-            for pipeline in pipelines:
-                pipeline.close()
+        for made in self._made.values():
+            for rounds in made:
+                rounds.close()
         self._made.clear()
-        self._pool = self._history = None
+        self._pool = self._texts = None
 
-    def _rule(self, k: int, params: SamplingParams) -> RoundRule:
-        device = self.target.model.device
-        rates = None
-        if self.synthetic is not None and k:
-            rates = torch.tensor(self.synthetic.rates(k), device=device)
-        eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
-        draft_max_len = self.draft.max_len if k and self.draft is not None else 0
-        ngram = None
-        if k and isinstance(self.draft, NgramProposer):
-            ngram = self.draft.longest, self.draft.shortest
-        return RoundRule(
-            k=k,
-            params=params,
-            draft_max_len=min(draft_max_len, self.max_model_len),
-            max_model_len=self.max_model_len,
-            eos_ids=torch.tensor(eos_ids, dtype=torch.int64, device=device),
-            rates=rates,
-            ngram=ngram,
-        )
-
-    def _make(self, rule: RoundRule) -> tuple[Pipeline, ...]:
-        draft = self.draft if rule.k and isinstance(self.draft, DraftWorker) else None
+    def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
         # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
-        held = min(self.allocator.blocks_for(self.max_model_len), self.allocator.num_usable)
-        columns = held + self.allocator.blocks_for(rule.k + 1)
-        device = self.target.model.device
-        if device.type == "cuda" and self._pool is None:
+        held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
+        columns = held + self.allocator.blocks_for(k + 1)
+        device = parts.target.device
+        if self.is_captured and self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        history = None
-        if rule.ngram is not None:
-            longest = min(self.max_model_len, held * self.allocator.block_size)
-            history = self._history or History.empty(self.batch_size, longest + 1, device)
-            self._history = history
+        texts = None
+        if k and parts.proposer is not None and parts.proposer.needs_text:
+            longest = min(parts.max_model_len, held * self.allocator.block_size)
+            texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
+            self._texts = texts
+        lengths = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then find room in what it took.
         made = [
-            Pipeline(self.target, draft, rule, count, columns, self.parallel, history, self._pool)
+            Rounds(
+                parts,
+                BatchState.empty(count, columns, device, texts),
+                lengths,
+                self.is_captured,
+                self.runs_ahead,
+                self._pool,
+            )
             for count in reversed(slot_counts(self.batch_size))
         ]
         return tuple(reversed(made))

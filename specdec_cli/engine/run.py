@@ -1,31 +1,15 @@
-"""What the engine is given and gives back: requests, proposers, a run's state and its outcome."""
+"""What the engine is given and gives back: requests, a run's state and its outcome."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specdec_cli.core.batch import Span
-from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Sequence
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.graphs import Rounds
 from specdec_cli.engine.metrics import Metrics, RunClock
-from specdec_cli.engine.pipeline import Pipeline
 from specdec_cli.engine.scheduler import Scheduler
-
-
-class Proposer(Protocol):
-    """What a round needs of a proposer: `engine.draft.DraftWorker`, `engine.ngram.NgramProposer`.
-
-    `propose` is asked for lens[b] tokens of sequence b and says in the proposal's own `lens` how
-    many it found; no sequence may get more than was asked.
-    """
-
-    max_len: int
-
-    def prefill(self, spans: list[Span]) -> None: ...
-
-    def propose(
-        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
-    ) -> Proposal: ...
+from specdec_cli.lengths.base import LastRounds
 
 
 class StopFinder(Protocol):
@@ -60,14 +44,18 @@ class Emission:
 
 @dataclass(slots=True)
 class Run:
-    """One pass over a list of prompts: what `Engine.step` advances."""
+    """One pass over a list of prompts: what `Engine.step` advances.
+
+    k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: those in use.
+    """
 
     k: int
     params: SamplingParams
     scheduler: Scheduler
     clock: RunClock
-    pipelines: tuple[Pipeline, ...] = ()  # by number of slots; none where rounds are ragged
-    pipeline: Pipeline | None = None  # the one of them in use
+    by_slots: tuple[Rounds, ...]
+    rounds: Rounds
+    last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
 

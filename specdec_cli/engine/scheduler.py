@@ -58,8 +58,8 @@ class Scheduler:
             admitted.append(seq)
         return admitted
 
-    def reserve(self) -> tuple[list[Sequence], list[int]]:
-        """Blocks for one round of every running sequence, and the lengths of their proposals.
+    def reserve(self) -> list[Sequence]:
+        """Blocks for one round of every running sequence.
 
         Returns the sequences that take part, oldest first.
         """
@@ -77,7 +77,7 @@ class Scheduler:
                 break
             self.allocator.extend(seq.block_table, length)
             taking_part.append(seq)
-        return taking_part, [self.proposal_len(s) for s in taking_part]
+        return taking_part
 
     def can_admit(self) -> bool:
         """Whether `admit` would admit anything."""

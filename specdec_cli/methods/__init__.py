@@ -1,1 +1,1 @@
-"""Proposers, a file each."""
+"""Proposers, a file each. Nothing outside this folder knows the name of one."""

@@ -1,124 +1,75 @@
-"""Proposing tokens with a draft model.
+"""Proposing tokens with a draft model (Leviathan et al., arXiv 2211.17192).
 
-A proposer needs `prefill`, `propose` and `max_len`; it never changes a sequence. Split over ranks,
-each of the draft's draws the same tokens, since their logits are the same and so are the random
-numbers; rank 0's are the ones that count.
+Over several ranks, each of the draft's draws the same tokens, since their logits are the same and
+so are the random numbers; rank 0's are the ones that count.
 """
 
-import torch
-from specdec_kernels import ops
+from collections.abc import Sequence as Values
 
-from specdec_cli.core.batch import Span
-from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.core.sampling import to_probs
-from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Sequence
+import torch
+
+from specdec_cli.core.batch import Rectangle, Span
+from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
 
 
-class DraftWorker:
+class DraftModel:
     """Draws k tokens a sequence from the draft model.
 
-    target_vocab: width of the target's logits. A draft whose vocabulary is padded to another size
-    is sliced or padded with probability zero, so p and q speak of the same ids.
-    max_len: the draft's own context length, past which it proposes nothing. parallel: the ranks
-    that the draft is split over.
+    model: None on a rank that holds no part of the draft, which takes rank 0's proposals. max_len:
+    the draft's own context length, past which it proposes nothing.
     """
 
-    def __init__(
-        self,
-        model: PagedModel,
-        target_vocab: int,
-        max_len: int,
-        parallel: TensorParallel = ALONE,
-    ) -> None:
+    feature_layers: tuple[int, ...] = ()
+    needs_text = False
+    max_lag = 2
+
+    def __init__(self, model: PagedModel | None, max_len: int) -> None:
         self.model = model
-        self.target_vocab = target_vocab
         self.max_len = max_len
-        self.parallel = parallel
 
-    def prefill(self, spans: list[Span]) -> None:
+    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Fill the draft's cache with prompt tokens."""
-        self.model.forward(spans, [0] * len(spans))
+        if self.model is not None:
+            self.model.forward(spans, [0] * len(spans))
 
-    def propose(
-        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
-    ) -> Proposal:
-        """Propose lens[b] tokens for sequence b; K is the longest of them.
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        """The first pass feeds the last two tokens, each further one the token just drawn.
 
-        The first pass feeds `tokens[draft_kv:]`: one token, two after a bonus token, any number
-        after rounds without proposals. Each further pass feeds the token just drawn. Only rank 0
-        keeps the distributions, since only it verifies, and greedy decoding has none.
+        The draft's cache lacks one of the two, or both after a round whose proposals were all
+        accepted. To write a key again changes nothing.
         """
-        k = max(lens)
-        device = self.model.device
-        token_ids = torch.zeros(len(seqs), k, dtype=torch.int64, device=device)
-        kept = k if self.parallel.is_first and not params.is_greedy else 0
-        probs = torch.zeros(len(seqs), kept, self.target_vocab, device=device)
-        for step in range(k):
-            active = [b for b, n in enumerate(lens) if n > step]
-            rows: slice | torch.Tensor = slice(None)
-            if len(active) < len(seqs):
-                rows = torch.tensor(active).to(device, non_blocking=True)
-            if step == 0:
-                spans = [Span(seqs[b], seqs[b].draft_kv, len(seqs[b].tokens)) for b in active]
-                logits = self.model.forward(spans, [1] * len(active))
-            else:
-                ends = [len(seqs[b].tokens) + step - 1 for b in active]
-                spans = [Span(seqs[b], end, end, 1) for b, end in zip(active, ends, strict=True)]
-                # A -1, from logits that are not finite, is reported by verification.
-                last = token_ids[rows, step - 1 : step].clamp(min=0)
-                logits = self.model.forward(spans, [1] * len(active), last)
-            logits = self.fit(logits)
-            if params.is_greedy:
-                token_ids[rows, step] = ops.greedy_argmax(logits)
-                continue
-            q = to_probs(logits, params)
-            token_ids[rows, step] = ops.sample_categorical(q, noise.draft[rows, step])
-            if kept:
-                probs[rows, step] = q
-        return Proposal(token_ids, lens, probs)
+        if self.model is None:
+            return draft.nothing()
+        fed, offset = state.tail, -2
+        while not draft.is_over:
+            what = Rectangle(fed, draft.lens, offset, 2, self.max_len, True, state.draft_kv)
+            token = draft.draw(self.model.forward_slots(what, state)[:, 0])
+            fed, offset = token[:, None], 0 if offset < 0 else offset + 1
+        return draft.candidates()
 
-    def fit(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits [N, V] over the target's vocabulary."""
-        own = logits.shape[-1]
-        if own > self.target_vocab:
-            return logits[:, : self.target_vocab]
-        if own < self.target_vocab:
-            return torch.nn.functional.pad(
-                logits, (0, self.target_vocab - own), value=float("-inf")
-            )
-        return logits
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        """Rejected tokens need no undoing: their keys are written over."""
 
+    def kv_after(self, n: int, k: int, accepted: int) -> int:
+        """The last proposal is drawn, and never fed."""
+        return n + min(accepted, k - 1)
 
-class AbsentDraft:
-    """The draft model as a rank knows it that holds no part of it.
+    def forecast(
+        self,
+        teacher: Teacher,
+        prompt: Values[int],
+        output: Values[int],
+        k: int,
+        params: SamplingParams,
+    ) -> Forecast:
+        return compare(teacher, self.model, self.max_len, prompt, output, params)
 
-    The proposals come from rank 0; until they do, they are zeros. max_len: the draft's own context
-    length.
-    """
-
-    def __init__(self, vocab_size: int, max_len: int, device: torch.device) -> None:
-        self.vocab_size = vocab_size
-        self.max_len = max_len
-        self.device = device
-
-    def prefill(self, spans: list[Span]) -> None:
-        """There is no cache to fill."""
-
-    def propose(
-        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
-    ) -> Proposal:
-        """Room for the proposals that are being made elsewhere."""
-        token_ids = torch.zeros(len(seqs), max(lens), dtype=torch.int64, device=self.device)
-        return Proposal(
-            token_ids, lens, torch.zeros(len(seqs), 0, self.vocab_size, device=self.device)
-        )
-
-
-def no_proposal(batch: int, vocab: int, device: torch.device) -> Proposal:
-    """The proposal of a round that is plain decoding."""
-    return Proposal(
-        torch.zeros(batch, 0, dtype=torch.int64, device=device),
-        [0] * batch,
-        torch.zeros(batch, 0, vocab, device=device),
-    )
+    def clear(self) -> None:
+        if self.model is not None:
+            self.model.cache.clear()

@@ -1,20 +1,20 @@
-"""A transformers model bound to a paged cache: spans in, logits out."""
+"""A transformers model bound to a paged cache: tokens in, logits out."""
 
 from typing import Any
 
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.core.batch import ForwardBatch, Span, make_batch
+from specdec_cli.core.batch import ForwardBatch, Rectangle, Span, live_batch, make_batch
 from specdec_cli.core.kv_cache import KVCache
-from specdec_cli.core.state import Slots
+from specdec_cli.core.state import BatchState
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward
 
 
 class PagedModel:
-    """Runs ragged passes through `module`, keeping keys and values in `cache`.
+    """Runs passes through `module`, keeping keys and values in `cache`.
 
     vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
     (a draft beside a target with more padding); they are fed as the last id, which can only make
@@ -56,70 +56,57 @@ class PagedModel:
         return found if self.fused is None else found | self.fused.storages
 
     @torch.inference_mode()
-    def forward(
-        self,
-        spans: list[Span],
-        logits_per_span: list[int],
-        extra_tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def forward(self, spans: list[Span], logits_per_span: list[int]) -> torch.Tensor:
         """Feed `spans`; logits [M, V] of the last rows of each span, in the model's dtype.
 
-        Arguments as in `engine.batch.make_batch`.
+        Arguments as in `core.batch.make_batch`.
         """
-        return self._run(
-            make_batch(spans, logits_per_span, self.cache.block_size, self.device, extra_tokens)
-        )
+        return self._run(make_batch(spans, logits_per_span, self.cache.block_size, self.device))
 
     @torch.inference_mode()
-    def forward_padded(
-        self,
-        token_ids: torch.Tensor,
-        slots: Slots,
-        lens: torch.Tensor,
-        *,
-        offset: int,
-        margin: int,
-        max_len: int,
-        last_only: bool,
-    ) -> torch.Tensor:
-        """Feed Q tokens of every slot at positions length + offset + 0..Q-1.
+    def forward_slots(self, what: Rectangle, state: BatchState) -> torch.Tensor:
+        """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
 
-        token_ids: int64 [B, Q]. lens: int64 [B], proposal lengths. Which tokens are padding
-        follows from lens and `margin`, see `ops.padded_pass`; their logits mean nothing. max_len:
-        positions the model knows. Returns logits [B, Q, V], or [B, 1, V] of the last tokens.
+        Returns logits [B, Q, V], or [B, 1, V] of the last tokens; those of padding mean nothing.
         """
-        batch, width = token_ids.shape
+        batch, width = what.token_ids.shape
         block_size = self.cache.block_size
+        if self.device.type == "cpu" and self.compiled is None:
+            found, places = live_batch(what, state, block_size, self.vocab_size)
+            if places is None:
+                return self._run(found).view(batch, -1, self.vocab_size)
+            num_rows = batch * (1 if what.last_only else width)
+            whole = torch.zeros(num_rows, self.vocab_size, dtype=self.module.dtype)
+            if len(places):
+                whole.index_copy_(0, places, self._run(found))
+            return whole.view(batch, -1, self.vocab_size)
         ids, positions, kv_slots, context_lens = ops.padded_pass(
-            token_ids,
-            slots.length,
-            lens,
-            slots.active,
-            slots.block_tables,
-            offset,
-            margin,
+            what.token_ids,
+            state.length,
+            what.lens,
+            state.active,
+            state.block_tables,
+            what.offset,
+            what.margin,
             block_size,
-            max_len,
+            what.max_len,
             self.vocab_size,
         )
         query_start, last_rows = self._rectangle(batch, width)
-        plan = None
-        if self.device.type == "cpu":
-            plan = ops.gather_plan(slots.block_tables, query_start, context_lens, block_size)
-        logits = self._run(
-            ForwardBatch(
-                token_ids=ids,
-                positions=positions,
-                slots=kv_slots,
-                query_start=query_start,
-                context_lens=context_lens,
-                block_tables=slots.block_tables,
-                max_query_len=width,
-                logit_rows=last_rows if last_only and width > 1 else None,
-                plan=plan,
-            ),
-            self.compiled,
+        padded = ForwardBatch(
+            token_ids=ids,
+            positions=positions,
+            slots=kv_slots,
+            query_start=query_start,
+            context_lens=context_lens,
+            block_tables=state.block_tables,
+            max_query_len=width,
+            logit_rows=last_rows if what.last_only and width > 1 else None,
+            plan=None
+            if self.device.type != "cpu"
+            else ops.gather_plan(state.block_tables, query_start, context_lens, block_size),
         )
+        logits = self._run(padded, self.compiled)
         return logits.view(batch, -1, logits.shape[-1])
 
     def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:

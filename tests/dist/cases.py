@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from specdec_cli.core import peers
 from specdec_cli.engine.build import build
-from specdec_cli.methods.draft_model import DraftWorker
+from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from specdec_cli.core.parallel import make_groups
@@ -99,7 +99,7 @@ def decode(
         return None
     settings["device"] = device(rank)
     if rates is not None:
-        settings["synthetic"] = SyntheticAcceptance.from_rates(rates)
+        settings["rule"] = SyntheticAcceptance.from_rates(rates)
     if pair[1] is None:
         engine = ngram_engine(pair[0], groups=groups, **settings)
     else:
@@ -111,9 +111,9 @@ def told(
     engine: Engine, prompts: list[list[int]], runs: list[tuple[int, dict[str, Any]]]
 ) -> dict[str, Any]:
     """For each run: what was written and how; and what it cost."""
-    models = [engine.target.model]
-    if isinstance(engine.draft, DraftWorker):
-        models.append(engine.draft.model)
+    models = [engine.target]
+    if isinstance(engine.proposer, DraftModel) and engine.proposer.model is not None:
+        models.append(engine.proposer.model)
     for model in models:
         for layer in model.cache.layers:
             for tensor in layer:
@@ -172,9 +172,9 @@ def spoilt(
     groups = make_groups(*tps, CPU)
     engine = make_engine(*pair, groups=groups, **more)
     if rank == 0:
-        assert isinstance(engine.draft, DraftWorker)
+        assert isinstance(engine.proposer, DraftModel) and engine.proposer.model is not None
         with torch.no_grad():
-            engine.draft.model.module.lm_head.weight.fill_(float("nan"))
+            engine.proposer.model.module.lm_head.weight.fill_(float("nan"))
     with pytest.raises(RunError) as raised:
         told(engine, prompts, [(3, {"max_new_tokens": 10})])
     return raised.value.message

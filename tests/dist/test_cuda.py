@@ -1,4 +1,4 @@
-"""Rounds over NCCL, ragged and as CUDA graphs, against those of one GPU."""
+"""Rounds over NCCL, eager and as CUDA graphs, against those of one GPU."""
 
 import subprocess
 import sys
@@ -58,7 +58,7 @@ def test_output_does_not_depend_on_degrees(
 ) -> None:
     world, tps = ranks
     pair = pairs[family]
-    settings: dict[str, Any] = {"batch_size": 3, "pipelined": ROUNDS[rounds]}
+    settings: dict[str, Any] = {"batch_size": 3, "runs_ahead": ROUNDS[rounds]}
     one = make_engine(*pair, device=torch.device("cuda", 0), batch_size=3)
     want = cases.told(one, PROMPTS, RUNS)
     first = agreed(world.run(cases.decode, pair, tps, PROMPTS, RUNS, **settings), tps[0])

@@ -32,7 +32,7 @@ PROMPTS = [
     for i, length in enumerate((5, 1, 17))
 ]
 PAIRS = [(2, 1), (2, 2), (4, 1), (4, 2), (4, 4), (1, 1)]  # (target TP, draft TP)
-ROUNDS = {"ragged": False, "padded": True}
+ROUNDS = {"at once": False, "ahead": True}
 NEW = 10
 GREEDY = {"max_new_tokens": NEW}
 SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
@@ -56,7 +56,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @pytest.fixture(scope="module")
 def alone(pairs: dict[str, Pair]) -> dict[str, Any]:
-    """What one process writes, in ragged rounds."""
+    """What one process writes, in rounds that are read at once."""
     engines = {family: make_engine(*pair, batch_size=2) for family, pair in pairs.items()}
     return {family: cases.told(engine, PROMPTS, RUNS) for family, engine in engines.items()}
 
@@ -72,14 +72,14 @@ def agreed(found: list[Any], size: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("family", "tps", "rounds"),
     [
-        ("llama", (2, 1), "ragged"),
-        ("qwen3", (4, 2), "padded"),
-        ("gemma3", (2, 2), "ragged"),
-        *[pytest.param("llama", tps, "ragged", marks=SLOW) for tps in PAIRS[1:]],
-        *[pytest.param("qwen3", tps, "padded", marks=SLOW) for tps in PAIRS if tps != (4, 2)],
-        pytest.param("llama", (4, 2), "padded", marks=SLOW),
-        pytest.param("qwen3", (4, 2), "ragged", marks=SLOW),
-        pytest.param("gemma3", (4, 2), "padded", marks=SLOW),
+        ("llama", (2, 1), "at once"),
+        ("qwen3", (4, 2), "ahead"),
+        ("gemma3", (2, 2), "at once"),
+        *[pytest.param("llama", tps, "at once", marks=SLOW) for tps in PAIRS[1:]],
+        *[pytest.param("qwen3", tps, "ahead", marks=SLOW) for tps in PAIRS if tps != (4, 2)],
+        pytest.param("llama", (4, 2), "ahead", marks=SLOW),
+        pytest.param("qwen3", (4, 2), "at once", marks=SLOW),
+        pytest.param("gemma3", (4, 2), "ahead", marks=SLOW),
     ],
     ids=str,
 )
@@ -94,7 +94,7 @@ def test_output_does_not_depend_on_degrees(
     """Tokens, proposals and acceptances, greedy and sampled; with refills of slots, and proposals
     that are cut where a sequence ends."""
     found = world.run(
-        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=2, pipelined=ROUNDS[rounds]
+        cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=2, runs_ahead=ROUNDS[rounds]
     )
     first = agreed(found, tps[0])
     assert first["seqs"] == alone[family]["seqs"]
@@ -109,13 +109,13 @@ def test_output_does_not_depend_on_degrees(
     assert all(sent) if tps[0] > 1 else max(sent) < 0.5
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("ragged", marks=SLOW), "padded"])
+@pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_plain_decoding_and_single_proposals(
     world: World, pairs: dict[str, Pair], rounds: str
 ) -> None:
     runs = [(0, GREEDY), (0, SAMPLED), (1, SAMPLED)]
     want = cases.told(make_engine(*pairs["llama"], batch_size=2), PROMPTS, runs)
-    more = {"batch_size": 2, "pipelined": ROUNDS[rounds]}
+    more = {"batch_size": 2, "runs_ahead": ROUNDS[rounds]}
     found = world.run(cases.decode, pairs["llama"], (4, 2), PROMPTS, runs, **more)
     assert agreed(found, 4)["seqs"] == want["seqs"]
 
@@ -128,7 +128,7 @@ def test_output_is_transformers(pairs: dict[str, Pair], alone: dict[str, Any], f
         assert told[0] == greedy_reference(model, prompt, NEW)
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("ragged", marks=SLOW), "padded"])
+@pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 @pytest.mark.parametrize("tps", [(2, 1), pytest.param((4, 2), marks=SLOW)], ids=str)
 def test_preemption_and_eos(
     world: World, pairs: dict[str, Pair], tps: tuple[int, int], rounds: str
@@ -144,7 +144,7 @@ def test_preemption_and_eos(
         PROMPTS,
         runs,
         num_blocks=17,
-        pipelined=ROUNDS[rounds],
+        runs_ahead=ROUNDS[rounds],
         **settings,
     )
     first = agreed(found, tps[0])
@@ -153,7 +153,7 @@ def test_preemption_and_eos(
     assert {s[3] for s in first["seqs"][0]} == {"eos", "length"}
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("ragged", marks=SLOW), "padded"])
+@pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str) -> None:
     rates = (0.8, 0.5, 0.2)
     runs = [(3, GREEDY), (3, SAMPLED)]
@@ -167,7 +167,7 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
                 runs,
                 rates=rates,
                 batch_size=2,
-                pipelined=ROUNDS[rounds],
+                runs_ahead=ROUNDS[rounds],
             ),
             tps[0],
         )
@@ -176,25 +176,25 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
     assert one["seqs"] == four["seqs"]
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("ragged", marks=SLOW), "padded"])
+@pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_prompt_lookup(world: World, pairs: dict[str, Pair], rounds: str) -> None:
     """Every rank looks up for itself and finds the same."""
     target = pairs["llama"][0]
     prompts = [p * 3 for p in PROMPTS]
     runs = [(4, GREEDY), (4, SAMPLED)]
     want = cases.told(ngram_engine(target, batch_size=2), prompts, runs)
-    more = {"batch_size": 2, "pipelined": ROUNDS[rounds]}
+    more = {"batch_size": 2, "runs_ahead": ROUNDS[rounds]}
     first = agreed(world.run(cases.decode, (target, None), (4, 1), prompts, runs, **more), 4)
     assert first["seqs"] == want["seqs"]
     assert first["metrics"][0].acceptance.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("rounds", [pytest.param("ragged", marks=SLOW), "padded"])
+@pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_logits_that_are_not_finite_end_the_run_everywhere(
     world: World, pairs: dict[str, Pair], rounds: str, tmp_path: Path
 ) -> None:
     """Rank 0 alone sees it; the others must not go on without it."""
-    said = world.run(cases.spoilt, pairs["llama"], (4, 2), PROMPTS, pipelined=ROUNDS[rounds])
+    said = world.run(cases.spoilt, pairs["llama"], (4, 2), PROMPTS, runs_ahead=ROUNDS[rounds])
     assert said == ["the draft produced logits that are not finite (NaN or infinity)"] * 4
 
 

@@ -7,16 +7,21 @@ missing token fails at once.
 
 import zlib
 from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Sequence as Values
+from typing import Any, cast
 
 import torch
 
-from specdec_cli.core.batch import Span
+from specdec_cli.core.batch import Rectangle, Span
+from specdec_cli.core.candidates import Candidates
+from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import TRASH_BLOCK, BlockAllocator
-from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores, Sequence
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Run
-from specdec_cli.engine.target import TargetScorer
+from specdec_cli.lengths.fixed import FixedLength
+from specdec_cli.methods.draft_model import DraftModel
 from tests.support import CPU, VOCAB
 
 Rule = Callable[[list[int]], int]  # the token that follows a prefix
@@ -66,86 +71,120 @@ class Cells:
         self.block_size = block_size
         self.cells: dict[tuple[int, int], int] = {}
 
-    def place(self, seq: Sequence, position: int) -> tuple[int, int]:
-        block = seq.block_table[position // self.block_size]
+    def place(self, table: Values[int], position: int) -> tuple[int, int]:
+        block = int(table[position // self.block_size])
         assert block != TRASH_BLOCK
         return block, position % self.block_size
 
-    def write(self, seq: Sequence, start: int, tokens: list[int]) -> None:
+    def write(self, table: Values[int], start: int, tokens: list[int]) -> None:
         for position, token in enumerate(tokens, start=start):
-            self.cells[self.place(seq, position)] = token
+            self.cells[self.place(table, position)] = token
 
-    def read(self, seq: Sequence, stop: int) -> list[int]:
-        return [self.cells[self.place(seq, position)] for position in range(stop)]
+    def read(self, table: Values[int], stop: int) -> list[int]:
+        return [self.cells[self.place(table, position)] for position in range(stop)]
 
-    def feed(self, span: Span, extra: list[int]) -> None:
-        """Write a span; what lies before it must be the sequence's own tokens."""
-        assert self.read(span.seq, span.start) == span.seq.tokens[: span.start]
-        self.write(span.seq, span.start, span.seq.tokens[span.start : span.stop] + extra)
+    def clear(self) -> None:
+        self.cells.clear()
 
 
-class FakeTarget(TargetScorer):
-    """Greedy target whose next token is `rule` of what its cache holds."""
+class FakeModel:
+    """In the place of `PagedModel`: its next token is `rule` of what its cache holds.
+
+    batch_sizes: active slots of each pass of a round. prefill_sizes: tokens of each other pass.
+    fed: tokens that the latest pass of a round fed of each slot.
+    """
+
+    device = CPU
+    vocab_size = VOCAB
 
     def __init__(self, rule: Rule = target_rule, block_size: int = BLOCK) -> None:
-        self.model = SimpleNamespace(device=CPU, vocab_size=VOCAB)  # type: ignore[assignment]
         self.rule = rule
         self.cache = Cells(block_size)
         self.batch_sizes: list[int] = []
         self.prefill_sizes: list[int] = []
+        self.fed: list[int] = []
 
-    def prefill(self, spans: list[Span]) -> None:
+    def forward(self, spans: list[Span], logits_per_span: list[int]) -> torch.Tensor:
+        """What lies before a span must be the sequence's own tokens."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
-            self.cache.feed(span, [])
+            table = span.seq.block_table
+            assert self.cache.read(table, span.start) == span.seq.tokens[: span.start]
+            self.cache.write(table, span.start, span.seq.tokens[span.start : span.stop])
+        assert not any(logits_per_span)
+        return torch.zeros(0, VOCAB)
 
-    def score(self, seqs: list[Sequence], proposal: Proposal, params: SamplingParams) -> Scores:
-        self.batch_sizes.append(len(seqs))
-        width = proposal.token_ids.shape[1] + 1
-        best = torch.zeros(len(seqs), width, dtype=torch.int64)
-        for b, (seq, k) in enumerate(zip(seqs, proposal.lens, strict=True)):
-            n = len(seq.tokens)
-            assert seq.target_kv == n - 1
-            row = proposal.token_ids[b, :k].tolist()
-            self.cache.feed(Span(seq, n - 1, n, k), row)
-            for i in range(k + 1):
-                best[b, i] = self.rule(self.cache.read(seq, n + i))
-        return Scores(best=best)
+    def forward_slots(self, what: Rectangle, state: BatchState) -> torch.Tensor:
+        batch, width = what.token_ids.shape
+        self.batch_sizes.append(int(state.active.sum()))
+        self.fed = [0] * batch
+        logits = torch.zeros(batch, width, VOCAB)
+        for b, tokens in enumerate(what.token_ids.tolist()):
+            table = state.block_tables[b].tolist()
+            first = int(state.length[b]) + what.offset
+            for j, token in enumerate(tokens):
+                is_live = int(what.lens[b]) >= what.offset + j + what.margin
+                is_live &= not (what.last_only and what.lens[b] == 0)
+                if not (state.active[b] and 0 <= first + j < what.max_len and is_live):
+                    continue
+                if what.cached is not None and first + j < int(what.cached[b]):
+                    assert self.cache.cells[self.cache.place(table, first + j)] == token
+                    continue
+                self.cache.write(table, first + j, [token])
+                self.fed[b] += 1
+                logits[b, j, self.rule(self.cache.read(table, first + j + 1))] = 1.0
+        return logits[:, -1:] if what.last_only else logits
 
 
-class FakeDraft:
-    """Proposes `rule` of what its own cache holds; `lens_seen` are the k_i it was asked for."""
+class FakeDraft(DraftModel):
+    """Proposes `rule` of what its own cache holds; `lens_seen` are the k_i it was asked for.
+
+    caught_up: tokens that the first pass of each sequence-round fed.
+    """
 
     def __init__(
         self, rule: Rule = sometimes, max_len: int = 10_000, block_size: int = BLOCK
     ) -> None:
-        self.rule = rule
-        self.max_len = max_len
-        self.cache = Cells(block_size)
+        self.fake = FakeModel(rule, block_size)
+        super().__init__(cast(Any, self.fake), max_len)
         self.lens_seen: list[list[int]] = []
-        self.caught_up: list[int] = []  # tokens fed in the first pass of each sequence-round
+        self.caught_up: list[int] = []
 
-    def prefill(self, spans: list[Span]) -> None:
-        for span in spans:
-            self.cache.feed(span, [])
+    @property
+    def cache(self) -> Cells:
+        return self.fake.cache
 
-    def propose(
-        self, seqs: list[Sequence], lens: list[int], noise: RoundNoise, params: SamplingParams
-    ) -> Proposal:
-        self.lens_seen.append(lens)
-        token_ids = torch.zeros(len(seqs), max(lens), dtype=torch.int64)
-        for b, (seq, k) in enumerate(zip(seqs, lens, strict=True)):
-            if k == 0:
-                continue
-            n = len(seq.tokens)
-            self.caught_up.append(n - seq.draft_kv)
-            self.cache.feed(Span(seq, seq.draft_kv, n), [])
-            for i in range(k):
-                token = self.rule(self.cache.read(seq, n + i))
-                token_ids[b, i] = token
-                if i < k - 1:
-                    self.cache.write(seq, n + i, [token])
-        return Proposal(token_ids, lens, torch.zeros(len(seqs), 0, VOCAB))
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        self.lens_seen.append(draft.caps[state.active].tolist())
+        first: list[list[int]] = []
+        forward = self.fake.forward_slots
+
+        def noted(what: Rectangle, state: BatchState) -> torch.Tensor:
+            logits = forward(what, state)
+            first.append(self.fake.fed)
+            return logits
+
+        self.fake.forward_slots = noted  # type: ignore[method-assign]
+        found = super().propose(state, draft)
+        self.fake.forward_slots = forward  # type: ignore[method-assign]
+        if first:
+            self.caught_up += [n for n, k in zip(first[0], draft.caps.tolist(), strict=True) if k]
+        return found
+
+
+class Scripted(FixedLength):
+    """Rounds of the given lengths in turn, over and over."""
+
+    def __init__(self, *script: int) -> None:
+        self.script = script
+        self.step = -1
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        return tuple(sorted(set(self.script)))
+
+    def next_k(self, lengths: Any, last: Any, costs: Any, slots: int) -> int:
+        self.step += 1
+        return self.script[self.step % len(self.script)]
 
 
 def looping(prefix: list[int]) -> int:
@@ -166,7 +205,7 @@ def fake_engine(
     eos_ids: frozenset[int] = frozenset(),
 ) -> Engine:
     return Engine(
-        FakeTarget(target),
+        cast(Any, FakeModel(target)),
         None if draft is None else FakeDraft(draft, draft_max_len),
         BlockAllocator(num_blocks, BLOCK),
         batch_size=batch_size,
@@ -183,11 +222,15 @@ def random_prompt(length: int, seed: int = 0) -> list[int]:
 
 
 def run_checked(
-    engine: Engine, run: Run, found: Callable[[list[int], int], int] = lambda tokens, asked: asked
+    engine: Engine,
+    run: Run,
+    found: Callable[[list[int], int], int] = lambda tokens, asked: asked,
+    is_drafted: bool = True,
 ) -> None:
     """Drive a run by hand; after each step, every number that follows for a round.
 
-    found: of the tokens asked for, how many the proposer should have found.
+    found: of the tokens asked for, how many the proposer should have found. is_drafted: by a model,
+    whose cache lacks the last token that it drew.
     """
     while not run.scheduler.is_done:
         before = {s.index: (len(s.tokens), s.draft_kv, s.num_preemptions) for s in run.seqs}
@@ -199,7 +242,7 @@ def run_checked(
             if preemptions != seq.num_preemptions:
                 draft_kv = 0
             limit = min(seq.num_prompt_tokens + run.params.max_new_tokens, engine.max_model_len)
-            draft_limit = engine.draft.max_len if engine.draft is not None else 0
+            draft_limit = engine.proposer.max_len if engine.proposer is not None else 0
             k = found(seq.tokens[:n], max(0, min(run.scheduler.k, limit - n - 1, draft_limit - n)))
             accepted = emission.num_accepted
             assert seq.tokens[n:] == emission.token_ids
@@ -207,7 +250,8 @@ def run_checked(
             if seq.finish_reason != "eos":
                 assert len(seq.tokens) == n + accepted + 1
                 assert seq.target_kv == n + accepted
-                assert seq.draft_kv == (n + min(accepted, k - 1) if k else draft_kv)
+                cached = n + (min(accepted, k - 1) if is_drafted else accepted)
+                assert seq.draft_kv == (cached if k else draft_kv)
             if k:
                 assert seq.proposed_per_round[-1] == k
                 assert seq.accepted_per_round[-1] == accepted

@@ -30,11 +30,11 @@ def fresh_dynamo() -> Any:
 
 
 def compiled_engine(target: Path, draft: Path, backend: str, **settings: Any) -> Engine:
-    engine = make_engine(target, draft, pipelined=True, fused=False, **settings)
-    engine.target.model.compiled = CompiledForward(engine.target.model.module, "target", backend)
-    worker: Any = engine.draft
+    engine = make_engine(target, draft, runs_ahead=True, fused=False, **settings)
+    engine.target.compiled = CompiledForward(engine.target.module, "target", backend)
+    worker: Any = engine.proposer
     worker.model.compiled = CompiledForward(worker.model.module, "draft", backend)
-    for model in (engine.target.model, worker.model):
+    for model in (engine.target, worker.model):
         for layer in model.cache.layers:
             for tensor in layer:
                 tensor.zero_()  # padding reads what was never written, with weight zero
@@ -87,7 +87,7 @@ def test_what_cannot_be_compiled_whole_is_an_error(tmp_path: Path) -> None:
     """Not a slow run that looks like a compiled one."""
     folder = save_tiny(tmp_path, "llama")
     engine = compiled_engine(folder, folder, "eager")
-    model = engine.target.model.module.model
+    model = engine.target.module.model
 
     def peeks(hidden: torch.Tensor) -> torch.Tensor:
         return hidden if float(hidden.sum()) > 0 else hidden + 0
@@ -101,6 +101,6 @@ def test_a_second_compilation_is_an_error(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     engine = compiled_engine(folder, folder, "eager")
     run(engine, 2)
-    engine.target.model.module.model.layers[0].self_attn.scaling = 0.5  # a guarded constant
+    engine.target.module.model.layers[0].self_attn.scaling = 0.5  # a guarded constant
     with pytest.raises(torch._dynamo.exc.RecompileError):
         run(engine, 2)

@@ -14,10 +14,11 @@ import pytest
 import torch
 from scipy import stats
 
-from specdec_cli.acceptance.rejection import read_verdict, verify
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.core.candidates import Noise
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import Proposal, RoundNoise, SamplingParams, Scores
-from specdec_cli.engine import loop
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine import round as round_module
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from tests import lossless
@@ -26,6 +27,7 @@ from tests.lossless import (
     FAULTS,
     LOOKUP_FAULTS,
     Pair,
+    Planted,
     Rule,
     chi_square,
     label,
@@ -43,7 +45,7 @@ ECHO = [3, 1, 4, 1, 3, 1, 4]  # has a match at once, and one after most continua
 
 
 @cache
-def noisy_pair(number: int, k: int) -> tuple[Pair, RoundNoise]:
+def noisy_pair(number: int, k: int) -> tuple[Pair, Noise]:
     pair = random_pair(number)
     return pair, lossless.pair_noise(pair, k, DRAWS)
 
@@ -91,7 +93,7 @@ def test_faults_differ_from_the_project_by_nothing_else(k: int) -> None:
     pair = random_pair(3)
     noise = lossless.pair_noise(pair, k, 2000)
     row = torch.arange(2000)
-    noise = RoundNoise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
+    noise = Noise(noise.draft[:, :k], noise.accept[:, :k], noise.sample[:, : k + 1])
     played = lossless.play(pair, CORRECT, row % lossless.VOCAB, row % (k + 1), noise)
     ours, project = Rule()(played), CORRECT(played)
     assert torch.equal(ours[0], project[0])
@@ -163,12 +165,13 @@ def engine_p(
     k: int,
     count: int = 4000,
     proposer: str = "draft",
+    rule: AcceptanceRule | None = None,
 ) -> dict[str, float]:
     """p-values of the engine's first 1, 2 and 3 tokens against transformers' probabilities."""
     if proposer == "ngram":
-        engine = ngram_engine(tiny[0], batch_size=400, num_blocks=1800)
+        engine = ngram_engine(tiny[0], batch_size=400, num_blocks=1800, rule=rule)
         return lossless.engine_trial(engine, tiny[0], ECHO, k, params, count)
-    engine = make_engine(*tiny, batch_size=400, num_blocks=1000)
+    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule)
     return lossless.engine_trial(engine, tiny[0], PROMPT, k, params, count)
 
 
@@ -199,10 +202,9 @@ def test_engine_with_prompt_lookup_follows_transformers(
 
 @pytest.mark.parametrize("fault", LOOKUP_FAULTS[:4], ids=label)
 def test_fault_in_the_engine_with_prompt_lookup_is_caught(
-    tiny: tuple[Path, Path], fault: Rule, monkeypatch: pytest.MonkeyPatch
+    tiny: tuple[Path, Path], fault: Rule
 ) -> None:
-    monkeypatch.setattr(loop, "verify", lossless.engine_verify(fault))
-    found = engine_p(tiny, ENGINE_PARAMS["all"], 2, proposer="ngram")
+    found = engine_p(tiny, ENGINE_PARAMS["all"], 2, proposer="ngram", rule=Planted(fault))
     assert lossless.adjusted(found) < SIGNIFICANT
 
 
@@ -211,11 +213,9 @@ def test_fault_in_the_engine_with_prompt_lookup_is_caught(
     [lossless.ResampleFromTarget(), lossless.AcceptAll(), lossless.BonusFromDraft()],
     ids=label,
 )
-def test_fault_in_the_engine_is_caught(
-    tiny: tuple[Path, Path], fault: Rule, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loop, "verify", lossless.engine_verify(fault))
-    assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 2)) < SIGNIFICANT
+def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> None:
+    found = engine_p(tiny, ENGINE_PARAMS["all"], 2, rule=Planted(fault))
+    assert lossless.adjusted(found) < SIGNIFICANT
 
 
 def test_noise_of_another_round_in_the_engine_is_caught(
@@ -223,10 +223,10 @@ def test_noise_of_another_round_in_the_engine_is_caught(
 ) -> None:
     """Numbers that forget the position: every round of a sequence draws with the same ones."""
 
-    def forgetful(indices: list[int], lengths: list[int], *rest: Any, **more: Any) -> RoundNoise:
-        return round_noise(indices, [len(PROMPT)] * len(lengths), *rest, **more)
+    def forgetful(seed: Any, index: Any, length: Any, *rest: Any, **more: Any) -> Noise:
+        return round_noise(seed, index, torch.full_like(length, len(PROMPT)), *rest, **more)
 
-    monkeypatch.setattr(loop, "round_noise", forgetful)
+    monkeypatch.setattr(round_module, "round_noise", forgetful)
     assert lossless.adjusted(engine_p(tiny, ENGINE_PARAMS["all"], 1)) < SIGNIFICANT
 
 
@@ -302,19 +302,9 @@ def test_twenty_repeats_are_identical(make: Make) -> None:
     assert found == [found[0]] * 20
 
 
-def test_verdict_of_planted_rule_is_the_engines(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verdict_of_planted_rule_is_the_engines(make: Make) -> None:
     """Token for token, so that a fault planted in it is the only change to the engine."""
     want = outputs(make(batch_size=3), requests(), 4)
-    calls: list[list[int]] = []
-
-    def both(proposal: Proposal, scores: Scores, noise: RoundNoise) -> torch.Tensor:
-        calls.append(proposal.lens)
-        decided = lossless.engine_verify(Rule())(proposal, scores, noise)
-        assert read_verdict(decided) == read_verdict(verify(proposal, scores, noise))
-        return decided
-
-    monkeypatch.setattr(loop, "verify", both)
-    assert outputs(make(batch_size=3), requests(), 4) == want
-    assert any(len(set(lens)) > 1 for lens in calls), "no round with mixed lengths"
+    planted = Planted(Rule())
+    assert outputs(make(batch_size=3, rule=planted), requests(), 4) == want
+    assert any(len(set(lens)) > 1 for lens in planted.lens), "no round with mixed lengths"

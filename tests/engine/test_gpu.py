@@ -56,8 +56,8 @@ def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float, met
     for name, keys in ways.items():
         keys |= {"sampling__temperature": temperature, "speculation__method": method}
         engine, params = demo_engine(4, **keys)
-        assert engine.pipelined == (name != "eager")
-        assert (engine.target.model.compiled is not None) == (name == "compiled")
+        assert engine.is_captured == (name != "eager")
+        assert (engine.target.compiled is not None) == (name == "compiled")
         found[name] = told(engine.run(requests(), 4, params))
     assert found["graphs"] == found["eager"] == found["compiled"]
 
@@ -77,7 +77,7 @@ def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
     rounds = 12
     engine, params = demo_engine(3, sampling__max_new_tokens=200, speculation__method=method)
     run = engine.start(requests()[:2], 3, params)
-    while run.pipeline is None or not run.pipeline.in_flight:
+    while not run.rounds.in_flight:
         engine.step(run)
     with waiting_is_an_error():
         for _ in range(rounds):
@@ -90,7 +90,7 @@ def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
     assert calls["cudaGraphLaunch"] == calls["cudaEventSynchronize"] == rounds
     assert calls["cudaStreamSynchronize"] == 0
     assert calls["cudaDeviceSynchronize"] <= 1  # the profiler's own, as it ends
-    run.pipeline.discard()
+    run.rounds.discard()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])

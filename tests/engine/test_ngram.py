@@ -15,15 +15,16 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import specdec_cli.engine.plan
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.history import History
+from specdec_cli.core.candidates import Candidates
+from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import block_bytes
-from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import Proposal, SamplingParams, Sequence
+from specdec_cli.core.state import BatchState, Texts
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
-from specdec_cli.methods.ngram import NgramIndex, NgramProposer
+from specdec_cli.methods.ngram import Ngram
 from specdec_cli.models import loader
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
@@ -36,9 +37,9 @@ from tests.engine.fakes import (
     run_checked,
     target_rule,
 )
+from tests.oracle import NgramIndex, with_oracle
 from tests.support import (
     CPU,
-    VOCAB,
     decode,
     greedy_reference,
     lookup_rounds,
@@ -119,34 +120,29 @@ def test_lookup(text: list[int], longest: int, shortest: int, want: list[int]) -
     assert NgramIndex(longest, shortest).continuation(text, 4) == want
 
 
-def propose(texts: list[list[int]], lens: list[int], proposer: NgramProposer) -> Proposal:
+def propose(texts: list[list[int]], lens: list[int], longest: int = 3) -> Candidates:
     seqs = [Sequence(i, text, len(text), 99) for i, text in enumerate(texts)]
-    params = SamplingParams(temperature=1.0)
-    noise = round_noise([0] * len(texts), [1] * len(texts), max(lens), params, CPU)
-    return proposer.propose(seqs, lens, noise, params)
+    state = BatchState.empty(len(texts), 1, CPU, Texts.empty(len(texts), 99, CPU))
+    state.load(seqs, 0)
+    drafting = Drafting(max(lens), SamplingParams(temperature=1.0), torch.tensor(lens), 10)
+    return Ngram(longest, 1).propose(state, drafting)
 
 
 def test_a_proposal_says_what_was_found() -> None:
-    proposer = NgramProposer(3, 1, 10, CPU)
-    found = propose([[1, 2, 3, 1], [4, 5], [6, 6], [7, 8, 7]], [2, 4, 4, 0], proposer)
-    assert found.lens == [2, 0, 1, 0]
-    assert found.token_ids.tolist() == [[2, 3], [0, 0], [6, 0], [0, 0]]
-    want = torch.zeros(4, 2, 10)
-    want[0, 0, 2] = want[0, 1, 3] = want[2, 0, 6] = 1.0
-    assert torch.equal(found.probs, want)
+    found = propose([[1, 2, 3, 1], [4, 5], [6, 6], [7, 8, 7]], [2, 4, 4, 0])
+    assert found.lens.tolist() == [2, 0, 1, 0]
+    assert found.token_ids.tolist() == [[2, 3, 0, 0], [0] * 4, [6, 0, 0, 0], [0] * 4]
+    assert found.q is None, "nothing is drawn"
 
 
-def test_nothing_found_is_an_empty_proposal() -> None:
-    found = propose([[1, 2], [3]], [4, 4], NgramProposer(3, 1, 10, CPU))
-    assert found.lens == [0, 0]
-    assert found.token_ids.shape == (2, 0) and found.probs.shape == (2, 0, 10)
-
-
-def test_sequences_that_left_are_forgotten() -> None:
-    proposer = NgramProposer(3, 1, 10, CPU)
-    for _ in range(3):
-        propose([[1, 2, 1], [3]], [2, 2], proposer)
-        assert len(proposer._indices) == 2
+@pytest.mark.parametrize("longest", [1, 2, 4])
+def test_finds_what_the_definition_finds(longest: int) -> None:
+    texts = random_texts(60)
+    found = propose(texts, [1 + i % 6 for i in range(60)], longest)
+    for i, (text, row, count) in enumerate(
+        zip(texts, found.token_ids.tolist(), found.lens.tolist(), strict=True)
+    ):
+        assert row[:count] == found_by_scanning(text, 1 + i % 6, longest, 1)
 
 
 # Rounds, on fakes.
@@ -157,11 +153,16 @@ def test_sequences_that_left_are_forgotten() -> None:
 @pytest.mark.parametrize("batch_size", [1, 3], ids=["b1", "b3"])
 def test_every_round_obeys_the_arithmetic(rule: Any, k: int, batch_size: int) -> None:
     engine = fake_engine(None, rule, batch_size=batch_size)
-    engine.draft = NgramProposer(3, 1, VOCAB, CPU)
+    engine.proposer = Ngram(3, 1)
     prompts = [random_prompt(n) for n in (1, 9, 2, 17, 5, 4)]
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
     run = engine.start(requests, k, SamplingParams(max_new_tokens=33))
-    run_checked(engine, run, lambda tokens, asked: len(found_by_scanning(tokens, asked, 3, 1)))
+    run_checked(
+        engine,
+        run,
+        lambda tokens, asked: len(found_by_scanning(tokens, asked, 3, 1)),
+        is_drafted=False,
+    )
     for seq, prompt in zip(run.seqs, prompts, strict=True):
         assert seq.output_ids == continuation(rule, prompt, 33)
         rounds = len(seq.accepted_per_round) + seq.rounds_without_proposal
@@ -171,7 +172,7 @@ def test_every_round_obeys_the_arithmetic(rule: Any, k: int, batch_size: int) ->
 
 def test_rounds_without_a_match_are_counted_apart() -> None:
     engine = fake_engine(None, looping, batch_size=2)
-    engine.draft = NgramProposer(3, 2, VOCAB, CPU)
+    engine.proposer = Ngram(3, 2)
     requests = [Request(i, tuple(random_prompt(4 + i))) for i in range(4)]
     result = engine.run(requests, 4, SamplingParams(max_new_tokens=30))
     idle = [s.rounds_without_proposal for s in result.seqs]
@@ -190,7 +191,7 @@ def test_preemption_changes_nothing() -> None:
     found = []
     for num_blocks in (400, 24):
         engine = fake_engine(None, looping, batch_size=4, num_blocks=num_blocks)
-        engine.draft = NgramProposer(3, 1, VOCAB, CPU)
+        engine.proposer = Ngram(3, 1)
         seqs = engine.run(requests, 3, SamplingParams(max_new_tokens=40)).seqs
         found.append([(s.output_ids, rounds_of(s)) for s in seqs])
     assert sum(s.num_preemptions for s in seqs) > 0
@@ -222,7 +223,7 @@ def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path:
     assert accepted > 0, "the prompts should give something to accept"
 
 
-# Padded rounds, which look up what lies on the device, against ragged ones.
+# Rounds one ahead, which look up what lies on the device, against the oracle's.
 
 
 class StopAt:
@@ -248,9 +249,10 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 
 def both_engines(folder: Path, device: torch.device, **settings: Any) -> list[Any]:
-    """With ragged rounds and with padded ones, which read what was never written, at weight 0."""
-    both = [ngram_engine(folder, device=device, pipelined=p, **settings) for p in (False, True)]
-    for layer in both[1].target.model.cache.layers:
+    """The oracle's rounds, and ours one ahead, which read what was never written, at weight 0."""
+    both = [ngram_engine(folder, device=device, runs_ahead=p, **settings) for p in (False, True)]
+    both[0] = with_oracle(both[0])
+    for layer in both[1].target.cache.layers:
         for tensor in layer:
             tensor.fill_(1e4)
     return both
@@ -269,7 +271,6 @@ def both_rounds(
         ]
         results.append(engine.run(requests, k, params))
         assert engine.allocator.num_used == 0
-        assert (engine._rounds._history is not None) == engine.pipelined
     return results
 
 
@@ -332,7 +333,7 @@ def test_padded_rounds_of_synthetic_acceptance(
 ) -> None:
     rates = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
     params = {"temperature": temperature}
-    ragged, padded = both_rounds(llama, device, 3, batch_size=3, synthetic=rates, params=params)
+    ragged, padded = both_rounds(llama, device, 3, batch_size=3, rule=rates, params=params)
     assert told(ragged) == told(padded)
     assert padded.metrics.acceptance.num_accepted_tokens > 0
 
@@ -351,7 +352,7 @@ def test_runs_after_one_another_find_their_own_texts(llama: Path, device: torch.
 
 def test_history_is_written_once() -> None:
     """Rounds append to it themselves; a sequence keeps its row for as long as it is among them."""
-    history = History.empty(3, 9, CPU)
+    history = Texts.empty(3, 9, CPU)
     seqs = [Sequence(i, [10 * i + j for j in range(i + 2)], 1, 9) for i in range(5)]
     rows = history.enter(seqs[:3])
     assert sorted(rows) == [0, 1, 2]
@@ -420,8 +421,8 @@ def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (roles, planned.k, planned.draft, planned.proposer) == (["target"], 3, None, "ngram")
     engine = build(planned, 100)
     assert engine.allocator.num_usable == 9 - 1, "all the memory is for the target's blocks"
-    assert isinstance(engine.draft, NgramProposer)
-    assert demo_plan(0).k == 0 and build(demo_plan(0), 10).draft is None
+    assert isinstance(engine.proposer, Ngram)
+    assert demo_plan(0).k == 0 and build(demo_plan(0), 10).proposer is None
 
 
 def spec_of_demo() -> loader.ModelSpec:

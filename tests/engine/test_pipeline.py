@@ -1,4 +1,4 @@
-"""Padded rounds, one ahead of the host, against the ragged rounds of the same engine."""
+"""Rounds, one ahead of the host and read at once, against the ragged rounds of the oracle."""
 
 import random
 from functools import partial
@@ -14,6 +14,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.run import Request, RunResult
 from specdec_cli.errors import RunError
+from tests.oracle import with_oracle
 from tests.support import VOCAB, make_engine, save_noised, save_tiny
 
 PROMPTS = [
@@ -42,16 +43,16 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> list[Engine]:
-    """The same engine with ragged and with padded rounds."""
-    both = []
-    for pipelined in (False, True):
-        engine = make_engine(*pair, device=device, pipelined=pipelined, **settings)
-        for model in (engine.target.model, engine.draft.model):  # type: ignore[union-attr]
+    """The same engine with the oracle's rounds, with rounds one ahead, and read at once."""
+    made = []
+    for runs_ahead in (False, True, False):
+        engine = make_engine(*pair, device=device, runs_ahead=runs_ahead, **settings)
+        for model in (engine.target, engine.proposer.model):  # type: ignore[union-attr]
             for layer in model.cache.layers:
                 for tensor in layer:
                     tensor.fill_(POISON)
-        both.append(engine)
-    return both
+        made.append(engine)
+    return [with_oracle(made[0]), *made[1:]]
 
 
 def run(engine: Engine, k: int, stop: int | None = None, **params: Any) -> RunResult:
@@ -81,7 +82,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("k", [0, 1, 4])
-def test_padded_rounds_equal_ragged_ones(
+def test_rounds_equal_the_oracles(
     pair: tuple[Path, Path], device: torch.device, k: int, batch_size: int, settings: str
 ) -> None:
     """Tokens, proposals and acceptances; with EOS, refills and prompts of one and two tokens."""
@@ -89,7 +90,7 @@ def test_padded_rounds_equal_ragged_ones(
         run(engine, k, max_new_tokens=21, **SETTINGS[settings])
         for engine in engines(pair, device, batch_size=batch_size, eos_ids=frozenset({7, 40}))
     ]
-    assert told(results[0]) == told(results[1])
+    assert told(results[0]) == told(results[1]) == told(results[2])
     assert {s.finish_reason for s in results[0].seqs} == {"eos", "length"}
     if k:
         accepted = sum(sum(s.accepted_per_round) for s in results[0].seqs)
@@ -99,7 +100,7 @@ def test_padded_rounds_equal_ragged_ones(
         (m.num_rounds, m.num_rounds_without_proposal, m.acceptance)
         for m in (r.metrics for r in results)
     ]
-    assert counts[0][2] == counts[1][2]
+    assert counts[0] == counts[2] and counts[0][2] == counts[1][2]
 
 
 def test_stop_strings_that_only_the_host_sees(
@@ -136,7 +137,7 @@ def test_preemption_changes_nothing(
 def test_synthetic_acceptance(pair: tuple[Path, Path], device: torch.device) -> None:
     rates = SyntheticAcceptance.from_rates((0.8, 0.5, 0.2))
     for temperature in (0.0, 0.7):
-        both = engines(pair, device, batch_size=3, synthetic=rates)
+        both = engines(pair, device, batch_size=3, rule=rates)
         results = [run(e, 3, max_new_tokens=25, temperature=temperature) for e in both]
         assert told(results[0]) == told(results[1])
 
@@ -153,7 +154,7 @@ def test_the_drafts_own_context_ends_first(pair: tuple[Path, Path], device: torc
 def test_a_run_with_other_params_on_the_same_engine(
     pair: tuple[Path, Path], device: torch.device
 ) -> None:
-    ragged, padded = engines(pair, device, batch_size=2)
+    ragged, padded, _ = engines(pair, device, batch_size=2)
     for k, params in ((2, {}), (0, {}), (2, {"temperature": 1.0}), (2, {"seed": 3}), (2, {})):
         expected = run(ragged, k, max_new_tokens=12, **params)  # type: ignore[arg-type]
         assert told(run(padded, k, max_new_tokens=12, **params)) == told(expected)  # type: ignore[arg-type]
@@ -178,28 +179,28 @@ def test_few_sequences_run_in_few_slots(pair: tuple[Path, Path], device: torch.d
     def requests() -> list[Request]:
         return [Request(i, (5,) * (1 + i % 5), partial(StopAfter, 4 + 13 * i)) for i in range(9)]
 
-    ragged, padded = engines(pair, device, batch_size=9)
+    ragged, padded, _ = engines(pair, device, batch_size=9)
     params = SamplingParams(max_new_tokens=130, temperature=1.0)
     assert told(padded.run(requests(), 2, params)) == told(ragged.run(requests(), 2, params))
     run = padded.start(requests(), 2, params)
     used = []
     while not run.scheduler.is_done:
         padded.step(run)
-        assert run.pipeline is not None and len(run.scheduler.running) <= run.pipeline.num_slots
-        used.append(run.pipeline.num_slots)
+        assert len(run.scheduler.running) <= run.rounds.num_slots
+        used.append(run.rounds.num_slots)
     assert used == sorted(used, reverse=True) and set(used) == {9, 3, 1}
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("way", [1, 2], ids=["ahead", "at-once"])
 @pytest.mark.parametrize("is_nan", [False, True], ids=["inf", "nan"])
 @pytest.mark.parametrize("who", ["target", "draft"])
 def test_logits_that_are_not_finite(
-    pair: tuple[Path, Path], device: torch.device, who: str, is_nan: bool, is_padded: bool
+    pair: tuple[Path, Path], device: torch.device, who: str, is_nan: bool, way: int
 ) -> None:
-    engine = engines(pair, device, batch_size=2)[is_padded]
-    worker = engine.target if who == "target" else engine.draft
+    engine = engines(pair, device, batch_size=2)[way]
+    model = engine.target if who == "target" else engine.proposer.model  # type: ignore[union-attr]
     with torch.no_grad():
-        head = worker.model.module.lm_head.weight  # type: ignore[union-attr]
+        head = model.module.lm_head.weight  # type: ignore[union-attr]
         if is_nan:
             head[11] = float("nan")
         else:  # of two tokens one or the other has the highest logit, which is infinite
@@ -207,20 +208,20 @@ def test_logits_that_are_not_finite(
     with pytest.raises(RunError, match=f"the {who} produced logits that are not finite"):
         run(engine, 3, max_new_tokens=10)
     assert engine.allocator.num_used == 0
-    caches = [model.cache for model in (engine.target.model, engine.draft.model)]  # type: ignore[union-attr]
+    caches = [model.cache for model in (engine.target, engine.proposer.model)]  # type: ignore[union-attr]
     assert all(t.isfinite().all() for c in caches for pools in c.layers for t in pools)
 
 
-@pytest.mark.parametrize("is_padded", [False, True], ids=["ragged", "padded"])
+@pytest.mark.parametrize("way", [1, 2], ids=["ahead", "at-once"])
 def test_a_run_that_was_not_finite_leaves_nothing_to_the_next(
-    pair: tuple[Path, Path], device: torch.device, is_padded: bool
+    pair: tuple[Path, Path], device: torch.device, way: int
 ) -> None:
     """Its keys are not finite either, and padding reads keys that nobody wrote since."""
-    engine = engines(pair, device, batch_size=2)[is_padded]
-    assert engine.draft is not None
+    engine = engines(pair, device, batch_size=2)[way]
+    assert engine.proposer is not None
     before = told(run(engine, 3, max_new_tokens=6))
-    caches = [engine.target.model.cache, engine.draft.model.cache]  # type: ignore[attr-defined]
-    embeddings = engine.target.model.module.get_input_embeddings().weight
+    caches = [engine.target.cache, engine.proposer.model.cache]  # type: ignore[attr-defined]
+    embeddings = engine.target.module.get_input_embeddings().weight
     row = embeddings[PROMPTS[0][-1]].clone()
     with torch.no_grad():
         embeddings[PROMPTS[0][-1]] = float("nan")

@@ -1,19 +1,18 @@
 """The arithmetic of a round, on fakes and on real tiny models."""
 
 from pathlib import Path
-from typing import Any, cast
 
 import pytest
 import torch
 
-from specdec_cli.core.sampling import to_probs
+from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.run import Request
-from specdec_cli.methods.draft_model import DraftWorker
 from tests.engine.fakes import (
     FakeDraft,
-    FakeTarget,
+    FakeModel,
     Rule,
+    Scripted,
     continuation,
     fake_engine,
     first,
@@ -75,9 +74,9 @@ def test_draft_lags_two_tokens_exactly_after_full_acceptance() -> None:
     engine = fake_engine(sometimes)
     prompt = random_prompt(5)
     (seq,) = decode(engine, [prompt], 3, max_new_tokens=60)
-    assert isinstance(engine.draft, FakeDraft)
+    assert isinstance(engine.proposer, FakeDraft)
     want = [2 if accepted == proposed else 1 for proposed, accepted in rounds_of(seq)]
-    assert engine.draft.caught_up == [1, *want[:-1]]
+    assert engine.proposer.caught_up == [1, *want[:-1]]
     assert set(want) == {1, 2}, "the case is not what this test is about"
 
 
@@ -124,7 +123,7 @@ def test_prompt_longer_than_the_drafts_context() -> None:
     prompt = random_prompt(30)
     (seq,) = decode(engine, [prompt], 4, max_new_tokens=5)
     assert seq.proposed_per_round == [] and seq.rounds_without_proposal == 5
-    assert isinstance(engine.draft, FakeDraft) and engine.draft.cache.cells == {}
+    assert isinstance(engine.proposer, FakeDraft) and engine.proposer.cache.cells == {}
 
 
 def test_one_batch_holds_every_proposal_length() -> None:
@@ -132,31 +131,27 @@ def test_one_batch_holds_every_proposal_length() -> None:
     engine = fake_engine(wrong, batch_size=6, draft_max_len=40)
     prompts = [random_prompt(n) for n in (40, 39, 38, 37, 35, 5)]
     seqs = decode(engine, prompts, 4, max_new_tokens=8)
-    assert isinstance(engine.draft, FakeDraft)
-    assert engine.draft.lens_seen[0] == [0, 1, 2, 3, 4, 4]
-    assert engine.draft.lens_seen[3] == [0, 0, 0, 0, 2, 4]
+    assert isinstance(engine.proposer, FakeDraft)
+    assert engine.proposer.lens_seen[0] == [0, 1, 2, 3, 4, 4]
+    assert engine.proposer.lens_seen[3] == [0, 0, 0, 0, 2, 4]
     for seq, prompt in zip(seqs, prompts, strict=True):
         assert seq.output_ids == continuation(target_rule, prompt, 8)
 
 
 @pytest.mark.parametrize("idle", [1, 2, 3, 7])
 def test_draft_catches_up_after_rounds_without_proposals(idle: int) -> None:
+    """By prefill of all but the last token; it then feeds that one, as after any round."""
     engine = fake_engine(sometimes, batch_size=2)
+    engine.policy = Scripted(3, *[0] * idle)
     prompts = [random_prompt(4), random_prompt(11)]
-    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
-    run = engine.start(requests, 3, SamplingParams(max_new_tokens=40))
-    while not run.scheduler.is_done:
-        run.scheduler.k = 3
-        engine.step(run)
-        run.scheduler.k = 0
-        for _ in range(idle):
-            if not run.scheduler.is_done:
-                engine.step(run)
-    assert isinstance(engine.draft, FakeDraft)
-    later = engine.draft.caught_up[4:]
-    assert later and set(later) <= {idle + 1, idle + 2}
-    for seq, prompt in zip(run.seqs, prompts, strict=True):
+    seqs = decode(engine, prompts, 3, max_new_tokens=40)
+    assert isinstance(engine.proposer, FakeDraft)
+    assert engine.proposer.caught_up and set(engine.proposer.caught_up) <= {1, 2}
+    prefilled = engine.proposer.fake.prefill_sizes
+    assert len(prefilled) > 3 if idle > 1 else len(prefilled) >= 1
+    for seq, prompt in zip(seqs, prompts, strict=True):
         assert seq.output_ids == continuation(target_rule, prompt, 40)
+        assert seq.rounds_without_proposal > 3
 
 
 def test_no_rounds_for_an_empty_prompt() -> None:
@@ -182,7 +177,7 @@ def test_chunked_prefill_feeds_the_same_tokens(chunk: int) -> None:
     seqs = decode(engine, prompts, 3, max_new_tokens=9)
     for seq, prompt in zip(seqs, prompts, strict=True):
         assert seq.output_ids == continuation(target_rule, prompt, 9)
-    assert isinstance(engine.target, FakeTarget)
+    assert isinstance(engine.target, FakeModel)
     assert max(engine.target.prefill_sizes) <= chunk
     assert sum(engine.target.prefill_sizes) == sum(len(p) - 1 for p in prompts)
 
@@ -262,13 +257,14 @@ def test_draft_with_another_padded_vocabulary(
 
 def test_a_narrower_draft_proposes_no_id_that_it_lacks() -> None:
     """However low its own logits are: an id without any would otherwise be the likeliest."""
-    own = VOCAB - 14
-    worker = DraftWorker(cast(Any, None), VOCAB, 512)
-    logits = worker.fit(torch.linspace(-30.0, -20.0, own).repeat(2, 1))
-    assert logits.shape == (2, VOCAB) and logits.argmax(dim=1).tolist() == [own - 1] * 2
-    for temperature in (0.5, 5.0):
-        probs = to_probs(logits, SamplingParams(temperature=temperature))
-        assert (probs[:, own:] == 0.0).all() and (probs[:, :own] > 0.0).all()
+    own, count = VOCAB - 14, 500
+    logits = torch.linspace(-30.0, -20.0, own).repeat(count, 1)
+    caps, noise = torch.ones(count, dtype=torch.int64), torch.linspace(0.0, 0.9999, count)[:, None]
+    for temperature in (0.0, 0.5, 500.0):
+        params = SamplingParams(temperature=temperature)
+        drawn = Drafting(1, params, caps, VOCAB, noise).draw(logits)
+        assert drawn.max() == own - 1
+        assert drawn.min() == (0 if temperature == 500.0 else drawn.min())
 
 
 def test_same_weights_in_a_wider_vocabulary_accept_everything(
@@ -303,16 +299,10 @@ def test_real_draft_catches_up_by_any_amount(target_folder: Path) -> None:
     """The same weights accept everything, if the draft's cache is right after idle rounds."""
     engine = make_engine(target_folder, target_folder, batch_size=3)
     asked = [random_prompt(n) for n in (2, 9, 14)]
-    requests = [Request(i, tuple(p)) for i, p in enumerate(asked)]
-    run = engine.start(requests, 3, SamplingParams(max_new_tokens=40))
-    for step in range(200):
-        if run.scheduler.is_done:
-            break
-        run.scheduler.k = (3, 0, 1, 0, 0, 2, 0, 0, 0)[step % 9]
-        engine.step(run)
-    assert run.scheduler.is_done
+    engine.policy = Scripted(3, 0, 1, 0, 0, 2, 0, 0, 0)
+    seqs = decode(engine, asked, 3, max_new_tokens=40)
     oracle = reference(target_folder)
-    for seq, prompt in zip(run.seqs, asked, strict=True):
+    for seq, prompt in zip(seqs, asked, strict=True):
         assert seq.output_ids == greedy_reference(oracle, prompt, 40)
         assert seq.accepted_per_round == seq.proposed_per_round
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-from specdec_kernels.noise import philox
+from specdec_kernels.noise import philox, uniform_reference
 
-from specdec_cli.core.sampling import Purpose, round_noise, to_probs, uniform
+from specdec_cli.core.sampling import Purpose, round_noise, to_probs
 from specdec_cli.core.types import SamplingParams
 from tests.lossless import warped
-from tests.support import CPU
+from tests.support import noise_of
 
 ROWS, VOCAB = 64, 50
 INF, NAN = float("inf"), float("nan")
@@ -161,8 +161,8 @@ def test_philox_works_on_rows() -> None:
 
 def numbers(seed: int, indices: int, positions: int) -> torch.Tensor:
     """[purpose, index, position]"""
-    return uniform(
-        seed,
+    return uniform_reference(
+        torch.tensor(seed),
         torch.arange(indices)[:, None],
         torch.arange(positions),
         torch.tensor(list(Purpose))[:, None, None],
@@ -211,36 +211,37 @@ def test_uniform_numbers_are_independent(seed: int) -> None:
 
 def test_number_depends_only_on_its_own_key() -> None:
     """Whatever else is in the batch, in whatever order, and however many are asked for."""
-    params = SamplingParams(temperature=1.0, seed=5)
     indices, lengths = [4, 0, 90, 7], [3, 17, 3, 200]
-    whole = round_noise(indices, lengths, 4, params, CPU)
+    whole = noise_of(indices, lengths, 4, 5)
     for name in ("draft", "accept", "sample"):
         rows = getattr(whole, name)
         assert rows.shape == (4, 5 if name == "sample" else 4)
-        backwards = getattr(round_noise(indices[::-1], lengths[::-1], 4, params, CPU), name)
+        backwards = getattr(noise_of(indices[::-1], lengths[::-1], 4, 5), name)
         assert torch.equal(backwards.flip(0), rows)
         for b in range(4):
             for k in (1, 4, 6):
-                alone = getattr(round_noise([indices[b]], [lengths[b]], k, params, CPU), name)
+                alone = getattr(noise_of([indices[b]], [lengths[b]], k, 5), name)
                 width = min(alone.shape[1], rows.shape[1])
                 assert torch.equal(alone[0, :width], rows[b, :width])
-    reseeded = round_noise(indices, lengths, 4, replace(params, seed=6), CPU)
+    reseeded = noise_of(indices, lengths, 4, 6)
     assert not (reseeded.sample == whole.sample).any()
 
 
 def test_number_belongs_to_the_position_it_decides() -> None:
     """A round that begins one token later has the same numbers, one place on."""
-    params = SamplingParams(temperature=1.0, seed=5)
-    now, later = (round_noise([9], [n], 4, params, CPU) for n in (10, 11))
+    now, later = (noise_of([9], [n], 4, 5) for n in (10, 11))
     assert torch.equal(now.draft[:, 1:], later.draft[:, :-1])
     assert torch.equal(now.accept[:, 1:], later.accept[:, :-1])
     assert torch.equal(now.sample[:, 1:], later.sample[:, :-1])
 
 
-def test_greedy_reads_no_noise() -> None:
-    noise = round_noise([1, 2], [5, 6], 3, SamplingParams(), CPU)
-    assert noise.draft.shape == noise.accept.shape == (2, 3) and noise.sample.shape == (2, 4)
-    assert not torch.cat((noise.draft, noise.accept, noise.sample), 1).any()
+def test_numbers_of_a_round_serve_in_no_other() -> None:
+    """Where a rule has looked at numbers of positions that later rounds decide."""
+    index, seed = torch.tensor([9]), torch.tensor(5)
+    rounds = [round_noise(seed, index, torch.tensor([n]), 4, by_round=True) for n in (10, 11)]
+    rounds.append(round_noise(seed, index, torch.tensor([10]), 4))
+    found = torch.cat([torch.cat((n.draft, n.accept, n.sample), 1).flatten() for n in rounds])
+    assert len(found.unique()) == len(found)
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-46, 1e-300])

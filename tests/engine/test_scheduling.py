@@ -3,6 +3,7 @@ and nothing that scheduling does can be seen in the output."""
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from specdec_cli.engine.run import Request
 from specdec_cli.engine.scheduler import Scheduler
 from tests.engine.fakes import (
     BLOCK,
-    FakeTarget,
+    FakeModel,
     continuation,
     fake_engine,
     random_prompt,
@@ -73,7 +74,7 @@ def test_hundreds_of_prompts_in_a_tiny_cache(seed: int, monkeypatch: pytest.Monk
     assert engine.allocator.num_used == 0
     assert max(seen) <= engine.allocator.num_usable
     # The same prompts one at a time in a cache with room to spare.
-    alone = fake_engine(sometimes, eos_ids=EOS, draft_max_len=engine.draft.max_len)  # type: ignore[union-attr]
+    alone = fake_engine(sometimes, eos_ids=EOS, draft_max_len=engine.proposer.max_len)  # type: ignore[union-attr]
     calm = decode(alone, prompts, k, max_new_tokens=new_tokens)
     for seq, other, prompt in zip(run.seqs, calm, prompts, strict=True):
         assert seq.output_ids == until_eos(continuation(target_rule, prompt, new_tokens))
@@ -82,7 +83,7 @@ def test_hundreds_of_prompts_in_a_tiny_cache(seed: int, monkeypatch: pytest.Monk
         assert seq.accepted_per_round == other.accepted_per_round
         assert seq.proposed_per_round == other.proposed_per_round
         assert other.num_preemptions == 0
-    assert isinstance(engine.target, FakeTarget)
+    assert isinstance(engine.target, FakeModel)
     assert max(engine.target.batch_sizes) <= batch_size
 
 
@@ -211,11 +212,11 @@ def test_all_blocks_are_back_after_a_run_that_raises(
             fail()
 
     if where == "prefill":
-        monkeypatch.setattr(engine.target, "prefill", fail)
+        monkeypatch.setattr(engine.target, "forward", fail)
     elif where == "draft":
-        monkeypatch.setattr(engine.draft, "propose", fail)
+        monkeypatch.setattr(engine.proposer, "propose", fail)
     elif where == "score":
-        monkeypatch.setattr(engine.target, "score", fail)
+        monkeypatch.setattr(engine.target, "forward_slots", fail)
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
     with pytest.raises(Boom):
         engine.run(requests, 3, SamplingParams(max_new_tokens=8), on_emit)
@@ -231,7 +232,7 @@ def test_a_failed_run_leaves_no_trace_in_the_next(monkeypatch: pytest.MonkeyPatc
     engine = fake_engine(sometimes, num_blocks=12, batch_size=3)
     prompts = [random_prompt(n, 4) for n in (9, 2, 5, 8)]
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
-    score = engine.target.score
+    score = engine.target.forward_slots
     for fatal in range(1, 9):
         count = 0
 
@@ -242,7 +243,7 @@ def test_a_failed_run_leaves_no_trace_in_the_next(monkeypatch: pytest.MonkeyPatc
                 raise Boom
             return score(*args)  # type: ignore[arg-type]
 
-        monkeypatch.setattr(engine.target, "score", failing)
+        monkeypatch.setattr(engine.target, "forward_slots", failing)
         with pytest.raises(Boom):
             engine.run(requests, 2, SamplingParams(max_new_tokens=14))
         assert engine.allocator.num_used == 0
@@ -263,8 +264,8 @@ def test_a_proposal_never_shrinks_for_lack_of_blocks() -> None:
         seq.tokens += [9] * 5
         seq.target_kv, seq.draft_kv = 8, 7
     # Now 13 tokens are 4 blocks each, and 6 are there: the younger gives way.
-    taking_part, lens = scheduler.reserve()
-    assert taking_part == [seqs[0]] and lens == [4]
+    assert scheduler.reserve() == [seqs[0]]
+    assert scheduler.proposal_len(seqs[0]) == 4
     assert seqs[1].num_preemptions == 1
     assert (seqs[1].target_kv, seqs[1].draft_kv, seqs[1].block_table) == (0, 0, [])
     assert list(scheduler.waiting) == [seqs[1], seqs[2]], "it is the next to be admitted"
@@ -273,13 +274,13 @@ def test_a_proposal_never_shrinks_for_lack_of_blocks() -> None:
 def test_prefill_of_a_preempted_sequence_covers_what_it_wrote() -> None:
     engine = fake_engine(sometimes, num_blocks=14, batch_size=3)
     fed: list[tuple[int, int]] = []
-    prefill = engine.target.prefill
+    prefill = engine.target.forward
 
-    def watched(spans: list[Span]) -> None:
+    def watched(spans: list[Span], logits_per_span: list[int]) -> Any:
         fed.extend((s.seq.index, s.stop) for s in spans)
-        prefill(spans)
+        return prefill(spans, logits_per_span)
 
-    engine.target.prefill = watched  # type: ignore[method-assign]
+    engine.target.forward = watched  # type: ignore[method-assign]
     prompts = [random_prompt(3, i) for i in range(3)]
     seqs = decode(engine, prompts, 2, max_new_tokens=30)
     again = [s.index for s in seqs if s.num_preemptions]

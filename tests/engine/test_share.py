@@ -13,7 +13,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.methods.draft_model import DraftWorker
+from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.recipe import load_recipe
 from tests.support import VOCAB, greedy_reference, reference, save_tiny, tiny_config
 
@@ -43,8 +43,8 @@ def planned(target: Path, draft: Path, share: list[str], **more: object) -> Plan
 
 
 def modules(engine: Engine) -> tuple[Any, Any]:
-    assert isinstance(engine.draft, DraftWorker)
-    return engine.target.model.module, engine.draft.model.module
+    assert isinstance(engine.proposer, DraftModel) and engine.proposer.model is not None
+    return engine.target.module, engine.proposer.model.module
 
 
 def weights(module: Any) -> dict[str, torch.Tensor]:

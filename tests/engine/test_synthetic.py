@@ -73,7 +73,7 @@ def check_rates(found: list[tuple[int, int]], conditional: tuple[float, ...]) ->
 @pytest.mark.parametrize(("k", "temperature"), [(2, 0.0), (4, 0.8)], ids=["shorter", "as long"])
 def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: Engine) -> None:
     """A list that is longer than k is cut."""
-    engine.synthetic = SyntheticAcceptance.from_rates(RATES)
+    engine.rule = SyntheticAcceptance.from_rates(RATES)
     found = rounds(engine, k, temperature)
     check_rates(found, (0.8, 0.8, 0.625, 0.25)[:k])
     # Marginal rates, as reported, over the rounds that were not cut short.
@@ -89,8 +89,8 @@ def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: E
 )
 def test_measured_length_is_the_given_one(k: int, temperature: float, engine: Engine) -> None:
     """3.0 tokens a round at k = 4 fix the rate, which then holds for every k."""
-    engine.synthetic = SyntheticAcceptance.from_length(3.0, 4)
-    rate = engine.synthetic.conditional[0]
+    engine.rule = SyntheticAcceptance.from_length(3.0, 4)
+    rate = engine.rule.conditional[0]
     found = rounds(engine, k, temperature)
     check_rates(found, (rate,) * min(k, 4))
     lengths = torch.tensor([1.0 + a for proposed, a in found if proposed == k])
@@ -103,7 +103,7 @@ def test_measured_length_is_the_given_one(k: int, temperature: float, engine: En
 
 
 def test_more_places_than_rates_are_refused(engine: Engine) -> None:
-    engine.synthetic = SyntheticAcceptance.from_rates(RATES[:1])
+    engine.rule = SyntheticAcceptance.from_rates(RATES[:1])
     with pytest.raises(UsageError, match="there are 1 synthetic_acceptance_rates"):
         rounds(engine, 3, 0.0)
 

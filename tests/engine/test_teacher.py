@@ -13,7 +13,6 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
-from specdec_cli.engine.teacher import forecast
 from specdec_cli.experiment.predict import Text, expected_rounds, with_recorded
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
@@ -42,12 +41,12 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 def text_of(engine: Engine, seq: Sequence, params: SamplingParams) -> Text:
     prompt = tuple(seq.tokens[: seq.num_prompt_tokens])
-    found = forecast(engine, Request(seq.index, prompt), seq.output_ids, LARGEST, params)
+    found = engine.forecast(Request(seq.index, prompt), seq.output_ids, LARGEST, params)
     assert engine.allocator.num_used == 0
-    assert engine.draft is not None
+    assert engine.proposer is not None
     return Text(
         limit=min(params.max_new_tokens, engine.max_model_len - len(prompt)),
-        draft_limit=engine.draft.max_len - len(prompt),
+        draft_limit=engine.proposer.max_len - len(prompt),
         accept=found.accept,
         chains=found.chains,
         overlap=found.overlap or (),
@@ -116,7 +115,7 @@ def test_acceptance_of_sampled_tokens_is_that_of_transformers_models(
     engine = make_engine(*pair)
     params = SamplingParams(temperature=0.7, max_new_tokens=30)
     seq = decode(engine, [PROMPTS[0]], 3, temperature=0.7, max_new_tokens=30)[0]
-    found = forecast(engine, Request(0, tuple(PROMPTS[0])), seq.output_ids, LARGEST, params)
+    found = engine.forecast(Request(0, tuple(PROMPTS[0])), seq.output_ids, LARGEST, params)
     with torch.no_grad():
         p, q = (
             (reference(m)(torch.tensor([seq.tokens])).logits[0] / 0.7).softmax(-1) for m in pair

@@ -50,19 +50,16 @@ def plant(fault: str, rank: int) -> None:
     if faulty != "all" and rank != int(faulty):
         return
     import specdec_cli.engine.build as build
-    from specdec_cli.engine.target import TargetScorer
-    from specdec_cli.methods.draft_model import AbsentDraft, DraftWorker
+    import specdec_cli.engine.round as round_
 
-    owners: dict[str, tuple[tuple[object, ...], str]] = {
-        "load": ((build,), "load"),
-        # A rank without a part of the draft proposes nothing, and fails only with the others.
-        "draft": ((DraftWorker, AbsentDraft) if faulty == "all" else (DraftWorker,), "propose"),
-        "verify": ((TargetScorer,), "score"),
-    }
-    places, name = owners[stage]
-    for owner in places:
-        failing = _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2)
-        setattr(owner, name, failing)
+    # A rank without a part of the draft has nothing to do in `_propose`, and waits for the others.
+    owner, name = {
+        "load": (build, "load"),
+        "draft": (round_, "_propose"),
+        "verify": (round_, "_score"),
+    }[stage]
+    failing = _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2)
+    setattr(owner, name, failing)
 
 
 def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.core.sampling import round_noise
 from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
@@ -27,6 +27,7 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.sweep import Silent
+from tests.support import noise_of
 
 RATES = tuple(0.8 ** (i + 1) for i in range(8))
 NUM_PROMPTS = {1: 24, 8: 96, 32: 256}
@@ -45,8 +46,7 @@ def stages(k: int, active: int, length: float) -> dict[str, float]:
 
 @cache
 def draws(index: int) -> list[float]:
-    cpu, count = torch.device("cpu"), TOKENS + len(RATES)
-    noise = round_noise([index], [PROMPT], count, SamplingParams(), cpu, even_greedy=True)
+    noise = noise_of([index], [PROMPT], TOKENS + len(RATES), 0)
     return [float(draw) for draw in noise.accept[0]]
 
 
@@ -62,8 +62,8 @@ class KnownEngine:
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
         self.max_model_len = 512
-        self.synthetic = SyntheticAcceptance.from_rates(RATES)
-        self.draft = SimpleNamespace(max_len=512)
+        self.rule = SyntheticAcceptance.from_rates(RATES)
+        self.proposer = SimpleNamespace(max_len=512)
         self.target = SimpleNamespace(model=None)
 
     def with_batch_size(self, batch_size: int) -> "KnownEngine":
@@ -71,6 +71,8 @@ class KnownEngine:
 
     def forget_rounds(self) -> None:
         pass
+
+    forecast = Engine.forecast
 
     def run(
         self,

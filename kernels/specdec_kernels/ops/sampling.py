@@ -24,7 +24,12 @@ def greedy_argmax(logits: Tensor) -> Tensor:
 
 
 def uniform_rows(
-    seed: Tensor, index: Tensor, position: Tensor, purposes: int, width: int
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purposes: int,
+    width: int,
+    by_round: bool = False,
 ) -> Tensor:
     """Uniform numbers in [0, 1) from Philox4x32-10, each a function of what it decides.
 
@@ -34,6 +39,8 @@ def uniform_rows(
         position: [B] int64; number j of row b has counter (position[b] + j, purpose).
         purposes: How many numbers every position has.
         width: Positions a row.
+        by_round: Make `position` a part of every number's counter, so that no number of a round
+            serves in another one that begins elsewhere.
 
     Returns:
         [purposes, B, width] fp32.
@@ -41,8 +48,8 @@ def uniform_rows(
     if index.is_cuda:
         from specdec_kernels.noise_triton import uniform_rows_triton
 
-        return uniform_rows_triton(seed, index, position, purposes, width)
-    return uniform_rows_reference(seed, index, position, purposes, width)
+        return uniform_rows_triton(seed, index, position, purposes, width, by_round)
+    return uniform_rows_reference(seed, index, position, purposes, width, by_round)
 
 
 def sample_categorical(probs: Tensor, noise: Tensor) -> Tensor:
@@ -115,7 +122,7 @@ def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> 
 
 def sample_logits(
     logits: Tensor,
-    stats: LogitRows,
+    stats: LogitRows | None,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -125,6 +132,7 @@ def sample_logits(
 
     Args:
         logits, temperature, top_k, top_p: As `logit_rows` had them to make `stats`.
+        stats: Needed on CUDA only.
         noise: [R] fp32 in [0, 1).
 
     Returns:
@@ -132,6 +140,8 @@ def sample_logits(
     """
     if logits.is_cuda:
         from specdec_kernels.logits_triton import sample_logits_triton
+
+        assert stats is not None
 
         return sample_logits_triton(logits, stats, temperature, noise)
     return sample_logits_reference(logits, temperature, top_k, top_p, noise)
@@ -143,7 +153,7 @@ def reject_logits(
     draft_logits: Tensor | None,
     draft_rows: Tensor | None,
     target_logits: Tensor,
-    target: LogitRows,
+    target: LogitRows | None,
     temperature: float,
     top_k: int,
     top_p: float,
@@ -159,7 +169,7 @@ def reject_logits(
             have probability 0. None for proposals that were not drawn: q is one-hot at each.
         draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`, or None likewise.
         target_logits: [B, K + 1, V] of any of these types, rows contiguous.
-        target: `logit_rows` of the B * (K + 1) rows.
+        target: `logit_rows` of the B * (K + 1) rows; needed on CUDA only.
         temperature, top_k, top_p: As `logit_rows` had them.
         accept_noise: [B, K] fp32 in [0, 1).
         sample_noise: [B, K + 1] fp32 in [0, 1).
@@ -171,6 +181,8 @@ def reject_logits(
     """
     if target_logits.is_cuda:
         from specdec_kernels.logits_triton import reject_logits_triton
+
+        assert target is not None
 
         return reject_logits_triton(
             draft_tokens,

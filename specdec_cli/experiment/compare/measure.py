@@ -79,7 +79,7 @@ def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None
             "pairs.jsonl",
             _degrees(task.pair)
             | {
-                "num_blocks": engine.target.model.cache.num_blocks,
+                "num_blocks": engine.target.cache.num_blocks,
                 "blocks_per_rank": blocks,
                 "load_seconds": time.perf_counter() - began,
                 "execution": job.plan.execution,
@@ -176,7 +176,7 @@ def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
     The engine takes as many on every rank as fit on the one with least room, and no more than the
     run can use.
     """
-    plan, held = job.plan, engine.target.model.cache.num_blocks
+    plan, held = job.plan, engine.target.cache.num_blocks
     allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
     if plan.device.type == "cuda":
         fits = held + max(0, room_now(plan.device, allowance)) // block

@@ -20,7 +20,6 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
 from specdec_cli.engine.run import Emission, Request
-from specdec_cli.engine.teacher import forecast
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.points import Failure, Key, Point, Sample
@@ -74,7 +73,7 @@ class Sweep:
             if any(self._is_open(job, b) for b in self.plan.settings.batch_sizes):
                 self._begin("loading models")
                 engine = self._build(job, target)
-                target = engine.target.model if engine is not None else None
+                target = engine.target if engine is not None else None
             for batch_size in self.plan.settings.batch_sizes:
                 if engine is not None and self._is_open(job, batch_size):
                     sized = engine.with_batch_size(batch_size)
@@ -267,15 +266,15 @@ class Sweep:
             prompt = tuple(sample["prompt_token_ids"])
             request = Request(index, prompt)
             try:
-                found = forecast(engine, request, sample["token_ids"], k, unit.plan.params)
+                found = engine.forecast(request, sample["token_ids"], k, unit.plan.params)
             except (torch.OutOfMemoryError, MemoryError):
                 if self.world.size > 1:  # the others may be inside the same pass
                     raise
                 _log.warning("prompt %d: no memory to predict from it", index)
                 release(unit.plan.device)
                 continue
-            assert engine.draft is not None
-            reach = min(engine.draft.max_len, 2**31)
+            assert engine.proposer is not None
+            reach = min(engine.proposer.max_len, 2**31)
             self.records.add_text(
                 {
                     "draft": unit.plan.proposer,

@@ -1,8 +1,8 @@
-"""Padded rounds, launched one ahead of what the host has read.
+"""The rounds of one number of slots: run eagerly, or captured as CUDA graphs and replayed.
 
-The device never waits for the host: while it runs a round, the host reads the one before, and
-whatever the host changes takes its place in the device's queue behind the round under way. On CUDA
-a round is one graph. Knows nothing of scheduling.
+On CUDA the device never waits for the host: while it runs a round, the host reads the one before,
+and whatever the host changes takes its place in the device's queue behind the round under way.
+Knows nothing of scheduling.
 """
 
 import time
@@ -13,29 +13,25 @@ from typing import Any
 
 import torch
 
-from specdec_cli.core.history import History
-from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.core.state import Slots
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
-from specdec_cli.engine.padded import Record, RoundRule, padded_round
-from specdec_cli.engine.target import TargetScorer
-from specdec_cli.methods.draft_model import DraftWorker
+from specdec_cli.engine.round import Record, RoundParts, run_round
 
-_IN_FLIGHT = 2  # rounds launched and not yet read, at most
 _WARM_UP_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round decided, as the host reads it.
+    """The decision of one round, as the host reads it.
 
     seqs: by slot, as they were when the round was launched; one that has finished since has run a
-    ghost round, which means nothing. tokens: K + 1 a slot, of which accepted + 1 count. lens:
+    ghost round, which means nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens:
     proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the round before, or
     since this one's launch. read_at: the host's clock.
     """
 
     seqs: list[Sequence]
+    k: int
     tokens: list[list[int]]
     accepted: list[int]
     lens: list[int]
@@ -52,53 +48,68 @@ class _Flight:
     launched_at: float
 
 
-class Pipeline:
-    """The rounds of one rule over a batch of slots, on this rank of `parallel`.
-
-    pool: the memory of the captured round's own tensors, from `torch.cuda.graph_pool_handle`, or
-    None for one of its own. Rounds may share it when no two are ever in flight together, since none
-    leaves anything there. history: what n-grams are looked up in; rounds may share it likewise, as
-    it is written anew for sequences that come.
-    """
+class _Round:
+    """Rounds of one K over the slots of `state`: what runs one, and where it leaves its record."""
 
     def __init__(
-        self,
-        target: TargetScorer,
-        draft: DraftWorker | None,
-        rule: RoundRule,
-        batch_size: int,
-        num_columns: int,
-        parallel: TensorParallel,
-        history: History | None = None,
-        pool: Any = None,
+        self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
     ) -> None:
-        device = target.model.device
-        self.rule = rule
-        self.slots = Slots.empty(batch_size, num_columns, device, history)
-        self.seqs: list[Sequence] = []
-        self._record = Record.empty(batch_size, rule.k, device)
-        self._on_host = [
-            Record.empty(batch_size, rule.k, torch.device("cpu")) for _ in range(_IN_FLIGHT)
+        self.record = Record.empty(state.num_slots, k, state.device)
+        # One on the host for each round in flight.
+        self.on_host = [
+            Record.empty(state.num_slots, k, torch.device("cpu")) for _ in range(Rounds.IN_FLIGHT)
         ]
-        self._flights: deque[_Flight] = deque()
-        self._num_launched = 0
-        self._read_at = 0.0
+        self.graph: torch.cuda.CUDAGraph | None = None
 
         def run() -> None:
             with torch.inference_mode():
-                padded_round(self.slots, draft, target, rule, self._record, parallel)
+                run_round(parts, state, k, self.record)
 
-        self._run = run
-        self._graph: torch.cuda.CUDAGraph | None = None
-        if device.type == "cuda":
-            for record in self._on_host:
+        self.run: Callable[[], None] = run
+        if state.device.type == "cuda":
+            for record in self.on_host:
                 record.flat = record.flat.pin_memory()
-            self._graph = capture(run, device, pool)
-            self._run = self._graph.replay
+        if is_captured:
+            self.graph = capture(run, state.device, pool)
+            self.run = self.graph.replay
+
+
+class Rounds:
+    """Rounds over one batch of slots, by K, on this rank.
+
+    lengths: every K. is_captured: run them as CUDA graphs. runs_ahead: whether the host launches a
+    round before it has read the one before. pool: the memory of captured rounds' own
+    tensors, from `torch.cuda.graph_pool_handle`, or None for one of their own. Rounds may share it
+    when no two are ever in flight together, since none leaves anything there.
+    """
+
+    IN_FLIGHT = 2  # rounds launched and not yet read, at most
+
+    def __init__(
+        self,
+        parts: RoundParts,
+        state: BatchState,
+        lengths: tuple[int, ...],
+        is_captured: bool,
+        runs_ahead: bool,
+        pool: Any = None,
+    ) -> None:
+        self.state = state
+        self.runs_ahead = runs_ahead
+        self.lengths = lengths
+        self.seqs: list[Sequence] = []
+        self.last_k = lengths[-1]  # of the round launched last
+        self._flights: deque[_Flight] = deque()
+        self._num_launched = 0
+        self._read_at = 0.0
+        # The longest first: the shorter ones then find room in what it took.
+        self._by_k = {
+            k: _Round(parts, state, k, is_captured, pool) for k in sorted(lengths, reverse=True)
+        }
 
     @property
     def num_slots(self) -> int:
-        return len(self.slots.length)
+        return self.state.num_slots
 
     @property
     def in_flight(self) -> int:
@@ -108,26 +119,28 @@ class Pipeline:
         """Put `seqs` into the slots; no round may be in flight."""
         assert not self._flights, "the device is ahead of the host"
         self.seqs = list(seqs)
-        self.slots.load(seqs, seed)
+        self.state.load(seqs, seed)
 
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
         """Enter blocks that were added to the end of sequences' tables."""
         place = {id(seq): slot for slot, seq in enumerate(self.seqs)}
-        self.slots.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
+        self.state.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
 
     def stop(self, seq: Sequence) -> None:
         """Let a sequence's slot fall idle from the next round on."""
-        self.slots.stop(next(i for i, s in enumerate(self.seqs) if s is seq))
+        self.state.stop(next(i for i, s in enumerate(self.seqs) if s is seq))
 
-    def launch(self) -> None:
+    def launch(self, k: int) -> None:
         """Queue one round; returns at once on CUDA."""
-        assert self.in_flight < _IN_FLIGHT
+        assert self.in_flight < self.IN_FLIGHT
         launched_at = time.perf_counter()
-        self._run()
-        record = self._on_host[self._num_launched % _IN_FLIGHT]
-        record.flat.copy_(self._record.flat, non_blocking=True)
+        made = self._by_k[k]
+        self.last_k = k
+        made.run()
+        record = made.on_host[self._num_launched % self.IN_FLIGHT]
+        record.flat.copy_(made.record.flat, non_blocking=True)
         done = None
-        if self.slots.device.type == "cuda":
+        if self.state.device.type == "cuda":
             done = torch.cuda.Event()
             done.record()
         self._flights.append(_Flight(self.seqs, record, done, launched_at))
@@ -141,10 +154,11 @@ class Pipeline:
         now = time.perf_counter()
         seconds = now - max(flight.launched_at, self._read_at)
         self._read_at = now
-        k = self.rule.k
+        k = flight.record.k
         rows: list[list[int]] = flight.record.rows.tolist()[: len(flight.seqs)]
         return Outcome(
             seqs=flight.seqs,
+            k=k,
             tokens=[row[: k + 1] for row in rows],
             accepted=[row[k + 1] for row in rows],
             lens=[row[k + 2] for row in rows],
@@ -161,10 +175,11 @@ class Pipeline:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Give up the graph: NCCL does not end while one that holds its sums is alive."""
+        """Give up the graphs: NCCL does not end while one that holds its sums is alive."""
         self.discard()
-        if self._graph is not None:
-            self._graph.reset()
+        for made in self._by_k.values():
+            if made.graph is not None:
+                made.graph.reset()
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

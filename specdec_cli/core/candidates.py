@@ -1,0 +1,99 @@
+"""The nouns of a round on the device: noise, proposals, the target's answer and the decision.
+
+Legend: B sequences, K proposal length, V vocabulary of the target, V' of the draft, at most V,
+F width of the features that a proposer asked for.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from specdec_cli.core.parallel import TensorParallel
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """Uniform numbers in [0, 1) of one round, fp32.
+
+    draft: [B, K], to draw proposals. accept: [B, K]. sample: [B, K + 1], for the token that follows
+    the accepted proposals, indexed by the position that it takes.
+    """
+
+    draft: Tensor
+    accept: Tensor
+    sample: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDist:
+    """The distributions that proposals were drawn from, as logits: probabilities are never stored.
+
+    logits: [B, K, V']; ids at or past V' have probability 0. stats: fp32 [B, K, 4], see
+    `ops.logit_rows`; None on a CPU, which reads the logits again.
+    """
+
+    logits: Tensor
+    stats: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The proposals of one round.
+
+    token_ids: int64 [B, K]; -1 where the draft's logits are not finite. Entries past a sequence's
+    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: None where
+    nothing was drawn (greedy drafts, lookups), and on ranks other than 0.
+    """
+
+    token_ids: Tensor
+    lens: Tensor
+    q: TokenDist | None = None
+
+    def agreed(self, parallel: TensorParallel) -> "Candidates":
+        """Rank 0's proposals, on every rank."""
+        if parallel.size == 1:
+            return self
+        packed = _packed(self.token_ids, self.lens)
+        return Candidates(*_unpacked(parallel.broadcast(packed)), self.q)
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutput:
+    """The target's answer to one round's proposals.
+
+    logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i have no
+    meaning. features: [B, K + 1, F], the hidden states that the proposer asked for, or None.
+    """
+
+    logits: Tensor
+    features: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The decision of one round.
+
+    token_ids: int64 [B, K + 1]: the accepted proposals, one token of the target's own, and entries
+    without meaning. num_accepted: int64 [B]; -1 where the target's logits are not finite, -2 where
+    the draft's are not.
+    """
+
+    token_ids: Tensor
+    num_accepted: Tensor
+
+    def agreed(self, parallel: TensorParallel) -> "Verdict":
+        """Rank 0's decision, on every rank."""
+        if parallel.size == 1:
+            return self
+        return Verdict(*_unpacked(parallel.broadcast(_packed(self.token_ids, self.num_accepted))))
+
+
+def _packed(rows: Tensor, column: Tensor) -> Tensor:
+    """One contiguous tensor, so that one message brings both: [B, N + 1]."""
+
+    return torch.cat((rows, column[:, None]), dim=1)
+
+
+def _unpacked(packed: Tensor) -> tuple[Tensor, Tensor]:
+    return packed[:, :-1].contiguous(), packed[:, -1].contiguous()

@@ -1,0 +1,90 @@
+"""Drawing the proposals of one round, token by token, from whatever model a proposer has.
+
+Legend: B sequences, K proposal length, V' vocabulary of the draft.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from specdec_cli.core.candidates import Candidates, TokenDist
+from specdec_cli.core.sampling import draw, softmax_stats
+from specdec_cli.core.types import SamplingParams
+
+# Says of drawn tokens, int64 [B], and the logits that they were drawn from, [B, V'], whether
+# drafting stops behind them: bool [B].
+Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclass(slots=True, eq=False)
+class Drafting:
+    """One round's drafting: what a proposer may propose, and what it has drawn so far.
+
+    k: K, the most tokens of any sequence; the same in every round of a graph. caps: int64 [B], the
+    most tokens of each sequence, 0..K. vocab_size: of the target; draft ids past it are cut off.
+    noise: fp32 [B, K], None where decoding is greedy. keeps_dist: whether this rank verifies, and
+    so needs what tokens were drawn from. stop: ends a sequence's drafting behind a token that then
+    stays proposed. To drop a token because of its own draw would change the text.
+    """
+
+    k: int
+    params: SamplingParams
+    caps: torch.Tensor
+    vocab_size: int
+    noise: torch.Tensor | None = None
+    keeps_dist: bool = True
+    stop: Stop | None = None
+    lens: torch.Tensor = field(init=False)  # int64 [B], as far as is known: caps, or where it stops
+    _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
+    _logits: list[torch.Tensor] = field(default_factory=list, init=False)
+    _stats: list[torch.Tensor] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.lens = self.caps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no sequence takes another token.
+
+        The device is never asked: on CUDA drafting always lasts K tokens, as a graph has to.
+        """
+        step = len(self._tokens)
+        return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
+
+    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next token of each sequence, int64 [B], drawn from `logits` [B, V' or more].
+
+        -1 where a row is not finite, which verification reports.
+        """
+        step = len(self._tokens)
+        logits = logits[:, : self.vocab_size]
+        stats = None if self.params.is_greedy else softmax_stats(logits, self.params)
+        noise = None if self.noise is None else self.noise[:, step]
+        token = draw(logits, stats, self.params, noise)
+        self._tokens.append(token)
+        if self.keeps_dist and not self.params.is_greedy:
+            self._logits.append(logits)
+            if stats is not None:
+                self._stats.append(stats.rows)
+        if self.stop is not None:
+            stops = self.stop(token, logits) & (self.lens > step + 1)
+            self.lens = torch.where(stops, step + 1, self.lens)
+        return token
+
+    def candidates(self) -> Candidates:
+        """The proposals drawn so far, of K places."""
+        if not self._tokens:
+            return self.nothing()
+        rest = self.k - len(self._tokens)  # 0 on CUDA
+        token_ids = torch.nn.functional.pad(torch.stack(self._tokens, dim=1), (0, rest))
+        q = None
+        if self._logits:
+            stats = torch.stack(self._stats, dim=1) if self._stats else None
+            logits = torch.stack(self._logits, dim=1)
+            q = TokenDist(torch.nn.functional.pad(logits, (0, 0, 0, rest)), stats)
+        return Candidates(token_ids, self.lens, q)
+
+    def nothing(self) -> Candidates:
+        """Room for K proposals: those of a rank that takes no part in drafting."""
+        return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)

@@ -1,0 +1,173 @@
+"""One round on device state: propose, score, decide, commit.
+
+Tensor operations alone, of fixed shapes, with nothing for the host to read or choose: so CUDA
+captures a round as one graph, and a CPU runs the same code eagerly. Knows no proposer, acceptance
+rule or length policy by name. Legend: B slots, K proposal length, n tokens of a sequence.
+
+After a round that accepted a of k proposals a sequence has n + a + 1 tokens, of which the target's
+cache holds n + a: every pass feeds what its cache lacks, so rollback is moving a length.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.acceptance.base import AcceptanceRule, draw_next
+from specdec_cli.core.batch import Rectangle
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.methods.base import Proposer
+from specdec_cli.models.paged import PagedModel
+
+# The stage that ends at each stamp after the first. One rank sends nothing, and leaves out the
+# stamps of broadcasts.
+STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "sample")
+NUM_STAMPS = len(STAMPED) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class RoundParts:
+    """Who does what in every round of a run, on this rank.
+
+    proposer: None where nothing is proposed. max_model_len: the target's context length. eos_ids:
+    int64 [E], ids that end a sequence; empty where they are ignored. parallel: the target's ranks,
+    each of which runs every round; what is proposed and what is decided is rank 0's.
+    """
+
+    target: PagedModel
+    proposer: Proposer | None
+    rule: AcceptanceRule
+    policy: LengthPolicy
+    params: SamplingParams
+    max_model_len: int
+    eos_ids: torch.Tensor
+    parallel: TensorParallel
+
+
+@dataclass(slots=True, eq=False)
+class Record:
+    """What a round leaves for the host, in one tensor so that one copy brings it.
+
+    flat: int64 [B * (K + 3) + NUM_STAMPS].
+    """
+
+    flat: torch.Tensor
+    batch_size: int
+    k: int
+
+    @classmethod
+    def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
+        count = batch_size * (k + 3) + NUM_STAMPS
+        return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """[B, K + 3]: the K + 1 tokens, the number of proposals accepted, and of proposals."""
+        return self.flat[:-NUM_STAMPS].view(self.batch_size, self.k + 3)
+
+    @property
+    def stamps(self) -> torch.Tensor:
+        """[NUM_STAMPS] nanoseconds on the device's clock; 0 where none was taken."""
+        return self.flat[-NUM_STAMPS:]
+
+    def stage_ms(self) -> dict[str, float]:
+        """Milliseconds of each stage; read on the host."""
+        times: list[int] = self.stamps.tolist()
+        spent = dict.fromkeys(STAMPED, 0.0)
+        last = times[0]
+        for stage, time in zip(STAMPED, times[1:], strict=True):
+            if time:
+                spent[stage] += (time - last) / 1e6
+                last = time
+        return spent
+
+
+def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> None:
+    """Run one round of every slot with K = k, moving `state` on and filling `record`."""
+    stamps, is_alone = record.stamps, parts.parallel.size == 1
+    ops.stamp(stamps, 0)
+    noise = _noise(parts, state, k)
+    candidates = _propose(parts, state, k, noise)
+    ops.stamp(stamps, 1)
+    candidates = candidates.agreed(parts.parallel)
+    if not is_alone:
+        ops.stamp(stamps, 2)
+    target = _score(parts, state, candidates)
+    ops.stamp(stamps, 3)
+    verdict = _decide(parts, candidates, target, noise)
+    if not is_alone:
+        ops.stamp(stamps, 4)
+        verdict = verdict.agreed(parts.parallel)
+        ops.stamp(stamps, 5)
+    if parts.proposer is not None:
+        parts.proposer.commit(state, verdict, target)
+    ops.advance(
+        verdict.token_ids,
+        verdict.num_accepted,
+        candidates.lens,
+        state.tail,
+        state.length,
+        state.limit,
+        state.active,
+        parts.eos_ids,
+        record.rows,
+        *((state.texts.tokens, state.row) if state.texts is not None else ()),
+    )
+    ops.stamp(stamps, 6)
+
+
+def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
+    """The most tokens that each slot may propose, int64 [B]; see `Sequence.room`."""
+    if k == 0 or parts.proposer is None:
+        return torch.zeros_like(state.length)
+    room = (state.limit - 1).clamp_(max=min(parts.proposer.max_len, parts.max_model_len))
+    return parts.policy.caps(state, room.sub_(state.length).clamp_(0, k).mul_(state.active))
+
+
+def _noise(parts: RoundParts, state: BatchState, k: int) -> Noise | None:
+    """The round's uniform numbers; None when nothing is drawn."""
+    if parts.params.is_greedy and not (k and parts.rule.draws_when_greedy):
+        return None
+    by_round = k > 0 and parts.rule.looks_ahead
+    return round_noise(state.seed, state.index, state.length, k, by_round=by_round)
+
+
+def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) -> Candidates:
+    drafting = Drafting(
+        k=k,
+        params=parts.params,
+        caps=proposal_caps(parts, state, k),
+        vocab_size=parts.target.vocab_size,
+        noise=None if noise is None else noise.draft,
+        keeps_dist=parts.parallel.is_first,
+        stop=parts.policy.stop,
+    )
+    if k == 0 or parts.proposer is None:
+        return drafting.nothing()
+    return parts.proposer.propose(state, drafting)
+
+
+def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> TargetOutput:
+    """One pass over the last token and the proposals of every slot."""
+    fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
+    what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
+    return TargetOutput(parts.target.forward_slots(what, state))
+
+
+def _decide(
+    parts: RoundParts, candidates: Candidates, target: TargetOutput, noise: Noise | None
+) -> Verdict:
+    """Rank 0's decision; room for it on other ranks."""
+    k = candidates.token_ids.shape[1]
+    if not parts.parallel.is_first:
+        lens = candidates.lens
+        return Verdict(lens.new_zeros(len(lens), k + 1), lens)
+    if k == 0:
+        return draw_next(target, parts.params, noise)
+    return parts.rule.decide(candidates, target, parts.params, noise)

@@ -1,0 +1,1 @@
+"""Length policies, a file each: how many tokens a round proposes."""

@@ -1,0 +1,26 @@
+"""Every round proposes as many tokens as the recipe says."""
+
+import torch
+
+from specdec_cli.core.drafting import Stop
+from specdec_cli.core.state import BatchState
+from specdec_cli.lengths.base import LastRounds
+from specdec_cli.lengths.costs import RoundCosts
+
+
+class FixedLength:
+    """The same k in every round."""
+
+    rests_on_draws = False
+    stop: Stop | None = None
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        return (k,)
+
+    def next_k(
+        self, lengths: tuple[int, ...], last: LastRounds, costs: RoundCosts, slots: int
+    ) -> int:
+        return lengths[-1]
+
+    def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
+        return caps

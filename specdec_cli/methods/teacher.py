@@ -1,0 +1,107 @@
+"""Teacher forcing: one pass of each model over a text that is already written, in place of rounds.
+
+Changes no sequence, and borrows the blocks of one from an idle engine's cache.
+"""
+
+from collections.abc import Sequence as Values
+from dataclasses import dataclass
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.batch import Span
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.sampling import to_probs
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.models.paged import PagedModel
+
+_CHUNK = 64  # tokens whose distributions are held at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """The parts of an idle engine that teacher forcing needs. parallel: the target's ranks."""
+
+    target: PagedModel
+    allocator: BlockAllocator
+    prefill_chunk: int
+    parallel: TensorParallel
+
+
+@torch.inference_mode()
+def compare(
+    teacher: Teacher,
+    draft: PagedModel | None,
+    max_len: int,
+    prompt: Values[int],
+    output: Values[int],
+    params: SamplingParams,
+) -> Forecast:
+    """A draft model's chances; they mean something on rank 0.
+
+    draft: None on a rank that holds no part of it; each rank takes part in the passes of the models
+    that it holds a part of. max_len: the draft's context length.
+    """
+    tokens = [*prompt, *output]
+    reach = min(len(tokens), max_len)
+    draft_seq = Sequence(0, tokens[:reach], len(prompt), reach)
+    teacher.allocator.extend(draft_seq.block_table, max(1, len(tokens) - 1))
+    target_seq = Sequence(0, tokens, len(prompt), len(tokens), list(draft_seq.block_table))
+    try:
+        accept, overlap = _compare(teacher, draft, target_seq, draft_seq, params)
+    finally:
+        teacher.allocator.shrink(draft_seq.block_table, 0)
+    rest = (0.0,) * (len(output) - len(accept))
+    return Forecast((*accept, *rest), (*overlap, *rest))
+
+
+def _compare(
+    teacher: Teacher,
+    draft: PagedModel | None,
+    target_seq: Sequence,
+    draft_seq: Sequence,
+    params: SamplingParams,
+) -> tuple[list[float], list[float]]:
+    """Chances of acceptance and overlaps up to the end of the draft's sequence."""
+    target = teacher.target if params.temperature > 0.0 else None
+    first = draft_seq.num_prompt_tokens - 1  # its logits are those of the first output token
+    if first >= len(draft_seq.tokens) - 1:  # nothing was ever proposed
+        return [], []
+    if draft is not None:
+        _prefill(draft, draft_seq, first, teacher.prefill_chunk)
+    if target is not None:
+        _prefill(target, target_seq, first, teacher.prefill_chunk)
+    accept: list[float] = []
+    overlap: list[float] = []
+    for start in range(first, len(draft_seq.tokens) - 1, _CHUNK):
+        stop = min(start + _CHUNK, len(draft_seq.tokens) - 1)
+        drafted = _logits(draft, draft_seq, start, stop) if draft is not None else None
+        scored = _logits(target, target_seq, start, stop) if target is not None else None
+        if drafted is None or not teacher.parallel.is_first:
+            continue
+        # A draft of another vocabulary is cut, or padded with probability zero.
+        more = teacher.target.vocab_size - drafted.shape[-1]
+        drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
+        written = torch.tensor(draft_seq.tokens[start + 1 : stop + 1])
+        if scored is None:
+            hits = ops.greedy_argmax(drafted).cpu() == written
+            accept += hits.float().tolist()
+            overlap += hits.float().tolist()
+            continue
+        q, p = to_probs(drafted, params), to_probs(scored, params)
+        place = written[:, None].to(p.device)
+        ratio = q.gather(1, place) / p.gather(1, place).clamp(min=torch.finfo(p.dtype).tiny)
+        accept += ratio[:, 0].clamp(max=1.0).tolist()
+        overlap += torch.minimum(p, q).sum(dim=1).clamp(max=1.0).tolist()
+    return accept, overlap
+
+
+def _logits(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
+    return model.forward([Span(seq, start, stop)], [stop - start])
+
+
+def _prefill(model: PagedModel, seq: Sequence, stop: int, chunk: int) -> None:
+    for start in range(0, stop, chunk):
+        model.forward([Span(seq, start, min(stop, start + chunk))], [0])
