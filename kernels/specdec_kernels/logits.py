@@ -101,20 +101,32 @@ def reject_logits_reference(
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.reject_logits`."""
+    q, p = round_probs(draft_tokens, draft_logits, target_logits, temperature, top_k, top_p)
+    args = (draft_tokens.clamp(min=0), lens, q, p, accept_noise, sample_noise)
+    return spoiled(draft_tokens, lens, *rejection_sample_reference(*args))
+
+
+def round_probs(
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    target_logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor]:
+    """q [B, K, V] and p [B, K + 1, V] of a round; arguments as in `ops.reject_logits`."""
     vocab = target_logits.shape[2]
+    p = to_probs(target_logits, temperature, top_k, top_p)
     if draft_logits is None:
-        q = F.one_hot(draft_tokens.clamp(min=0), vocab).float()
-    else:
-        padded = F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF)
-        q = to_probs(padded, temperature, top_k, top_p)
-    tokens, accepted = rejection_sample_reference(
-        draft_tokens.clamp(min=0),
-        lens,
-        q,
-        to_probs(target_logits, temperature, top_k, top_p),
-        accept_noise,
-        sample_noise,
-    )
+        return F.one_hot(draft_tokens.clamp(min=0), vocab).float(), p
+    padded = F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF)
+    return to_probs(padded, temperature, top_k, top_p), p
+
+
+def spoiled(
+    draft_tokens: Tensor, lens: Tensor, tokens: Tensor, accepted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Tokens, and accepted counts as int64 with -2 for rows in which a draft token is negative."""
     place = torch.arange(draft_tokens.shape[1], device=lens.device)
     spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
     return tokens, accepted.long().masked_fill(spoilt, -2)

@@ -66,23 +66,95 @@ def residual_weight(
     target,  # pointers to the target's logits, and to what makes them p
     draft,  # the draft's likewise; with ONE_HOT the token that q is all at counts in their place
     proposed,
+    factor,
     scale,
     V: tl.constexpr,
     DRAFT_V: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):
-    """max(p - q, 0) at places `at` before `end`. A NaN stays one: no sum over it is positive."""
+    """max(factor * p - q, 0) at places `at` before `end`.
+
+    A NaN stays one: no sum over it is positive.
+    """
     p_ptr, p_row_ptr = target
     q_ptr, q_row_ptr = draft
     here = at < end
     x = tl.load(p_ptr + at, mask=here & (at < V), other=float("-inf")).to(tl.float32)
-    p = kept_weight(x, at, p_row_ptr, True, scale) / tl.load(p_row_ptr + 1)
+    p = factor * kept_weight(x, at, p_row_ptr, True, scale) / tl.load(p_row_ptr + 1)
     if ONE_HOT:
         q = (at == proposed).to(tl.float32)
     else:
         x = tl.load(q_ptr + at, mask=here & (at < DRAFT_V), other=float("-inf")).to(tl.float32)
         q = kept_weight(x, at, q_row_ptr, True, scale) / tl.load(q_row_ptr + 1)
     return tl.where(p - q <= 0.0, 0.0, p - q)
+
+
+@triton.jit
+def draw_token(
+    residuals,  # [BLOCK_PARTS], mass of the residual in each part; zeros to draw from p
+    parts_ptr,  # the target's, [PARTS] of this place
+    noise,
+    target,  # this and the next as in `residual_weight`
+    draft,
+    proposed,
+    factor,
+    scale,
+    V: tl.constexpr,
+    DRAFT_V: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ONE_HOT: tl.constexpr,
+):
+    """One token, from the residual where it has any mass, else from p."""
+    every = tl.arange(0, BLOCK_PARTS)
+    lane = tl.arange(0, BLOCK)
+    p_ptr, p_row_ptr = target
+    sums = tl.load(parts_ptr + every, mask=every < PARTS, other=0.0)
+    from_residual = tl.sum(residuals, axis=0) > 0.0
+    sums = tl.where(from_residual, residuals, sums)
+    level = noise * tl.sum(sums, axis=0)
+    drawn = first_above(sums, 0.0, level, every, PARTS)
+    before = tl.sum(tl.where(every < drawn, sums, 0.0), axis=0)
+    at = drawn * BLOCK + lane
+    x = tl.load(p_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    weights = kept_weight(x, at, p_row_ptr, True, scale)
+    if K > 0:
+        end = tl.where(from_residual, V, 0)
+        residual = residual_weight(
+            at, end, target, draft, proposed, factor, scale, V, DRAFT_V, ONE_HOT
+        )
+        weights = tl.where(from_residual, residual, weights)
+    token = drawn * BLOCK + first_above(weights, before, level, lane, BLOCK)
+    return tl.minimum(token, V - 1)
+
+
+@triton.jit
+def store_decision(
+    tokens_ptr,  # [K + 1] int64 of this sequence, out
+    accepted_ptr,  # int64 of this sequence, out
+    target_rows_ptr,  # [K + 1, 4] fp32 of this sequence
+    drafts,  # [BLOCK_K] int64
+    length,
+    accepted,
+    own,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Accepted drafts, the drawn token, -1; and the count, or what was not finite."""
+    place = tl.arange(0, BLOCK_K)
+    totals = tl.load(
+        target_rows_ptr + place * 4 + 1, mask=(place <= length) & (place <= K), other=1.0
+    )
+    void = tl.max((totals != totals).to(tl.int32), axis=0) > 0
+    spoilt = tl.max(((place < length) & (drafts < 0)).to(tl.int32), axis=0) > 0
+    out = tl.where(place == accepted, own, -1).to(tl.int64)
+    out = tl.where(place < accepted, drafts, out)
+    out = tl.where(void, -1, out)
+    tl.store(tokens_ptr + place, out, mask=place <= K)
+    told = tl.where(spoilt, -2, tl.where(void, -1, accepted))
+    tl.store(accepted_ptr, told.to(tl.int64))
 
 
 @triton.jit
@@ -178,17 +250,14 @@ def reject_logits_kernel(
             own_part = part * BLOCK + lane
             target, draft = (p_ptr, p_row_ptr), (q_ptr, q_row_ptr)
             weight = residual_weight(
-                own_part, V, target, draft, proposed, scale, V, DRAFT_V, ONE_HOT
+                own_part, V, target, draft, proposed, 1.0, scale, V, DRAFT_V, ONE_HOT
             )
             tl.store(residuals_ptr + row * PARTS + part, tl.sum(weight, axis=0))
 
     # 3. The last program draws one token, from the residual or from p.
     if is_last(counters_ptr + row, PARTS):
         every = tl.arange(0, BLOCK_PARTS)
-        here = every < PARTS
-        cell = (row * (K + 1) + accepted) * PARTS + every
-        sums = tl.load(target_parts_ptr + cell, mask=here, other=0.0)
-        from_residual = rejected
+        residuals = tl.zeros([BLOCK_PARTS], tl.float32)
         if K > 0:
             residuals = tl.load(
                 residuals_ptr + row * PARTS + every,
@@ -196,34 +265,34 @@ def reject_logits_kernel(
                 other=0.0,
                 cache_modifier=".cg",
             )
-            from_residual = tl.sum(residuals, axis=0) > 0.0
-            sums = tl.where(from_residual, residuals, sums)
-        level = tl.load(sample_noise_ptr + row * sample_stride + accepted)
-        level *= tl.sum(sums, axis=0)
-        drawn = first_above(sums, 0.0, level, every, PARTS)
-        before = tl.sum(tl.where(every < drawn, sums, 0.0), axis=0)
-        at = drawn * BLOCK + lane
-        x = tl.load(p_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
-        weights = kept_weight(x, at, p_row_ptr, True, scale)
-        if K > 0:
-            end = tl.where(from_residual, V, 0)
-            target, draft = (p_ptr, p_row_ptr), (q_ptr, q_row_ptr)
-            residual = residual_weight(at, end, target, draft, proposed, scale, V, DRAFT_V, ONE_HOT)
-            weights = tl.where(from_residual, residual, weights)
-        own = drawn * BLOCK + first_above(weights, before, level, lane, BLOCK)
-        own = tl.minimum(own, V - 1)
-
-        totals = tl.load(
-            target_rows_ptr + place * 4 + 1, mask=(place <= length) & (place <= K), other=1.0
+        own = draw_token(
+            residuals,
+            target_parts_ptr + (row * (K + 1) + accepted) * PARTS,
+            tl.load(sample_noise_ptr + row * sample_stride + accepted),
+            (p_ptr, p_row_ptr),
+            (q_ptr, q_row_ptr),
+            proposed,
+            1.0,
+            scale,
+            V,
+            DRAFT_V,
+            K,
+            PARTS,
+            BLOCK_PARTS,
+            BLOCK,
+            ONE_HOT,
         )
-        void = tl.max((totals != totals).to(tl.int32), axis=0) > 0
-        spoilt = tl.max((drafted & (drafts < 0)).to(tl.int32), axis=0) > 0
-        out = tl.where(place == accepted, own, -1).to(tl.int64)
-        out = tl.where(place < accepted, drafts, out)
-        out = tl.where(void, -1, out)
-        tl.store(tokens_ptr + row * (K + 1) + place, out, mask=place <= K)
-        told = tl.where(spoilt, -2, tl.where(void, -1, accepted))
-        tl.store(accepted_ptr + row, told.to(tl.int64))
+        store_decision(
+            tokens_ptr + row * (K + 1),
+            accepted_ptr + row,
+            target_rows_ptr,
+            drafts,
+            length,
+            accepted,
+            own,
+            K,
+            BLOCK_K,
+        )
 
 
 def sample_logits_triton(

@@ -31,20 +31,38 @@ def philox(counter: Tensor, key: Tensor) -> Tensor:
     return torch.stack((c0, c1, c2, c3), dim=-1)
 
 
-def uniform_reference(seed: Tensor, index: Tensor, position: Tensor, purpose: Tensor) -> Tensor:
-    """One number in [0, 1), fp32, for each (index, position, purpose); int64, broadcast."""
+def uniform_reference(
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purpose: Tensor,
+    round_start: Tensor | None = None,
+) -> Tensor:
+    """One number in [0, 1), fp32, for each (index, position, purpose); int64, broadcast.
+
+    With `round_start`, the position of a round's first number, for each (..., round_start).
+    """
     index, position, purpose = torch.broadcast_tensors(index, position, purpose)
     zero = torch.zeros_like(index)
-    counter = torch.stack((position, purpose, zero, zero + ((seed >> 32) & MASK)), dim=-1)
+    # One more than the start, so that no round has the numbers of those without.
+    which = zero if round_start is None else zero + round_start + 1
+    counter = torch.stack((position, purpose, which, zero + ((seed >> 32) & MASK)), dim=-1)
     key = torch.stack((zero + (seed & MASK), index & MASK), dim=-1)
     word = philox(counter, key)[..., 0]
     return (word >> 8).to(torch.float32) * 2.0**-24
 
 
 def uniform_rows_reference(
-    seed: Tensor, index: Tensor, position: Tensor, purposes: int, width: int
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purposes: int,
+    width: int,
+    by_round: bool = False,
 ) -> Tensor:
     """See `ops.uniform_rows`."""
     place = torch.arange(width, device=index.device)
     purpose = torch.arange(purposes, device=index.device)[:, None, None]
-    return uniform_reference(seed, index[:, None], position[:, None] + place, purpose)
+    start = position[:, None]
+    round_start = start if by_round else None
+    return uniform_reference(seed, index[:, None], start + place, purpose, round_start)

@@ -21,6 +21,7 @@ def uniform_rows_kernel(
     total,
     rows,
     WIDTH: tl.constexpr,
+    BY_ROUND: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -29,11 +30,14 @@ def uniform_rows_kernel(
     purpose = lane // (WIDTH * rows)
     seed = tl.load(seed_ptr)
     index = tl.load(index_ptr + row, mask=live, other=0)
-    position = tl.load(position_ptr + row, mask=live, other=0) + lane % WIDTH
+    start = tl.load(position_ptr + row, mask=live, other=0)
+    position = start + lane % WIDTH
     zero = lane.to(tl.uint32) * 0
     low = seed.to(tl.uint32) + zero
     high = (seed >> 32).to(tl.uint32) + zero
     c0, c1, c2, c3 = position.to(tl.uint32), purpose.to(tl.uint32), zero, high
+    if BY_ROUND:
+        c2 = start.to(tl.uint32) + 1
     k0, k1 = low, index.to(tl.uint32)
     for _ in tl.static_range(10):
         p0 = c0.to(tl.uint64) * 0xD2511F53
@@ -49,7 +53,12 @@ def uniform_rows_kernel(
 
 
 def uniform_rows_triton(
-    seed: Tensor, index: Tensor, position: Tensor, purposes: int, width: int
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purposes: int,
+    width: int,
+    by_round: bool = False,
 ) -> Tensor:
     """See `ops.uniform_rows`."""
     (rows,) = index.shape
@@ -63,6 +72,7 @@ def uniform_rows_triton(
         out.numel(),
         rows,
         WIDTH=width,
+        BY_ROUND=by_round,
         BLOCK=BLOCK,
         **launch_options(),
     )

@@ -29,6 +29,23 @@ def sample_categorical_reference(probs: Tensor, noise: Tensor) -> Tensor:
     return inverse_cdf(probs, noise)
 
 
+def emitted(
+    draft_tokens: Tensor, lens: Tensor, target_probs: Tensor, accepted: Tensor, last: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Output of a round: tokens [B, K + 1] int64 and accepted [B] int32, see `rejection_sample`.
+
+    accepted: [B] int64, draft tokens that stand. last: [B] int64, the token drawn after them.
+    """
+    place = torch.arange(draft_tokens.shape[1] + 1, device=lens.device)
+    stop = accepted[:, None]
+    tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
+    tokens.scatter_(1, stop, last[:, None])
+    # A NaN in any target row that counts voids the whole sequence.
+    void = (target_probs.sum(2).isnan() & (place <= lens[:, None])).any(1)
+    tokens.masked_fill_(void[:, None], -1)
+    return tokens, accepted.masked_fill(void, -1).to(torch.int32)
+
+
 def rejection_sample_reference(
     draft_tokens: Tensor,
     lens: Tensor,
@@ -61,9 +78,4 @@ def rejection_sample_reference(
         weights = torch.where(from_residual, residual, weights)
     last = inverse_cdf(weights, sample_noise.gather(1, stop).squeeze(1))
 
-    # 3. Accepted drafts, the drawn token, padding; a NaN anywhere in p voids the row.
-    tokens = F.pad(draft_tokens, (0, 1)).masked_fill_(place >= stop, -1)
-    tokens.scatter_(1, stop, last[:, None])
-    void = (target_probs.sum(2).isnan() & (place <= length)).any(1)
-    tokens.masked_fill_(void[:, None], -1)
-    return tokens, accepted.masked_fill_(void, -1).to(torch.int32)
+    return emitted(draft_tokens, lens, target_probs, accepted, last)

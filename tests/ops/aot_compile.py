@@ -149,7 +149,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "noise_triton",
         "uniform_rows_kernel",
         "*i64",
-        {"WIDTH": 6, "BLOCK": 128},
+        {"WIDTH": 6, "BY_ROUND": True, "BLOCK": 128},
         {"out_ptr": "*fp32"},
     ),
     "padded_pass": (
@@ -234,6 +234,22 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ),
             ("reject_logits", "one-hot", "*bf16", {**LOGITS, "ONE_HOT": True}, LOGIT_TYPES),
             ("reject_logits", "k0", "*bf16", {**LOGITS, "K": 0, "BLOCK_K": 1}, LOGIT_TYPES),
+        ]
+    },
+    **{
+        f"block_verify-{name}": (
+            "block_verify_triton",
+            "block_verify_kernel",
+            "*bf16",
+            constants,
+            types,
+        )
+        for name, constants, types in [
+            ("few", LOGITS, LOGIT_TYPES),
+            (
+                *("other-dtype", {**MANY_LOGITS, "K": 31, "BLOCK_K": 32}),
+                {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
+            ),
         ]
     },
     **{

@@ -1,9 +1,13 @@
 """Sampling and rejection over logits, against the definition followed in fp64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import logit_rows_triton as rows_of_logits
+from specdec_kernels.block_verify import block_verify_logits_reference
+from specdec_kernels.block_verify_triton import block_verify_logits_triton
 from specdec_kernels.logit_rows_triton import logit_rows_triton
 from specdec_kernels.logits import (
     LogitRows,
@@ -21,6 +25,7 @@ INF, NAN = float("inf"), float("nan")
 ALMOST_ONE = 1 - 2**-24
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Settings = tuple[float, int, float]  # temperature, top_k, top_p
+Rule = Callable[..., tuple[Tensor, Tensor]]
 SETTINGS: list[Settings] = [
     (0.8, 0, 1.0),
     (1.0, 1, 1.0),
@@ -32,46 +37,56 @@ SETTINGS: list[Settings] = [
 ]
 
 
-def triton_rejects(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    target_logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The kernels in the form of the reference."""
+def like_reference(kernel: Callable[..., tuple[Tensor, Tensor]]) -> Rule:
+    """Kernels of a rule in the form of its reference."""
 
-    def rows_of(logits: Tensor) -> LogitRows:
-        batch, width, _ = logits.shape
-        if width == 0:
-            return LogitRows(accept_noise.new_empty(0, 4), accept_noise.new_empty(0, 1))
-        if logits.stride(0) == 0:  # the same in every round
-            one = logit_rows_triton(logits[0], temperature, top_k, top_p)
-            return LogitRows(*(t.repeat(batch, 1) for t in one))
-        return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
+    def decide(
+        draft_tokens: Tensor,
+        lens: Tensor,
+        draft_logits: Tensor | None,
+        target_logits: Tensor,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        accept_noise: Tensor,
+        sample_noise: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        def rows_of(logits: Tensor) -> LogitRows:
+            batch, width, _ = logits.shape
+            if width == 0:
+                return LogitRows(accept_noise.new_empty(0, 4), accept_noise.new_empty(0, 1))
+            if logits.stride(0) == 0:  # the same in every round
+                one = logit_rows_triton(logits[0], temperature, top_k, top_p)
+                return LogitRows(*(t.repeat(batch, 1) for t in one))
+            return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
 
-    def draft_rows(logits: Tensor) -> Tensor:
-        return rows_of(logits).rows.view(*logits.shape[:2], 4)
+        def draft_rows(logits: Tensor) -> Tensor:
+            return rows_of(logits).rows.view(*logits.shape[:2], 4)
 
-    return reject_logits_triton(
-        draft_tokens,
-        lens,
-        draft_logits,
-        draft_logits if draft_logits is None else draft_rows(draft_logits),
-        target_logits,
-        rows_of(target_logits),
-        temperature,
-        accept_noise,
-        sample_noise,
-    )
+        return kernel(
+            draft_tokens,
+            lens,
+            draft_logits,
+            draft_logits if draft_logits is None else draft_rows(draft_logits),
+            target_logits,
+            rows_of(target_logits),
+            temperature,
+            accept_noise,
+            sample_noise,
+        )
+
+    return decide
 
 
+triton_rejects = like_reference(reject_logits_triton)
+triton_blocks = like_reference(block_verify_logits_triton)
 both = pytest.mark.parametrize("rows_of", [logit_rows_reference, logit_rows_triton])
 both_rejections = pytest.mark.parametrize("reject", [reject_logits_reference, triton_rejects])
+every_rule = pytest.mark.parametrize(
+    "reject",
+    [reject_logits_reference, triton_rejects, block_verify_logits_reference, triton_blocks],
+    ids=["reject-torch", "reject-triton", "block-torch", "block-triton"],
+)
 
 
 def kept_by(logits: Tensor, rows: Tensor) -> Tensor:
@@ -438,7 +453,7 @@ def test_drafts_of_another_dtype_or_vocabulary(
         check_round(made, settings, *judge(reject, made, settings))
 
 
-@both_rejections
+@every_rule
 @pytest.mark.parametrize("place", [0, 1, 2], ids=lambda place: f"place{place}")
 def test_a_void_target_row_voids_its_round_alone(place, reject, device):
     settings = (0.8, 0, 1.0)
@@ -451,7 +466,7 @@ def test_a_void_target_row_voids_its_round_alone(place, reject, device):
         assert accepted[b] == want[1][b] and torch.equal(tokens[b], want[0][b])
 
 
-@both_rejections
+@every_rule
 def test_a_draft_without_a_token_spoils_its_round_alone(reject, device):
     settings = (0.8, 0, 0.9)
     made = make_round([2, 2, 1], 2, 40, settings, device)
@@ -464,7 +479,7 @@ def test_a_draft_without_a_token_spoils_its_round_alone(reject, device):
     assert judge(reject, made, settings)[1].tolist() == accepted.tolist()
 
 
-@both_rejections
+@every_rule
 def test_a_draft_equal_to_the_target_is_accepted(reject, device):
     settings = (0.9, 10, 0.9)
     made = make_round([3, 3], 3, 50, settings, device)

@@ -16,19 +16,31 @@ BATCHES = [1, 3, 70]
 @pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
-def test_noise_is_a_function_of_what_it_decides(uniform, batch, seed, device):
+@pytest.mark.parametrize("by_round", [False, True], ids=["by-position", "by-round"])
+def test_noise_is_a_function_of_what_it_decides(by_round, uniform, batch, seed, device):
     generator = torch.Generator().manual_seed(batch)
     index = torch.randint(0, 2**32, (batch,), generator=generator).to(device)
     position = torch.randint(0, 2**31, (batch,), generator=generator).to(device)
     seeded = torch.tensor(seed, device=device)
-    found = uniform(seeded, index, position, 3, 5)
+    found = uniform(seeded, index, position, 3, 5, by_round)
     assert found.shape == (3, batch, 5) and found.dtype == torch.float32
     for purpose in range(3):
         for place in range(5):
+            start = position if by_round else None
             one = uniform_reference(
-                seeded, index, position + place, torch.full_like(index, purpose)
+                seeded, index, position + place, torch.full_like(index, purpose), start
             )
             assert torch.equal(found[purpose, :, place], one)
+
+
+@pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
+def test_rounds_that_overlap_share_numbers_only_when_keyed_by_position(uniform, device):
+    seed, index = torch.tensor(3, device=device), torch.tensor([8, 8], device=device)
+    position = torch.tensor([0, 1], device=device)
+    plain, keyed = (uniform(seed, index, position, 2, 4, by_round) for by_round in (False, True))
+    assert torch.equal(plain[:, 0, 1:], plain[:, 1, :3])
+    numbers = torch.cat((plain[:, 0].flatten(), plain[:, 1, 3], keyed.flatten()))
+    assert len(numbers.unique()) == len(numbers)
 
 
 both_passes = pytest.mark.parametrize("padded_pass", [padded_pass_reference, padded_pass_triton])

@@ -38,6 +38,7 @@ from specdec_kernels.ops.rounds import (
     stamp,
 )
 from specdec_kernels.ops.sampling import (
+    block_verify_logits,
     greedy_argmax,
     logit_rows,
     reject_logits,
@@ -56,6 +57,7 @@ __all__ = [
     "accept",
     "add_norm",
     "advance",
+    "block_verify_logits",
     "embed",
     "forms_of",
     "gate",

@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from specdec_kernels.argmax import greedy_argmax_reference
+from specdec_kernels.block_verify import block_verify_logits_reference
 from specdec_kernels.logits import (
     LogitRows,
     logit_rows_reference,
@@ -24,7 +25,12 @@ def greedy_argmax(logits: Tensor) -> Tensor:
 
 
 def uniform_rows(
-    seed: Tensor, index: Tensor, position: Tensor, purposes: int, width: int
+    seed: Tensor,
+    index: Tensor,
+    position: Tensor,
+    purposes: int,
+    width: int,
+    by_round: bool = False,
 ) -> Tensor:
     """Uniform numbers in [0, 1) from Philox4x32-10, each a function of what it decides.
 
@@ -34,6 +40,8 @@ def uniform_rows(
         position: [B] int64; number j of row b has counter (position[b] + j, purpose).
         purposes: How many numbers every position has.
         width: Positions a row.
+        by_round: Put position[b] into the counter as well. A round that begins elsewhere then has
+            other numbers at the same positions, which `block_verify_logits` needs.
 
     Returns:
         [purposes, B, width] fp32.
@@ -41,8 +49,8 @@ def uniform_rows(
     if index.is_cuda:
         from specdec_kernels.noise_triton import uniform_rows_triton
 
-        return uniform_rows_triton(seed, index, position, purposes, width)
-    return uniform_rows_reference(seed, index, position, purposes, width)
+        return uniform_rows_triton(seed, index, position, purposes, width, by_round)
+    return uniform_rows_reference(seed, index, position, purposes, width, by_round)
 
 
 def sample_categorical(probs: Tensor, noise: Tensor) -> Tensor:
@@ -184,6 +192,71 @@ def reject_logits(
             sample_noise,
         )
     return reject_logits_reference(
+        draft_tokens,
+        lens,
+        draft_logits,
+        target_logits,
+        temperature,
+        top_k,
+        top_p,
+        accept_noise,
+        sample_noise,
+    )
+
+
+def block_verify_logits(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
+    target_logits: Tensor,
+    target: LogitRows,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Block verification (Sun et al., arXiv 2403.10444): `reject_logits` with a joint decision.
+
+    With w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)), prefix i of the drafts passes iff
+    its accept noise is below h_i. For the whole block h_i = w_i; for a shorter prefix
+    h_i = S_i / (S_i + 1 - w_i), where S_i is the mass of max(w_i p - q, 0) at the next place. The
+    longest prefix that passes stands. The next token is drawn from that residual, or after the
+    whole block from p. Arguments and results are those of `reject_logits`.
+
+    The output has the target's distribution, and at least i drafts stand with probability w_i given
+    the first i. So the mean accepted length is never below rejection sampling's. For proposals that
+    were not drawn (`draft_logits` None) both rules have the same law, and `reject_logits` answers.
+
+    Random numbers. One uniform number a place suffices: given the drafts, the tests of prefixes
+    1..len are independent and test i only has to pass with probability h_i. `accept_noise[:, i]`
+    decides prefix i + 1. `sample_noise[:, a]` draws the token that follows a accepted drafts.
+    The rule looks ahead: the outcome depends on the accept noise and the drafts of ALL places up to
+    `lens`, those after the accepted prefix included. The next round decides these positions again,
+    and must do so with fresh numbers. The caller therefore guarantees that
+      - accept noise, and the noise that draws the drafts, is a function of the round's start as
+        well as of the position (`uniform_rows(..., by_round=True)`);
+      - accept noise, draft noise and sample noise are independent of each other;
+      - `lens` of a sequence is a stopping time of its drafts: whether place i is the last may
+        depend on drafts 1..i and their distributions, never on a draft that is then left out.
+    Sample noise may be keyed by position alone: only the number of the emitted token is read.
+    """
+    if target_logits.is_cuda:
+        from specdec_kernels.block_verify_triton import block_verify_logits_triton
+
+        return block_verify_logits_triton(
+            draft_tokens,
+            lens,
+            draft_logits,
+            draft_rows,
+            target_logits,
+            target,
+            temperature,
+            accept_noise,
+            sample_noise,
+        )
+    return block_verify_logits_reference(
         draft_tokens,
         lens,
         draft_logits,
