@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from graph_times import graph_times
 from specdec_kernels import ops
-from specdec_kernels.logits import to_probs
+from specdec_kernels.sampling.logits import to_probs
 
 COPY_TB_PER_S = 4.3  # read + written, device to device, H200
 L2_BYTES = 60e6

@@ -3,8 +3,8 @@
 from enum import IntEnum
 
 import torch
-from specdec_kernels.logits import to_probs as logits_to_probs
-from specdec_kernels.noise import uniform_reference
+from specdec_kernels.sampling.logits import to_probs as logits_to_probs
+from specdec_kernels.sampling.noise import uniform_reference
 
 from specdec_cli.core.types import RoundNoise, SamplingParams
 
@@ -20,7 +20,7 @@ class Purpose(IntEnum):
 def to_probs(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    See `specdec_kernels.logits.to_probs`, the one definition.
+    See `specdec_kernels.sampling.logits.to_probs`, the one definition.
     """
     return logits_to_probs(logits, params.temperature, params.top_k, params.top_p)
 

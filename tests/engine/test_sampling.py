@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from scipy import stats
-from specdec_kernels.noise import philox
+from specdec_kernels.sampling.noise import philox
 
 from specdec_cli.core.sampling import Purpose, round_noise, to_probs, uniform
 from specdec_cli.core.types import SamplingParams

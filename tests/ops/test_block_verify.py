@@ -7,14 +7,9 @@ from dataclasses import dataclass
 import pytest
 import torch
 from ops_helpers import needs_cuda
-from specdec_kernels import logit_rows_triton as rows_of_logits
-from specdec_kernels.block_verify import (
-    block_chances,
-    block_verify_logits_reference,
-    block_verify_reference,
-)
-from specdec_kernels.logits import reject_logits_reference
-from specdec_kernels.rejection import inverse_cdf
+from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
+from specdec_kernels.sampling.block_verify import block_chances, block_verify_reference
+from specdec_kernels.sampling.rejection import inverse_cdf
 from test_logits import (
     CASES,
     MASKED,
@@ -24,13 +19,15 @@ from test_logits import (
     exact_probs,
     judge,
     make_round,
+    torch_blocks,
+    torch_rejects,
     triton_blocks,
     triton_rejects,
 )
 from torch import Tensor
 
 INF = float("inf")
-both = pytest.mark.parametrize("verify", [block_verify_logits_reference, triton_blocks])
+both = pytest.mark.parametrize("verify", [torch_blocks, triton_blocks], ids=["torch", "triton"])
 
 
 @dataclass(frozen=True)
@@ -420,7 +417,7 @@ def test_drafts_of_another_dtype_or_vocabulary(
 
 @pytest.mark.parametrize(
     ("verify", "reject"),
-    [(block_verify_logits_reference, reject_logits_reference), (triton_blocks, triton_rejects)],
+    [(torch_blocks, torch_rejects), (triton_blocks, triton_rejects)],
     ids=["torch", "triton"],
 )
 def test_proposals_that_were_not_drawn_and_no_proposals(verify, reject, device):

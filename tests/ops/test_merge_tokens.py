@@ -1,8 +1,8 @@
 import pytest
 import torch
 from ops_helpers import needs_cuda, starts_of
-from specdec_kernels.merge import merge_tokens_reference
-from specdec_kernels.merge_triton import merge_tokens_triton
+from specdec_kernels import ops
+from specdec_kernels.ragged.merge_triton import merge_tokens_triton
 from torch import Tensor
 
 # Per row: tokens, valid ones of them, next tokens, capacity in the output.
@@ -48,7 +48,7 @@ def merge_by_hand(
     return merged, rejected
 
 
-@pytest.mark.parametrize("merge", [merge_tokens_reference, merge_tokens_triton])
+@pytest.mark.parametrize("merge", [ops.merge_tokens.reference, merge_tokens_triton])
 @pytest.mark.parametrize("fill", [0, 1, 5])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS.keys())
 def test_rows_are_merged(rows, fill, merge, device):
@@ -58,7 +58,7 @@ def test_rows_are_merged(rows, fill, merge, device):
     assert (merged.tolist(), rejected.tolist()) == merge_by_hand(*inputs, fill)
 
 
-@pytest.mark.parametrize("merge", [merge_tokens_reference, merge_tokens_triton])
+@pytest.mark.parametrize("merge", [ops.merge_tokens.reference, merge_tokens_triton])
 def test_next_tokens_may_be_a_slice(merge, device):
     *inputs, next_tokens, next_lens, out_start = make_rows(ROWS["rejections"], device)
     wide = torch.cat([next_tokens, next_tokens * 0 - 9], dim=1)[:, : next_tokens.shape[1]]
@@ -73,6 +73,6 @@ def test_many_long_rows(device):
     inputs = make_rows(rows, device)
     total = int(inputs[-1][-1])
     for expected, actual in zip(
-        merge_tokens_reference(*inputs, total), merge_tokens_triton(*inputs, total), strict=True
+        ops.merge_tokens.reference(*inputs, total), merge_tokens_triton(*inputs, total), strict=True
     ):
         assert torch.equal(expected, actual)

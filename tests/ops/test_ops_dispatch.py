@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from ops_helpers import Shape, assert_close, make_problem, needs_cuda, starts_of
 from specdec_kernels import ops
-from specdec_kernels.attention import paged_attention_reference
+from specdec_kernels.attention.paged import paged_attention_reference
 from test_rejection_sample import make_inputs
 
 KERNELS = Path(__file__).parents[2] / "kernels"

@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from specdec_kernels.advance import accept_reference, advance_reference
-from specdec_kernels.advance_triton import accept_triton, advance_triton
-from specdec_kernels.clock import stamp_reference
-from specdec_kernels.noise import uniform_reference, uniform_rows_reference
-from specdec_kernels.noise_triton import uniform_rows_triton
-from specdec_kernels.padding import padded_pass_reference
-from specdec_kernels.padding_triton import padded_pass_triton
+from specdec_kernels import ops
+from specdec_kernels.round.steps_triton import accept_triton, advance_triton, padded_pass_triton
+from specdec_kernels.sampling.noise import uniform_reference
+from specdec_kernels.sampling.noise_triton import uniform_rows_triton
 
 BATCHES = [1, 3, 70]
 
 
-@pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
+@pytest.mark.parametrize("uniform", [ops.uniform_rows.reference, uniform_rows_triton])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
 @pytest.mark.parametrize("by_round", [False, True], ids=["by-position", "by-round"])
@@ -33,7 +30,7 @@ def test_noise_is_a_function_of_what_it_decides(by_round, uniform, batch, seed, 
             assert torch.equal(found[purpose, :, place], one)
 
 
-@pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
+@pytest.mark.parametrize("uniform", [ops.uniform_rows.reference, uniform_rows_triton])
 def test_rounds_that_overlap_share_numbers_only_when_keyed_by_position(uniform, device):
     seed, index = torch.tensor(3, device=device), torch.tensor([8, 8], device=device)
     position = torch.tensor([0, 1], device=device)
@@ -43,7 +40,9 @@ def test_rounds_that_overlap_share_numbers_only_when_keyed_by_position(uniform, 
     assert len(numbers.unique()) == len(numbers)
 
 
-both_passes = pytest.mark.parametrize("padded_pass", [padded_pass_reference, padded_pass_triton])
+both_passes = pytest.mark.parametrize(
+    "padded_pass", [ops.padded_pass.reference, padded_pass_triton]
+)
 
 
 @both_passes
@@ -88,7 +87,7 @@ def test_padding_past_the_table_reads_no_block(padded_pass, device):
     assert slots.tolist() == [3 * 9 + 8, 0] and contexts.tolist() == [10]
 
 
-@pytest.mark.parametrize("accept", [accept_reference, accept_triton])
+@pytest.mark.parametrize("accept", [ops.accept.reference, accept_triton])
 @pytest.mark.parametrize("with_rates", [False, True], ids=["greedy", "rates"])
 @pytest.mark.parametrize("width", [0, 1, 5, 8])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -121,7 +120,7 @@ def test_accept_by_hand(accept, with_rates, width, batch, device):
             assert tokens[b, : count + 1].tolist() == want
 
 
-@pytest.mark.parametrize("advance", [advance_reference, advance_triton])
+@pytest.mark.parametrize("advance", [ops.advance.reference, advance_triton])
 @pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
 @pytest.mark.parametrize("width", [1, 2, 6])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -168,14 +167,14 @@ def test_advance_by_hand(advance, eos, width, batch, has_history, device):
 def test_stamps_rise():
     times = torch.zeros(3, dtype=torch.int64)
     for place in range(3):
-        stamp_reference(times, place)
+        ops.stamp.reference(times, place)
     assert 0 < times[0] < times[1] < times[2]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device's clock")
 def test_stamps_measure_the_devices_time():
-    from specdec_kernels.clock_triton import stamp_triton
+    from specdec_kernels.round.steps_triton import stamp_triton
 
     times = torch.zeros(2, dtype=torch.int64, device="cuda")
     work = torch.randn(4096, 4096, device="cuda")

@@ -3,11 +3,14 @@ import itertools
 import pytest
 import torch
 from ops_helpers import needs_cuda
-from specdec_kernels.rejection import (
+from specdec_kernels.ragged.rejection_triton import (
+    rejection_sample_triton,
+    sample_categorical_triton,
+)
+from specdec_kernels.sampling.rejection import (
     rejection_sample_reference,
     sample_categorical_reference,
 )
-from specdec_kernels.rejection_triton import rejection_sample_triton, sample_categorical_triton
 from torch import Tensor
 
 both = pytest.mark.parametrize("sample", [rejection_sample_reference, rejection_sample_triton])
@@ -99,7 +102,7 @@ def test_follows_the_definition(lens, width, vocabulary, sample, device):
 
 @pytest.mark.parametrize("max_chunk", [16, 64], ids=lambda size: f"chunk{size}")
 def test_chunks_of_the_vocabulary(max_chunk, device, monkeypatch):
-    monkeypatch.setattr("specdec_kernels.rejection_triton.MAX_CHUNK", max_chunk)
+    monkeypatch.setattr("specdec_kernels.ragged.rejection_triton.MAX_CHUNK", max_chunk)
     inputs = make_inputs([3, 0, 2, 3], 3, 205, device)
     inputs["sample_noise"][0] = 0
     inputs["sample_noise"][1] = ALMOST_ONE

@@ -1,0 +1,259 @@
+"""How products of few rows are cut, chosen from their shapes by measurement on an H200.
+
+scripts/bench/kernels.py shows the outcome. Nothing is tuned at run time: every rank and every run
+does the same.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.gpu import (
+    CACHE_LINE,
+    MULTIPROCESSORS,
+    SHARED_MEMORY,
+    power_of_2_from,
+    power_of_2_to,
+    shared_memory,
+)
+
+FEW_ROWS = 64
+WIDE = 3584  # numbers of a row from which its tiles are deeper
+WASTE = 1.25  # turns that programs take, over those that they would fill, from which it matters
+SCRATCH = 4096  # bytes of shared memory that exchanges between warps take
+NARROW = 7168  # bytes of a residual stream below which a layer's products are small enough
+LANE = 16  # bytes that a thread loads at a time
+LOADED = 256  # bytes of the weight that a thread has in registers
+GATE = 4096  # bytes of either half that a gate's program has, or more
+MOST = 16  # features of a program
+CHUNK = 2048  # numbers of a row that are one tile, at most
+HEAD = 4  # features for each number read from which on a product is no layer's, but the logits'
+
+
+class Tiles(NamedTuple):
+    """How one product is cut; see `few_rows_linear_triton.few_rows_linear_kernel`."""
+
+    block_m: int  # all rows; below 16 they are the columns of mma.sync
+    block_n: int  # features of a program
+    block_k: int  # numbers of the sum at a time
+    slices: int  # of block_k, each for some warps
+    splits: int  # of the sum, each for a program
+    prefetch: int  # numbers of each weight row to ask for before the wait
+    num_warps: int
+    num_stages: int
+    early: int = 0  # numbers of each weight row in registers before the wait
+
+
+def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
+    """Where every program can have a multiprocessor of its own, too many stages for two on one.
+
+    A kernel that starts early finds room where its predecessor happens to end first; without this
+    its programs would crowd there and leave other multiprocessors idle.
+    """
+    if programs > MULTIPROCESSORS:
+        return tiles
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
+    more = room // 2 // stage + 1 - buffers(tiles, itemsize)
+    return tiles._replace(num_stages=tiles.num_stages + max(0, more))
+
+
+def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
+    """With less shared memory a program where that lets all of them run at once.
+
+    A few that have to wait for the others take as long again, while most multiprocessors are idle:
+    at 5120 features, 320 programs of which 264 found room.
+    """
+    waves = programs / resident(tiles, itemsize, room)
+    if waves <= 1 or math.ceil(waves) < WASTE * waves:
+        return tiles
+    fewest = min(tiles.num_stages, 4)
+    smaller = [tiles._replace(num_stages=n) for n in range(tiles.num_stages - 1, 3, -1)]
+    smaller += [tiles._replace(num_stages=n, early=0) for n in (fewest, 3)]
+    return next((t for t in smaller if programs <= resident(t, itemsize, room)), tiles)
+
+
+def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
+    """Programs that run at once, as far as shared memory goes."""
+    stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
+    early = tiles.block_n * tiles.early * itemsize
+    used = stage * buffers(tiles, itemsize) + early + SCRATCH
+    return max(1, room // used) * MULTIPROCESSORS
+
+
+def buffers(tiles: Tiles, itemsize: int) -> int:
+    """Triton makes one less than stages, but for wgmma, which reads one while it is refilled."""
+    is_wgmma = tiles.block_m >= 64 and itemsize == 2
+    return tiles.num_stages if is_wgmma else tiles.num_stages - 1
+
+
+def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
+    """With as few stages, and then as short ones, as `room` bytes of shared memory demand.
+
+    parts: weights that a program reads, 2 for a gate.
+    """
+    while True:
+        features = parts * tiles.block_n * itemsize
+        stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
+        # A buffer for each stage but one; weights that came early pass through as well.
+        stages = (room - SCRATCH - features * tiles.early) // stage + 1
+        if stages >= 2 or tiles.block_k <= 64:
+            return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
+        if tiles.early:
+            tiles = tiles._replace(early=0)
+        else:
+            tiles = tiles._replace(block_k=tiles.block_k // 2)
+
+
+def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
+    """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
+
+    Up to FEW_ROWS rows ours win, since with cuBLAS the norm, the gate and the sum are kernels of
+    their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; beyond, M of 64, which
+    the compiler gives to wgmma. room: bytes of shared memory, else what the GPU has.
+    """
+    room = shared_memory(x.device) if room is None else room
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if kind == "gate" else 1)
+    if num_rows > FEW_ROWS:
+        return None
+    if num_rows <= 8:
+        tiles = tiles_of_8(kind, width, num_features)
+    elif num_rows <= 16:
+        tiles = tiles_of_16(kind, width, num_features)
+    else:
+        tiles = tiles_of_64(kind, width, num_features)
+    if x.dtype == torch.float32:
+        tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
+    while tiles.block_k > 256 and width % tiles.block_k:
+        tiles = tiles._replace(block_k=tiles.block_k // 2, num_stages=2 * tiles.num_stages - 1)
+    prefetch = min(tiles.prefetch, 2 ** (width.bit_length() - 1))
+    if prefetch * x.element_size() < CACHE_LINE:
+        prefetch = 0
+    tiles = tiles._replace(prefetch=prefetch)
+    programs = -(-num_features // tiles.block_n) * tiles.splits
+    if kind != "gate":
+        tiles = spread(tiles, programs, x.element_size(), room)
+        if tiles.block_m < 64:  # larger tiles are measured as they are
+            tiles = at_once(tiles, programs, x.element_size(), room)
+    if room < SHARED_MEMORY:
+        tiles = fitted(tiles, 2 if kind == "gate" else 1, x.element_size(), room)
+    return tiles
+
+
+def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 8 rows: tiles of 16 features, whose four warps each have a quarter of BLOCK_K.
+
+    A warp's products follow each other, so a tile that is one slice takes four times as long from
+    one barrier to the next, longer than its weights are on the way.
+    """
+    programs = -(-num_features // 16)
+    if kind == "gate":
+        if num_features > (32 if width < WIDE else 64) * MULTIPROCESSORS:
+            return tiles_of_16(kind, width, num_features)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
+    if num_features > 128 * MULTIPROCESSORS:
+        return tiles_of_16(kind, width, num_features)
+    early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
+    if kind == "norm":
+        if width < WIDE:
+            return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
+        return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
+    if programs <= MULTIPROCESSORS and width >= 2048:
+        return Tiles(8, 16, 1024, 4, 1, 512, 4, 5)
+    if programs > MULTIPROCESSORS and width <= 2048:
+        return Tiles(8, 16, 512, 4, 1, 512, 4, 5)
+    return Tiles(8, 16, 256, 4, 1, 512, 4, 6, early)
+
+
+def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to 16 rows."""
+    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
+    if kind == "add":
+        if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
+            return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
+        return Tiles(16, 16, 256, 4, 1, 512, 4, 6, 0 if narrow or many else 512)
+    if narrow and many:
+        return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
+    if kind == "gate":
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
+    if num_features > 64 * MULTIPROCESSORS:
+        return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
+    if many:
+        return Tiles(16, 32, 256, 1, 1, 512, 4, 4, 256)
+    if narrow:
+        return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
+    return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
+
+
+def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
+    """For up to FEW_ROWS rows: wide tiles, since a program loads and multiplies all rows of x.
+
+    At 5120 features, 160 programs of 32 took longer than 80 of 64, on fewer multiprocessors.
+    """
+    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
+    one_turn = num_features <= 64 * MULTIPROCESSORS  # of programs of 64 features
+    if kind == "add":
+        if num_features <= 16 * MULTIPROCESSORS:
+            return Tiles(64, 32, 128, 1, 2, 512, 4, 8)
+        if not many:
+            return Tiles(64, 32, 256, 1, 1, 512, 4, 4)
+        if one_turn:
+            return Tiles(64, 64, 128, 1, 1, 512, 4, 6)
+        return Tiles(64, 32, 128, 1, 1, 512, 4, 8)
+    if kind == "gate":
+        if not one_turn and num_features <= 128 * MULTIPROCESSORS:
+            return Tiles(64, 64, 128, 1, 1, 256, 8, 4)
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
+    if not many:
+        return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
+    if narrow:
+        return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
+    return Tiles(64, 64, 128, 1, 1, 256, 4, 5 if one_turn else 3)
+
+
+class RowTiles(NamedTuple):
+    """How one product is cut; see `one_row_linear_triton.one_row_linear_kernel`."""
+
+    block_n: int  # features of a program
+    chunk: int  # numbers of a row that are one tile
+    num_warps: int
+
+
+def choose_row_tiles(kind: str, x: Tensor, weight: Tensor) -> RowTiles | None:
+    """Tiles for a product of `kind` "norm", "gate" or "add" of one row.
+
+    None for other numbers of rows, none among them, and where other kernels take less time: in
+    larger layers, and for logits.
+    """
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if kind == "gate" else 1)
+    stream = num_features if kind == "add" else width  # of the model, whichever rank has how much
+    itemsize = x.element_size()
+    if num_rows != 1 or stream * itemsize >= NARROW:
+        return None
+    if kind == "norm" and num_features > HEAD * width:
+        return None
+    row = width * itemsize
+    if kind == "gate":
+        num_warps = 4 if row >= GATE else 2
+        block_n = min(MOST, power_of_2_from(-(-GATE // row)))
+    else:
+        num_warps = 4 if row <= 2 * GATE else 8
+        block_n = min(MOST, power_of_2_to(32 * num_warps * LOADED // row))
+    least = LANE // itemsize * 32 * num_warps // block_n
+    chunk = chunk_of(width, least)
+    if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
+        # The compiler widens all of a chunk while it waits for x. With less of it five programs fit
+        # on a multiprocessor where three do.
+        chunk = max(least, min(chunk, CHUNK // 4))
+    return RowTiles(block_n, chunk, num_warps)
+
+
+def chunk_of(width: int, least: int) -> int:
+    """A power of 2 from `least` on; the largest that leaves at most 3 lanes idle for 10 at work."""
+    chunk = min(CHUNK, power_of_2_from(width))
+    while chunk > least and 10 * (-width % chunk) > 3 * width:
+        chunk //= 2
+    return max(chunk, least)

@@ -1,0 +1,158 @@
+"""A round on the device: inputs of a pass, greedy acceptance, state update, time stamps.
+
+Legend: B sequences, K proposal length, Q tokens that a pass feeds of each sequence, MB block-table
+columns. Block 0 is the trash block.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.dispatch import kernel
+
+
+@kernel("specdec_kernels.round.steps_triton:padded_pass_triton")
+def padded_pass(
+    tokens: Tensor,
+    length: Tensor,
+    lens: Tensor,
+    active: Tensor,
+    block_tables: Tensor,
+    offset: int,
+    margin: int,
+    block_size: int,
+    max_len: int,
+    num_ids: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
+
+    Token j of a sequence is live iff the sequence is active, its position is within the model,
+    and lens >= offset + j + margin; the others are padding, whose keys go to the trash block.
+
+    Args:
+        tokens: [B, Q] int64; clamped into 0..num_ids - 1.
+        length, lens: [B] int64.
+        active: [B] bool.
+        block_tables: [B, MB] int32.
+        offset, margin: See above.
+        block_size: Slots a block.
+        max_len: Positions the model knows.
+        num_ids: Size of its vocabulary.
+
+    Returns:
+        ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q] int64;
+        context_lens [B] int32, the last token's position, unclamped, and one.
+    """
+    place = offset + torch.arange(tokens.shape[1], device=tokens.device)
+    at = length[:, None] + place
+    live = (at >= 0) & (at < max_len) & (lens[:, None] >= place + margin) & active[:, None]
+    position = at.clamp(0, max_len - 1)
+    column = (position // block_size).clamp(max=block_tables.shape[1] - 1)
+    block = block_tables.gather(1, column).long() * live
+    slots = block * block_size + position % block_size
+    context = (at[:, -1] + 1).to(torch.int32)
+    ids = tokens.clamp(0, num_ids - 1)
+    return ids.reshape(-1), position.view(-1), slots.view(-1), context
+
+
+@kernel("specdec_kernels.round.steps_triton:accept_triton")
+def accept(
+    proposed: Tensor,
+    best: Tensor,
+    lens: Tensor,
+    accept_noise: Tensor | None = None,
+    rates: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Greedy verification: proposals stand while they are the target's own choice.
+
+    The one-hot case of `rejection_sample`. With rates, a proposal stands iff its noise is below
+    the rate of its place, whatever the target says.
+
+    Args:
+        proposed: [B, K] int64, -1 where the draft's logits were not finite.
+        best: [B, K + 1] int64, the target's choice at each place, -1 where it has none.
+        lens: [B] int64, proposals of each row.
+        accept_noise: [B, K] fp32 in [0, 1).
+        rates: [K] fp32.
+
+    Returns:
+        tokens [B, K + 1] int64, of which accepted + 1 count, and accepted [B] int64; -1 where
+        `best` is -1 at a place up to `lens`, -2 where a proposal is.
+    """
+    if rates is None or accept_noise is None:
+        stands = proposed == best[:, : proposed.shape[1]]
+    else:
+        stands = accept_noise < rates
+    # Token by token: the many operations it would take otherwise cost more, of a few sequences.
+    tokens, accepted = [], []
+    rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
+    for drafted, own, length, stood in rows:
+        count = 0
+        while count < length and stood[count]:
+            count += 1
+        tokens.append([*drafted[:count], own[count], *drafted[count + 1 :], 0][: len(own)])
+        if min(drafted[:length], default=0) < 0:
+            count = -2
+        elif min(own[: length + 1]) < 0:
+            count = -1
+        accepted.append(count)
+    return proposed.new_tensor(tokens).view(best.shape), proposed.new_tensor(accepted)
+
+
+@kernel("specdec_kernels.round.steps_triton:advance_triton")
+def advance(
+    tokens: Tensor,
+    accepted: Tensor,
+    lens: Tensor,
+    tail: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    active: Tensor,
+    eos_ids: Tensor,
+    record: Tensor,
+    history: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """Append what a round decided to every active sequence, in place, and record it.
+
+    accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
+    that meets one, or reaches its limit, is active no more.
+
+    Args:
+        tokens: [B, K + 1] int64. accepted, lens: [B] int64.
+        tail: [B, 2] int64, the last two tokens.
+        length, limit: [B] int64, tokens a sequence has, and at which it ends.
+        active: [B] bool.
+        eos_ids: [E] int64, or empty.
+        record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
+        history: [R, L] int32, for those who look tokens up; what is appended is written there too,
+            from place `length` on.
+        rows: [B] int64, each sequence's row of `history`, no two the same.
+    """
+    width = tokens.shape[1]
+    record.copy_(torch.cat((tokens, accepted[:, None], lens[:, None]), dim=1))
+    place = torch.arange(width, device=tokens.device)
+    count = accepted.clamp(min=0) + 1
+    is_eos = torch.isin(tokens, eos_ids) & (place < count[:, None])
+    first = torch.where(is_eos, place, width).amin(1)
+    count = torch.minimum(count, first + 1)
+    after = torch.cat((tail, tokens.clamp(min=0)), dim=1)
+    moved = after.gather(1, count[:, None] + torch.arange(2, device=tokens.device))
+    tail.copy_(torch.where(active[:, None], moved, tail))
+    if history is not None and rows is not None:
+        counts = active[:, None] & (place < count[:, None])
+        at = (rows[:, None].expand_as(counts)[counts], (length[:, None] + place)[counts])
+        history.index_put_(at, tokens[counts].clamp(min=0).to(history.dtype))
+    length.add_(count * active)
+    active.logical_and_((first == width) & (length < limit))
+
+
+@kernel("specdec_kernels.round.steps_triton:stamp_triton")
+def stamp(out: Tensor, place: int) -> None:
+    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it.
+
+    On CUDA it is the device's own clock, which graphs read anew in every replay; its ticks may be
+    a microsecond apart. Only differences mean anything.
+    """
+    out[place] = time.perf_counter_ns()
