@@ -1,4 +1,4 @@
-"""Writing keys and values into the paged KV cache: Triton kernel, one program a token."""
+"""The paged KV cache: kernels that compute slots, a lane a token, and write, a program a token."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -14,7 +14,7 @@ BLOCK = 256
 
 @triton.jit
 def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
-    """Largest row b with start[b] <= token, by bisection; needs 2**STEPS >= num_rows."""
+    """Largest row b with start[b] <= token, found by bisection; needs 2**STEPS >= num_rows."""
     low = token * 0
     high = low + num_rows - 1
     for _ in tl.static_range(STEPS):

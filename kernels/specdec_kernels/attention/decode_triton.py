@@ -1,12 +1,11 @@
 """Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
 
 A program holds all rows (query token x query head of one key head) of a sequence and one part of
-its context (Flash-Decoding). The sequence's new keys and values come from the projection itself
-and are stored on the way; the older ones come from the cache and never depend on the kernel before,
-so the first of them are loaded while that one still runs. When all programs of a key head are done,
-each combines the parts of some rows. How many parts there can be is decided from shapes, how many
-there are from the lengths on the device: a short context takes few, whatever the block table's
-width, since with few parts combining them takes less time.
+its context (Flash-Decoding). New keys and values come from the projection and are stored on the
+way. Older ones come from the cache and do not depend on the preceding kernel, so the first of them
+are loaded while that kernel still runs. When all programs of a key head are done, each combines
+the parts of some rows. Shapes decide the largest number of parts; the lengths on the device decide
+how many are used. A short context uses few, since few parts are combined faster.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -62,7 +61,7 @@ def zero_padding(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Zeros for tokens [begin, end), which are padding and no program's; of one key head."""
+    """Zeros for the padding tokens [begin, end) of one key head, which no program attends."""
     dim = tl.arange(0, BLOCK_D)
     zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
     for tail in range(begin, end):
@@ -120,7 +119,7 @@ def rope_attention_kernel(
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
     MANY_ROWS: tl.constexpr,  # of more
-    WAITS: tl.constexpr,  # or the last program combines all: the interpreter runs one at a time
+    WAITS: tl.constexpr,  # else the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -145,15 +144,15 @@ def rope_attention_kernel(
 
     # Older keys that some query sees: [low, old). This program has [first, high).
     old = tl.maximum(context - query_len, 0)
-    early = tl.maximum(query_len - context, 0)  # padding before the first token; nobody sees it
+    early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
     low, begin = first_seen(old, BLOCK_SIZE, BLOCK_N, WINDOW)
     keys = old - begin
     if SPLITS > 1:
         parts, first, high = part_of(keys, split, alone, min_keys, SPLITS, UNIT, BLOCK_N)
         first += begin
         high += begin
-        # Without work there is nothing to wait for, and room to make: part 0 waits, so the kernel
-        # ends after its predecessor all the same.
+        # A program without work returns at once and makes room for others. Part 0 waits for the
+        # predecessor, so the kernel still ends after it.
         if (split > 0) & ((split >= parts) | (query_len <= 0)):
             return
     else:
@@ -161,7 +160,7 @@ def rope_attention_kernel(
         first = begin
         high = old
 
-    # Up to the wait nothing depends on the kernel before: older keys, cosines and sines, slots.
+    # Nothing up to the wait depends on the preceding kernel: older keys, cosines, sines, slots.
     dim = tl.arange(0, BLOCK_D)
     half = tl.arange(0, BLOCK_HALF)
     half_live = half < D // 2
@@ -219,8 +218,8 @@ def rope_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # Without parts that is always so, yet a branch: else queries and new keys would be turned in a
-    # product's layout, in which every warp has all of them.
+    # Always true without splits, but the branch stays: otherwise queries and new keys would be
+    # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
         new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
         store_heads(
@@ -240,7 +239,7 @@ def rope_attention_kernel(
         row_max, _, sums, acc = attend(
             row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
         )
-    # A pipelined loop of no turns takes half a microsecond.
+    # Even a pipelined loop without iterations takes half a microsecond.
     if (SPLITS == 1) | (first + BLOCK_N < high):
         before = row_max
         row_max, sums, acc = join_tiles(
@@ -313,7 +312,7 @@ def rope_attention_kernel(
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
 
-MAX_ROWS = 128  # of a tile, with heads of 256 bytes or less
+MAX_ROWS = 128  # rows of a tile, with heads of 256 bytes or less
 
 
 def rope_attention_triton(
@@ -340,7 +339,7 @@ def rope_attention_triton(
     min_keys: int = MIN_KEYS,
     block_n: int | None = None,
 ) -> Tensor:
-    """See `ops.rope_attention`; what follows `eps` overrides choices."""
+    """See `ops.rope_attention`; the arguments after `eps` override the launch configuration."""
     num_tokens, width = qkv.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     num_sequences, num_columns = block_tables.shape
@@ -355,7 +354,7 @@ def rope_attention_triton(
     assert sinks is None or sinks.shape == (heads,)
     tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
     assert all(t.stride(-1) == 1 for t in tensors)
-    # Wider heads leave room for fewer rows.
+    # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
         out = paged_attention_triton(

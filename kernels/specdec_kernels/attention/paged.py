@@ -1,11 +1,10 @@
-"""Ragged paged attention for torch alone: the oracle of the tests, and the CPU engine's path.
+"""Ragged paged attention in torch: the tests' oracle, and the CPU path.
 
-Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, whose
-keys are already in the cache; the rest of the context is behind them. Prefill, catch-up, decoding
-and scoring differ only in these lengths.
+The queries of sequence b are its last `query_start[b + 1] - query_start[b]` context positions.
+Their keys are already in the cache. Prefill, catch-up, decoding and scoring differ only in these
+lengths. A `GatherPlan` holds every index and mask of one forward pass, for all of its layers.
 
-Does not know layers or models. A `GatherPlan` holds every index and mask of one forward pass, so
-that all layers of the pass share them.
+Does not know layers or models.
 Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (H // Hkv query heads in
 a row share one), NB blocks of BS slots, MB block-table columns, C context positions.
 """
@@ -19,8 +18,8 @@ from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
 
-# Up to this many queries a sequence (decoding, scoring) a batch is padded and attended in one
-# call; longer ones (prefill) go one sequence at a time, where padding would waste more.
+# A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
+# one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
 FEW_QUERIES = 16
 
 
@@ -69,11 +68,11 @@ class GatherPart:
     num_queries: int
     """Q."""
     slots: Tensor | slice
-    """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that whatever an
-    unused slot holds, even NaN, is never read. A slice where the keys lie in the cache one after
-    the other: then none is copied."""
+    """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
+    slot, which may hold NaN, is never read. A slice where the keys are contiguous in the cache:
+    then none is copied."""
     mask: Tensor | None
-    """[n, Q, C] bool, True where the query sees the key; None where every one sees every key."""
+    """[n, Q, C] bool, True where the query sees the key; None if every query sees every key."""
     causal: bool
     """The mask is the plain lower triangle of one sequence attending to itself."""
     padded: Tensor | None
@@ -84,7 +83,7 @@ class GatherPart:
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """Which cache slots each sequence's queries read, for all layers of one forward pass."""
+    """Cache slots that each sequence's queries read, for all layers of one forward pass."""
 
     block_tables: Tensor
     query_lens: list[int]
@@ -131,10 +130,10 @@ class GatherPlan:
         return parts
 
     def _in_one_piece(self, b: int, first_token: int, sliding_window: int) -> GatherPart | None:
-        """The part of a sequence whose keys lie in the cache one after the other, else None.
+        """The part of a sequence whose keys are contiguous in the cache, else None.
 
-        A sequence alone in the cache is such a one, and a round of it so short that the dozen
-        operations of `_build_part` count.
+        A sequence that is alone in the cache is such a case. Its rounds are so short that the dozen
+        operations of `_build_part` matter.
         """
         num_queries, context = self.query_lens[b], self.context_lens[b]
         older = context - num_queries
@@ -190,8 +189,8 @@ class GatherPlan:
 
         query = torch.arange(num_queries, device=device)
         length = torch.tensor(lens, device=device)[:, None]
-        # A padding query sees what the sequence's last one sees, and one before its beginning the
-        # first key: a row without keys would be NaN.
+        # A padding query sees the keys of the sequence's last query; a query before the sequence's
+        # beginning sees the first key. A row without keys would be NaN.
         query_position = (context - length + torch.minimum(query, length - 1)).clamp(min=0)
         mask = key_position[:, None] <= query_position[:, :, None]
         if sliding_window:
@@ -217,10 +216,10 @@ class GatherPlan:
 def gather_plan(
     block_tables: Tensor, query_start: Tensor, context_lens: Tensor, block_size: int
 ) -> GatherPlan:
-    """Precompute what `gather_attention` reads; shapes as in `ops.paged_attention`.
+    """Precompute the indices and masks of `gather_attention`; shapes as in `paged_attention`.
 
-    The lengths are read on the host, which is free on CPU and a synchronisation on CUDA. The plan
-    describes the block tables as they are now, and holds for one forward pass.
+    The lengths are read on the host, which synchronises on CUDA. The plan describes the block
+    tables as they are now, and is valid for one forward pass.
     """
     starts = query_start.tolist()
     query_lens = [end - start for start, end in pairwise(starts)]
@@ -239,7 +238,7 @@ def gather_attention(
 ) -> Tensor:
     """`ops.paged_attention` by gathering keys and values through the slots of a plan.
 
-    Query heads that share a key head become further query rows, so that nothing is repeated.
+    Query heads that share a key head become further query rows, so that no key is repeated.
     """
     (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, value_cache.shape[2:]
     group = num_heads // kv_heads
@@ -263,7 +262,7 @@ def gather_attention(
             mask = plan.mask(sliding_window, index, group, torch.float32)
             out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
         elif part.causal:
-            # Torch skips the upper triangle, which is worth repeating the keys of a group for.
+            # Torch skips the upper triangle, which is worth more than repeating the group's keys.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
@@ -300,7 +299,7 @@ def _explicit_attention(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with what torch's own has no argument for, in fp32.
+    """Attention with softcap and sinks, which torch's own function lacks, in fp32.
 
     q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C], sinks [H].
     """

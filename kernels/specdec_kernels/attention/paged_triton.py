@@ -1,10 +1,10 @@
 """Ragged paged attention: one Triton kernel for prefill, decoding and scoring, and a combine step.
 
-A program holds the rows (query token x query head) of one tile of queries and one key head, and
+A program holds the rows (query token x query head) of one tile of queries and one key head. It
 walks the context tile by tile through the block table with an online softmax (Milakov and
-Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). With few queries there are too few
-such programs to fill a GPU, so the context is also split and the partial results are combined
-(Flash-Decoding). How many splits is decided from shapes alone: the lengths stay on the device.
+Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make too few programs to
+fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
+number of splits is chosen from shapes alone: the lengths stay on the device.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -93,7 +93,7 @@ def paged_attention_kernel(
     if UPCAST:
         query = query.to(tl.float32)
 
-    # Keys that some query of the tile sees: [low, high). Outside lie keys nobody has written.
+    # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
     first_position = context - query_len + tile_start
     low = 0
     if WINDOW > 0:
@@ -157,7 +157,7 @@ def paged_attention_kernel(
         partial = out_row * SPLITS + split
         tl.store(row_max_ptr + partial, row_max, mask=row_live)
         tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
-        # A split without keys is skipped by the combine step: most of them, in a short context.
+        # The combine step skips splits without keys, which are most of them in a short context.
         tl.store(
             out_ptr + (partial * DV)[:, None] + dim_v[None, :],
             acc,
@@ -196,7 +196,7 @@ def combine_splits_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = token * num_heads + head
-    # Tokens past the last sequence were attended by no program; their output is zero.
+    # No program attended the tokens past the last sequence; their output is zero.
     live = tl.where(token < tl.load(query_start_ptr + num_sequences), SPLITS, 0)
     split = tl.arange(0, SPLITS)
     dim = tl.arange(0, BLOCK_DV)

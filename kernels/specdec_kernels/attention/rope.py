@@ -1,7 +1,7 @@
-"""Rotary embedding, KV write and paged attention of one layer: torch reference.
+"""Rotary embedding, KV write and paged attention of one layer: the torch implementation.
 
-Rotary embedding (Su et al., arXiv 2104.09864) in the layout of transformers' Llama: the first and
-the second half of a head form the pairs that are rotated. Per-head norms are Qwen 3's.
+Rotary embedding (Su et al., arXiv 2104.09864) uses the layout of transformers' Llama: the first and
+the second half of a head form the pairs that are rotated. Per-head norms are those of Qwen 3.
 
 Legend: T packed tokens, B sequences, H query heads, Hkv key heads, D features of a head, NB blocks
 of BS slots, MB block-table columns.
@@ -19,7 +19,7 @@ from specdec_kernels.linear.reference import rms_norm_reference
 
 
 class Rotation(NamedTuple):
-    """What rotates the heads of T tokens, for all layers of a pass."""
+    """Cosines and sines that rotate the heads of T tokens, for all layers of a pass."""
 
     cos: Tensor
     """[T, 1, D]."""
@@ -46,7 +46,7 @@ def split_heads_reference(
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Query [T, H, D] and key [T, Hkv, D], normed and rotated, and value [T, Hkv, D]."""
+    """Query [T, H, D] and key [T, Hkv, D], both normed and rotated, and value [T, Hkv, D]."""
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     num_heads = heads.shape[1] - 2 * kv_heads
     if query_norm is None and key_norm is None:
@@ -82,17 +82,17 @@ def rope_attention(
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
-    The new tokens' keys and values are taken from `qkv`, those before them from the cache. On CUDA
-    block tables, lengths, slots, cos and sin must be older than the kernel that writes `qkv`: they
-    and the old cache are read while that one still runs.
+    New tokens' keys and values are taken from `qkv`, older ones from the cache. On CUDA the block
+    tables, lengths, slots, cos and sin must be complete before the kernel that writes `qkv` starts:
+    they and the old cache are read while that kernel still runs.
 
     Args:
         qkv: [T, (H + 2 Hkv) D], rows contiguous: query, key and value heads of every token.
         cos, sin: [T, D], in the layout of transformers' Llama.
         key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
-        slots: [T] int64. Those of a sequence's queries are its last positions', or in block 0 (the
-            trash block), whose contents are then not defined. Of more queries than the context has
-            tokens the first ones are padding.
+        slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
+            block), whose contents are then undefined. If a sequence has more queries than context
+            tokens, the first queries are padding.
         block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
             sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros. The scale
             is positive.

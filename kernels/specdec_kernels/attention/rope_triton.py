@@ -1,5 +1,9 @@
-"""Per-head norms, rotary embedding and KV write as a kernel of its own: before attention over more
-queries than `rope_attention_triton` takes in one tile."""
+"""Heads of the projection: per-head norms, rotary embedding, and their place in the cache.
+
+Rotary embedding combines the first half of a head with the second (RoFormer, arXiv 2104.09864, in
+transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a kernel of its own
+for more queries than `rope_attention_triton` takes in one tile.
+"""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -13,7 +17,7 @@ from specdec_kernels.launch_triton import after_predecessor, dependent_launch, l
 
 @triton.jit
 def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
-    """RMS norm of rows [R, D] of fp32, given as halves."""
+    """RMS norm of fp32 rows [R, D], given as halves."""
     live = half < D // 2
     norm_first = tl.load(norm_ptr + half, mask=live, other=0.0).to(tl.float32)
     norm_second = tl.load(norm_ptr + D // 2 + half, mask=live, other=0.0).to(tl.float32)
@@ -24,7 +28,7 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 @triton.jit
 def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads [R, D] as halves, after their norm and rotation in fp32; turn: cosines and sines."""
+    """Heads [R, D] as halves, normed and rotated in fp32. turn: cosines and sines."""
     first, second = head
     cos, sin = turn
     dtype = first.dtype
@@ -39,7 +43,7 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.const
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
-    """Cosines and sines [R, D / 2] of the tokens [R], which are there before a pass."""
+    """Cosines and sines [R, D / 2] of the tokens [R]; they are complete before a pass."""
     at = token[:, None] * rope_stride + half[None, :]
     cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
     sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
@@ -48,7 +52,7 @@ def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
 
 @triton.jit
 def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
-    """Query heads as halves [R, D / 2], of tokens [R] each one head [R], from the projection."""
+    """Query heads from the projection as halves [R, D / 2], one `head` [R] of each token [R]."""
     at = qkv_ptr + (token * qkv_stride + head * D)[:, None] + half[None, :]
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + D // 2, mask=mask, other=0.0)
@@ -57,7 +61,7 @@ def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
 
 @triton.jit
 def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.constexpr):
-    """Keys as halves [N, D / 2] and values [N, D] of new tokens, from the projection."""
+    """New tokens' keys as halves [N, D / 2] and values [N, D], from the projection."""
     at = token * qkv_stride
     mask = live[:, None] & (half < D // 2)[None, :]
     key_at = key_ptr + at[:, None] + half[None, :]
@@ -81,7 +85,7 @@ def store_heads(
     D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Keys, turned, and values of new tokens to their slots."""
+    """Store new tokens' rotated keys and values at their slots."""
     first, second = key
     mask = live[:, None] & (half < D // 2)[None, :]
     key_ptr, key_stride_b, key_stride_s = key_cache
@@ -141,7 +145,7 @@ def rope_kv_kernel(
     dtype = first.dtype
     first = first.to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
-    # A head that is not to be normed, or not to be turned, goes through with factors of 1 and 0.
+    # Heads without a norm or rotation pass with factors of 1 and 0.
     if HAS_QUERY_NORM:
         one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)
@@ -184,7 +188,7 @@ def rope_kv(
     key_norm: Tensor | None,
     eps: float,
 ) -> Tensor:
-    """Store every token's rotated key and its value; the rotated query [T, H, D]."""
+    """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
     num_tokens, width = qkv.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = width // head_dim - 2 * kv_heads

@@ -1,6 +1,7 @@
-"""A softmax over keys that come tile by tile.
+"""Tiles of keys and values, and an online softmax over them.
 
-Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2.
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
+keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -16,17 +17,17 @@ def attend(
     row_max,  # [M], in units of log2
     acc,  # [M, D]
     query,  # halves [M, D / 2]
-    tile,  # keys as halves [D / 2, N], values [N, D], and who sees them [M, N]
+    tile,
     scale,  # positive
     softcap,
     HAS_SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """One tile of keys joins the softmax.
+    """Add one tile of keys to the softmax.
 
-    Returns the new maxima, the factor [M] of what was summed before, the tile's weights [M, N],
-    which are still to be summed, and the new `acc`.
+    Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which are
+    still to be summed, and the new `acc`.
     """
     key, value, visible = tile
     scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
@@ -40,7 +41,7 @@ def attend(
 
 @triton.jit
 def attend_both(
-    query,  # as in `attend`, and so the tiles
+    query,  # halves [M, D / 2]
     tile,
     fresh_tile,
     scale,
@@ -49,10 +50,10 @@ def attend_both(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The first two tiles of keys, at once: their steps do not wait for each other.
+    """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
-    Returns maxima [M], the weights of both, [M, N] and [M, F], still to be summed, and the weighted
-    values [M, D].
+    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which are still to be summed,
+    and the weighted values [M, D].
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
@@ -79,7 +80,7 @@ def scored(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Scores [M, N], -inf where not visible, and their unit in terms of log2."""
+    """Scores [M, N], -inf where not visible, and the factor that makes them logarithms base 2."""
     query_first, query_second = query
     key_first, key_second = key
     if UPCAST:
@@ -106,13 +107,13 @@ def weighted(weights, value, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr)
 
 @triton.jit
 def finite(row_max):
-    """What scores count from. A row that sees no key is at -inf, and inf - inf would be NaN."""
+    """The maxima, 0 for rows that see no key: they are at -inf, and inf - inf would be NaN."""
     return tl.where(row_max == float("-inf"), 0.0, row_max)
 
 
 @triton.jit
 def with_sink(row_max, row_sum, sink):
-    """Sum of a softmax that a sink takes part in, and the factor of what was summed before."""
+    """Sum of a softmax with a sink added, and the factor of the earlier sums."""
     top = tl.maximum(row_max, sink)
     keep = tl.exp2(row_max - top)
     return row_sum * keep + tl.exp2(sink - top), keep
@@ -120,9 +121,9 @@ def with_sink(row_max, row_sum, sink):
 
 @triton.jit
 def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr):
-    """Weighted values [M, D] at a softmax's end; a row that sees no key has zeros.
+    """Weighted mean of the values [M, D], zeros for a row that sees no key.
 
-    sinks_at: addresses [M] of the rows' sinks, if any, which count as keys without a value.
+    sinks_at: addresses [M] of the rows' sinks, if any, which are keys without a value.
     """
     if HAS_SINKS:
         sink = tl.load(sinks_at, mask=live, other=0.0).to(tl.float32) * LOG2E
@@ -133,9 +134,9 @@ def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr
 
 @triton.jit
 def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """The first of `old` older keys that some query sees, and where the first tile begins.
+    """The first of `old` older keys that some query sees, and the start of the first tile.
 
-    Tiles of whole blocks begin with one.
+    Tiles of whole blocks start at a block boundary.
     """
     low = 0
     if WINDOW > 0:
@@ -148,7 +149,7 @@ def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.
 
 @triton.jit
 def cached_tile(
-    cache,  # of a key head: keys', values' pointer and strides of blocks and slots; block table
+    cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
     start,
     low,
     high,
@@ -159,9 +160,9 @@ def cached_tile(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Keys and values from position `start` on.
+    """The tile of keys and values from position `start` on.
 
-    Without a window who sees them is [1, N]: all queries see the positions in [low, high).
+    Without a window the mask is [1, N]: all queries see the positions in [low, high).
     """
     key_cache, value_cache, table = cache
     key_ptr, key_stride_b, key_stride_s = key_cache
@@ -173,18 +174,18 @@ def cached_tile(
     stored = position < high
     if WINDOW > 0:
         stored = stored & (position >= low)
-    if BLOCK_N % BLOCK_SIZE == 0:  # `start` begins a block then, and places within blocks are known
+    if BLOCK_N % BLOCK_SIZE == 0:  # `start` is a block boundary, so offsets in blocks are constants
         column = start // BLOCK_SIZE + step // BLOCK_SIZE
         inside = step % BLOCK_SIZE
     else:
         column = position // BLOCK_SIZE
         inside = position % BLOCK_SIZE
     block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
-    # Loaded as the columns that a product takes. Rows turned afterwards would pass shared memory in
-    # eight pieces, with barriers between them, before the program can wait for its predecessor.
+    # Loaded as the columns that a product takes. Transposing rows later would go through shared
+    # memory in eight pieces, with barriers between them, before the wait for the predecessor.
     key_at = key_ptr + (inside * key_stride_s)[None, :] + half[:, None]
     key_at += (block * key_stride_b)[None, :]
-    # Keys behind the last are loaded from where nothing faults, and not looked at.
+    # Keys behind the last are loaded from a valid address (block 0) and ignored.
     key_mask = (half < D // 2)[:, None]
     key_first = tl.load(key_at, mask=key_mask, other=0.0)
     key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
@@ -199,9 +200,10 @@ def cached_tile(
 
 @triton.jit
 def new_tile(key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr):
-    """New keys, as rows of halves [N, D / 2], and values, and who sees them.
+    """The tile of new keys, given as rows of halves [N, D / 2], and values.
 
-    A query of `token` [M] sees those up to itself, in its window, without the first `early`.
+    A query of `token` [M] sees the new tokens up to itself, within its window, except the first
+    `early`.
     """
     seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
     if WINDOW > 0:
@@ -230,9 +232,9 @@ def join_tiles(
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Keys from the cache, from `begin` on, join the softmax.
+    """Add the cached keys from `begin` on to the softmax.
 
-    Weights are summed over threads at the end only, which takes shuffles and barriers.
+    Weights are summed over threads only at the end, since that takes shuffles and barriers.
     """
     row_max, sums, acc = state
     for start in range(begin, high, BLOCK_N):

@@ -1,4 +1,4 @@
-"""A softmax whose keys were taken in parts, by programs that then combine some rows each.
+"""A softmax over a context cut into parts, a program each, and combining the parts.
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
 """
@@ -25,11 +25,11 @@ def part_of(
     UNIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """How many parts `keys` older keys are in, at most SPLITS, and where one begins and ends.
+    """The number of parts of `keys` older keys, at most SPLITS, and one part's begin and end.
 
-    Each has a share, of at least `min_keys`. Part 0, which has the new keys, has `min_keys` fewer
-    of the older ones: the new are there later, and need more work. But no part has a tile of
-    BLOCK_N more for that. Up to `alone` keys are all its own.
+    Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
+    later and need more work, so it has `min_keys` fewer of the older ones, unless another part
+    would need one more tile of BLOCK_N for that. Up to `alone` keys all belong to part 0.
     """
     least = tl.cdiv(min_keys, UNIT) * UNIT
     share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), least), UNIT) * UNIT
@@ -47,7 +47,7 @@ def part_of(
 
 @triton.jit
 def packed_stats(row_max, row_sum):
-    """A maximum and a sum, of which a part has one a row, as 64 bits: one load for both."""
+    """A part's maximum and sum of a row as 64 bits, so that one load reads both."""
     upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
     return upper | (row_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
 
@@ -64,7 +64,7 @@ def store_part(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """One part's maxima and sums, of all rows, and weighted values, of live ones."""
+    """Store one part's maxima and sums of all rows, and weighted values of live rows."""
     row = tl.arange(0, BLOCK_M)
     dim = tl.arange(0, BLOCK_D)
     tl.store(stats_ptr + part * BLOCK_M + row, packed_stats(row_max, row_sum))
@@ -84,8 +84,8 @@ def few_parts(
 ):
     """Maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax of parts.
 
-    Part by part in every thread: no load depends on another, so all are under way together, and
-    threads exchange nothing.
+    Every thread goes through all parts. No load depends on another, so all are in flight together,
+    and threads exchange nothing.
     """
     dim = tl.arange(0, BLOCK_D)
     maxima, sums, values = (), (), ()
@@ -120,7 +120,8 @@ def many_parts(
     BLOCK_M: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """As `few_parts`, BESIDE parts at a time over threads: unrolled, many take long to compile."""
+    """`few_parts` for many parts, which take long to compile unrolled: BESIDE at a time over
+    threads."""
     beside = tl.arange(0, BESIDE)
     dim = tl.arange(0, BLOCK_D)
     maxima, sums, values = (), (), ()
@@ -150,7 +151,7 @@ def many_parts(
 @triton.jit
 def combine_rows(
     memory,  # partial_ptr, stats_ptr, sinks_ptr of this key head, and out_ptr of its first row
-    span,  # first, rows, step; and in how many parts they are
+    span,  # first row, rows, step, number of parts
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -161,9 +162,9 @@ def combine_rows(
     PARTS: tl.constexpr,  # at least as many as there are
     ROWS: tl.constexpr,
 ):
-    """Rows of a softmax taken in parts: ROWS from `first` on, from `first + step` on and so on.
+    """Combine and store ROWS rows from `first` on, then from `first + step` on and so on.
 
-    See `few_parts` and `many_parts`, by FEW.
+    FEW selects `few_parts`, else `many_parts`.
     """
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory
     first, rows, step, parts = span
@@ -188,7 +189,7 @@ def combine_rows(
 def combine_parts(
     memory,  # as in `combine_rows`
     span,
-    few,  # whether the parts are FEW_PARTS or fewer
+    few,  # True if there are at most FEW_PARTS parts
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
@@ -200,7 +201,7 @@ def combine_parts(
     FEW_ROWS: tl.constexpr,
     MANY_ROWS: tl.constexpr,
 ):
-    """`combine_rows` at FEW_ROWS or MANY_ROWS a time, by how many parts there are."""
+    """`combine_rows`, FEW_ROWS or MANY_ROWS at a time, depending on the number of parts."""
     if few:
         combine_rows(
             memory,

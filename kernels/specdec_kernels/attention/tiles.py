@@ -1,6 +1,6 @@
-"""How `rope_attention` is cut, chosen from its shapes by measurement on an H200.
+"""Launch configurations of attention, chosen from shapes and measured on an H200.
 
-scripts/bench/kernels.py shows the outcome.
+`scripts/bench/kernels.py` shows their effect.
 """
 
 from typing import NamedTuple
@@ -10,34 +10,34 @@ from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY, power_of_2_from,
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
 FEW_SPLITS = 9
-MIN_KEYS = 128  # the shortest part, and how many older keys the new ones count for
-COMBINED = 64  # numbers that a thread combines at a time
-ALONE = 128  # older keys that one program takes together with the new ones: nothing to combine
-SCRATCH = 8192  # bytes of shared memory that exchanges between warps take
-SHORT_CONTEXT = 2048  # up to which fewer parts, with more registers each, are faster
+MIN_KEYS = 128  # the shortest part, and the number of older keys that the new ones count as
+COMBINED = 64  # values that a thread combines at a time
+ALONE = 128  # up to this many older keys go with the new ones into one part: nothing to combine
+SCRATCH = 8192  # bytes of shared memory for exchanges between warps
+SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each are faster
 
 
 class Cut(NamedTuple):
-    """How one attention is cut; see `rope_attention_kernel_triton.rope_attention_kernel`."""
+    """Launch configuration of `decode_triton.rope_attention_kernel`."""
 
-    splits: int  # parts of the context, at most
-    few_parts: int  # up to which a program combines `few_rows` at a time, otherwise `many_rows`
+    splits: int  # most parts of the context
+    few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
     few_rows: int
     many_rows: int
     block_m: int  # rows: query tokens times query heads of a key head
     block_new: int  # new keys
     block_n: int  # older keys at a time
-    block_d: int  # numbers of a head
+    block_d: int  # head dimension, padded
     num_warps: int
     num_stages: int
     maxnreg: int | None  # registers a thread
 
 
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
-    """Parts to cut a context into at most, of which one program of `at_once` takes each.
+    """Most parts of a context, such that the parts of all `programs` are at most `at_once`.
 
-    All are to run at once, since they wait for each other. One has the new keys. Two are not worth
-    what combining them takes.
+    All must run at once, since they wait for each other. One part has the new keys. Two parts gain
+    less than combining them costs.
     """
     fitting = at_once // programs
     if fitting < 3:
@@ -58,9 +58,9 @@ def choose_cut(
     room: int = SHARED_MEMORY,
     multiprocessors: int = MULTIPROCESSORS,
 ) -> Cut:
-    """The cut of an attention over block tables for `max_context` tokens.
+    """Launch configuration of attention over block tables for `max_context` tokens.
 
-    room: bytes of shared memory that a program can have on the GPU. multiprocessors: of the GPU.
+    room: bytes of shared memory that one program can have. multiprocessors: number on the GPU.
     """
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
@@ -69,7 +69,7 @@ def choose_cut(
     while block_n > 16 and stages_within(room, block_m, block_n, block_d, itemsize) < 3:
         block_n //= 2
     num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
-    # Programs that run on a multiprocessor at once, by their registers and shared memory.
+    # Programs that fit on a multiprocessor, by their registers and shared memory.
     each = 2 if block_m <= 32 else 1
     crowded = (
         block_d * itemsize <= 128
@@ -83,8 +83,8 @@ def choose_cut(
     few_parts = min(splits, FEW_SPLITS)
     num_stages = 3
     if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
-        # With a multiprocessor to itself or heads of few bytes, a program must load further ahead.
-        # Less ahead than 7 leaves room for a third program where two are meant to be.
+        # A program that is alone on a multiprocessor, or has small heads, must load further ahead.
+        # Fewer than 7 stages would leave room for a third program where two are intended.
         if block_d * itemsize <= 128:
             num_stages = 7 if block_m == 16 else 5
         elif programs <= multiprocessors:
@@ -108,10 +108,10 @@ def choose_cut(
 
 
 def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
-    """Stages of a pipeline over tiles of keys for which `room` bytes of shared memory are enough.
+    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory.
 
-    Besides them lie queries and weights there, and in fp32 a tile once more, on its way to the
-    products. Below 3 stages there is no room for one tile each of keys and values.
+    Queries and weights are there as well, and in fp32 one more tile on its way to the products.
+    Fewer than 3 stages have no room for one tile each of keys and values.
     """
     tile = block_n * block_d * itemsize
     others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
@@ -119,7 +119,7 @@ def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize:
 
 
 def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
-    """Rows whose `parts` parts a program can have in registers; several programs share BLOCK_M."""
+    """Rows whose `parts` parts fit into a program's registers; programs share BLOCK_M rows."""
     fitting = COMBINED * 32 * num_warps // (parts * block_d)
     return min(block_m // 4, power_of_2_to(fitting))
 

@@ -1,12 +1,17 @@
-"""The sum of all ranks' parts of a projection, with the residual and the norm in the same kernel.
+"""Kernels that read other GPUs' memory over NVLink: sums of all ranks' parts, and gathers.
 
-A one-shot all-reduce: every rank reads the parts of all the others from their memory, over NVLink,
-and adds them up in the order of ranks, so that all hold the same sums to the bit. A program handles
-a tile; it tells its like on the other ranks that this rank's part is written, and waits until all
-have told it. Flags count and are never reset: a tile's k-th call waits for k. Calls must use the
-two places in turn: that all have announced the one place means that all have read the other, so
-nobody has to wait a second time. Programs start in order, and each waits for its like alone: the
-first unfinished one is running on all ranks, however many there are.
+The sum is a one-shot all-reduce with the residual and the norm in the same kernel. Every rank reads
+the parts of all others and adds them up in the order of ranks, so that all hold the same bits. A
+program handles one tile. It announces to its counterpart on every other rank that this rank's part
+is written, and waits until all have announced theirs. Flags count and are never reset: the k-th
+call of a tile waits for k. Calls must alternate between two places: when all have announced one
+place, all have read the other, so no second wait is needed. Programs start in order and wait for
+their counterparts alone, so the first unfinished program is running on every rank.
+
+The gather puts the ranks' shares of the logits side by side. A program copies some tiles of one
+rank's share. It announces its own share to that rank, and waits for the announcement of the
+counterpart there. A share must not be overwritten before the group has synchronised again, which
+the sums of the next pass do.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -32,7 +37,7 @@ from specdec_kernels.linear.tiles import FEW_ROWS
 
 @triton.jit
 def read_flags(flags, INTERPRETED: tl.constexpr):
-    """int32 counters at addresses [SIZE], and all that their writers wrote before."""
+    """int32 counters at addresses [SIZE], with acquire semantics."""
     if INTERPRETED:
         found = tl.load(flags)
     else:
@@ -49,9 +54,9 @@ def read_flags(flags, INTERPRETED: tl.constexpr):
 
 @triton.jit
 def part_of(addresses_ptr, rank, like_ptr):
-    """Where a rank's parts begin, as a pointer to numbers of `like_ptr`'s type."""
+    """Pointer to a rank's parts, of the type of `like_ptr`."""
     found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
-    return tl.multiple_of(found, 16)  # without it two bytes are loaded at a time
+    return tl.multiple_of(found, 16)  # without this, loads are of two bytes
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,7 +115,7 @@ def reduce_add_norm_kernel(
         part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
         part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
         summed += part.to(tl.float32)
-    # Rounded first, as an all-reduce that returns a tensor would.
+    # The sum is rounded first, as by an all-reduce that returns a tensor.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
     if HAS_RESIDUAL:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
@@ -130,7 +135,7 @@ def reduce_add_norm_triton(
     assert norm_weight.shape == (width,) and residual.stride(1) == 1
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
-        # Products of many rows are a library's, which knows no norm.
+        # The library computes products of many rows, and takes no unfinished norm.
         hidden = _reduce(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
@@ -152,7 +157,7 @@ def _reduce(
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The sum (+ residual) [T, N]. norm: its weight, and what a norm's product reads, out."""
+    """The sum (+ residual) [T, N]. norm: its weight, and outputs `scaled` and `squares`."""
     parts = peers.parts
     width = parts.shape[2]
     assert peers.take(place, num_rows, width) is not None
@@ -161,7 +166,7 @@ def _reduce(
     hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
     norm_weight, scaled, squares = norm or (hidden, hidden, hidden)
     dependent = dependent_launch(parts)
-    # The same tiles whatever the rows but for one or two: flags belong to tiles.
+    # Flags belong to tiles, so tiles are the same for any number of rows above two.
     reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
         peers.addresses,
         peers.flags,
@@ -245,7 +250,7 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
     dependent = dependent_launch(out)
     block_m = min(GATHER_ROWS, triton.next_power_of_2(num_rows))
     groups = min(GATHER_GROUPS, triton.cdiv(num_rows, block_m))
-    # Ranks come first: all that wait for each other start together.
+    # Ranks are the first grid dimension, so that programs that wait for each other start together.
     gather_columns_kernel[(peers.size, blocks, groups)](
         peers.addresses,
         peers.flags,

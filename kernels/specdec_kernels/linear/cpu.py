@@ -1,11 +1,10 @@
-"""The products of a decoder layer with what surrounds them, on a CPU.
+"""Products and norms of a decoder layer: the public functions and their CPU path.
 
-Torch hands products in fp32 to MKL, which on AMD's processors takes 2 to 5 times as long for two to
-sixteen rows as oneDNN with weights in an order of its own (Zen 4), and on Intel's 0.6 to 0.9 times
-(Sapphire Rapids). In bf16 oneDNN has them anyway, and takes 0.4 to 0.8 times as long with its own
-order on both. That order is opaque, so a packed weight is not kept as a plain tensor as well,
-unless it is small: oneDNN's calls take some 15 us, 60 where nothing of them is in the caches, and a
-product of one row with a small weight is done in less.
+Torch runs fp32 products on MKL. For 2 to 16 rows MKL takes 2 to 5 times as long as oneDNN with
+packed weights on AMD (Zen 4), and 0.6 to 0.9 times as long on Intel (Sapphire Rapids). In bf16
+torch uses oneDNN anyway; packing makes it take 0.4 to 0.8 times as long on both. The packed order
+is opaque, so a weight is kept in one form, except small ones: a oneDNN call costs 15 us, or 60 us
+with cold caches, and a product of one row with a small weight takes less.
 
 Legend: T packed tokens, K features read, N features written.
 """
@@ -23,16 +22,16 @@ from torch import Tensor
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import Normed, gate, rms_norm_reference
 
-SMALL = 3 << 15  # numbers up to which a weight is not packed: products of 1 to 5 rows are quicker
-BOTH = 1 << 19  # numbers up to which a packed one in fp32 is kept plain too, for single rows
-_ROWS = 8  # that oneDNN's order is chosen for; from 2 to 64 it chooses the same
+SMALL = 3 << 15  # weights of at most this many numbers are not packed: faster for 1 to 5 rows
+BOTH = 1 << 19  # fp32 weights of at most this many numbers are kept plain too, for single rows
+_ROWS = 8  # rows for which oneDNN chooses its order; it chooses the same for 2 to 64
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """A weight [N, K] of products on a CPU; made by `ops.pack_weight`.
+    """A weight [N, K] for products on a CPU; made by `ops.pack_weight`.
 
-    blocks: in oneDNN's order, opaque. plain: the same as [N, K], or None; see `pack_weight_cpu`.
+    blocks: in oneDNN's opaque order. plain: the same as [N, K], kept for small weights, or None.
     """
 
     blocks: Tensor
@@ -40,7 +39,7 @@ class PackedWeight:
 
     @property
     def num_bytes(self) -> int:
-        """Of `blocks`, but for what their last ones are filled up with."""
+        """Bytes of `blocks`, without the padding of the last ones."""
         return self.blocks.numel() * self.blocks.dtype.itemsize
 
 
@@ -48,7 +47,7 @@ Weight = Tensor | PackedWeight
 
 
 def pays_to_pack(dtype: torch.dtype) -> bool:
-    """Whether products of this dtype are to be oneDNN's on this machine."""
+    """True if packed oneDNN products of this dtype are faster on this machine."""
     if vendor() not in ("AuthenticAMD", "GenuineIntel") or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:
@@ -58,7 +57,7 @@ def pays_to_pack(dtype: torch.dtype) -> bool:
 
 @lru_cache
 def vendor() -> str:
-    """The processor's, as x86 has it: "AuthenticAMD", "GenuineIntel"; "" where it is not known."""
+    """The processor's vendor: "AuthenticAMD" or "GenuineIntel" on x86; "" if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -68,22 +67,22 @@ def vendor() -> str:
 
 
 class Forms(NamedTuple):
-    """In which forms a weight is held."""
+    """The forms in which a weight is held."""
 
     packed: bool
     plain: bool
 
 
 def forms_of(numel: int, dtype: torch.dtype) -> Forms:
-    """The forms of a weight of so many numbers on this machine."""
+    """The forms of a weight with `numel` numbers on this machine."""
     packed = numel > SMALL and pays_to_pack(dtype)
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
 
 def pack_weight(weight: Tensor) -> Weight:
-    """The form in which products take a weight [N, K], made once at load.
+    """The form in which products take a weight [N, K]; call it once, at load.
 
-    On CUDA that is the contiguous tensor; a CPU has orders of its own, see `PackedWeight`.
+    On CUDA this is the contiguous tensor. A CPU has orders of its own, see `PackedWeight`.
     """
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
@@ -109,7 +108,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Args:
         x: [..., K], rows contiguous.
-        weight: [K], as in every norm here of x's dtype or, as Gemma's 1 + g, in fp32.
+        weight: [K], of x's dtype or, as Gemma's 1 + g, fp32. So are all norm weights here.
         eps: Added to the mean of squares.
 
     Returns:
@@ -131,15 +130,15 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> Normed:
-    """residual + x, made ready for the norm that follows: of a whole projection.
+    """residual + x, prepared for the norm that follows; x is a complete projection.
 
-    Where the ranks' parts of it have been added up, or where it has a norm of its own.
+    For projections that were summed over ranks, or that have a norm of their own.
 
     Args:
         x, residual: [T, N], rows contiguous.
         norm_weight: [N].
         eps: Of both norms.
-        post_norm: [N], of a norm of x before it is added, as Gemma 2 and 3 have.
+        post_norm: [N], weight of a norm of x before it is added, as in Gemma 2 and 3.
     """
     if post_norm is not None:
         x = rms_norm.reference(x, post_norm, eps)
@@ -150,7 +149,7 @@ def add_norm(
 def linear(
     x: Tensor, weight: Weight, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """x @ weight^T (+ bias): one rank's part of an output or down projection.
+    """x @ weight^T (+ bias): a plain product, such as one rank's part of a projection.
 
     Args:
         x: [T, K], rows contiguous.
@@ -177,7 +176,7 @@ def norm_linear(
     """rms_norm(x) @ weight^T (+ bias): a layer's merged q, k and v, or the logits.
 
     Args:
-        x: Of [T, K], as `embed`, `add_norm` or `linear_add_norm` returned it, all rows.
+        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
         weight: [N, K] of `pack_weight`.
         bias: [N].
         into: [T, N], contiguous, where to write it; CUDA only.
@@ -194,7 +193,7 @@ def norm_gate_up(x: Normed, weight: Weight, activation: str = "silu") -> Tensor:
     """activation(n @ gate^T) * (n @ up^T) with n = rms_norm(x): the first half of a gated MLP.
 
     Args:
-        x: Of [T, K], as `embed`, `add_norm` or `linear_add_norm` returned it, all rows.
+        x: [T, K], all rows as `embed`, `add_norm` or `linear_add_norm` returned them.
         weight: [2F, K] of `pack_weight`, the gate's rows first.
         activation: "silu" or "gelu_tanh".
 
@@ -213,7 +212,7 @@ def linear_add_norm(
     eps: float,
     bias: Tensor | None = None,
 ) -> Normed:
-    """residual + x @ weight^T (+ bias), made ready for the norm that follows: a layer's output and
+    """residual + x @ weight^T (+ bias), prepared for the norm that follows: a layer's output and
     down projections.
 
     Args:
@@ -225,13 +224,13 @@ def linear_add_norm(
         eps: Of that norm.
 
     Returns:
-        The new residual stream, in `hidden`, and what the next product reads.
+        The new residual stream, in `hidden`, and the input of the next product.
     """
     return normed(_linear_add(x, weight, residual, bias), norm_weight, eps)
 
 
 def normed(x: Tensor, norm_weight: Tensor, eps: float) -> Normed:
-    """x [T, K] and its norm, in the form that a product takes."""
+    """x [T, K] and its norm, as the input of a product."""
     return Normed(x, rms_norm.reference(x, norm_weight, eps), None, eps)
 
 
@@ -248,7 +247,7 @@ def _linear_add(x: Tensor, weight: Weight, residual: Tensor, bias: Tensor | None
 
 
 def _plain(weight: Weight, x: Tensor) -> Tensor | None:
-    """The weight as a tensor where the product is to take that."""
+    """The weight as a plain tensor if the product with x uses that form, else None."""
     if isinstance(weight, Tensor):
         return weight
     return weight.plain if x.shape[0] == 1 else None

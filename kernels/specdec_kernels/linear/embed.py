@@ -1,4 +1,4 @@
-"""How a pass begins: rows of the embedding and of the rotary tables: torch reference."""
+"""The start of a pass: rows of the embedding and of the rotary tables."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,14 +19,14 @@ def embed(
     eps: float,
     scale: float = 1.0,
 ) -> tuple[Normed, Tensor, Tensor]:
-    """What a pass begins with.
+    """Look up embeddings, their first norm, and the rotary tables' rows.
 
     Args:
         token_ids, positions: [T] int64, less than V and L; not checked on CUDA.
         embedding: [V, K].
         cos_table, sin_table: [L, D].
         norm_weight: [K], and `eps`: of the first layer's norm.
-        scale: What embeddings are multiplied by, as Gemma's are; of their dtype's values.
+        scale: Factor on the embeddings, as Gemma has; a value of their dtype.
 
     Returns:
         The embeddings and their norm, [T, K], and the tables' rows, [T, D] each.

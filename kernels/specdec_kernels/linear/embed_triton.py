@@ -1,4 +1,4 @@
-"""How a pass begins, in one kernel: a program looks up all that belongs to a token."""
+"""The start of a pass in one kernel: a program looks up everything that belongs to a token."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 

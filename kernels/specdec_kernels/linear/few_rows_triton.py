@@ -1,12 +1,15 @@
-"""A product of few rows with what surrounds it, bound by reading the weight once.
+"""A product of few rows with norm, gate, bias and residual, bound by reading the weight once.
 
 A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
-memory. The norm needs no pass of its own: its factor is one number a row, so the kernel that writes
-the residual stream also writes it times the norm's weight, and sums of squares, and the next one
-scales its product at the end. Before it waits for its predecessor, a program asks for its first
-weights, and may load its last ones into registers, so that memory stays busy from one kernel to the
-next. Its warps share the depth of a tile: a warp's products of one sum wait for each other, and
-that can take longer than the weights are on the way.
+memory. The norm needs no pass of its own, since its factor is one number a row: the kernel that
+writes the residual stream also writes it times the norm's weight, and sums of squares, and the next
+kernel scales its product at the end. Before a program waits for its predecessor, it prefetches its
+first weights and may load its last ones into registers, so that memory stays busy between kernels.
+
+The depth of a tile can be cut into slices, each for some warps: products of one warp on one sum
+wait for each other, which can take longer than loading the weights. Sums of slices stay apart until
+all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with more
+than one slice.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -45,13 +48,13 @@ def linear_outputs(
     norm_weight: Tensor | None,
     into: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for a product's results, whose operands are checked first.
+    """Check a product's operands and allocate its results.
 
     Args:
         x: [T, K], rows contiguous.
         weight: [N, K], contiguous; [2N, K] with an activation.
         block_n: Features of a program.
-        squares: [T, P] fp32, of x.
+        squares: [T, P] fp32, sums of squares of x.
         bias: [N].
         activation: "" or one of ACTIVATIONS.
         residual: [T, N], rows contiguous.
@@ -59,8 +62,8 @@ def linear_outputs(
         into: [T, N], contiguous, where to write the first result.
 
     Returns:
-        [T, N], which is `into` where given; and with `norm_weight` the same times it, and squares
-        of that of each program, [T, ceil(N / block_n)] fp32. Without, the first in their place.
+        [T, N], which is `into` if given; with `norm_weight` also [T, N] for the product times it,
+        and [T, ceil(N / block_n)] fp32 for sums of squares, else the first result in their place.
     """
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if activation else 1)
@@ -94,7 +97,7 @@ def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
 
 @triton.jit
 def along_rows(value, SLICES: tl.constexpr):
-    """What each row of a tile has, [R], to be broadcast over its features."""
+    """Values of a tile's rows, [R], in a shape that broadcasts over its features."""
     if SLICES == 1:
         return value[:, None]
     else:
@@ -103,7 +106,7 @@ def along_rows(value, SLICES: tl.constexpr):
 
 @triton.jit
 def along_depth(value, SLICES: tl.constexpr):
-    """What each feature of a tile has, as from `depth_of`, to be broadcast over its rows."""
+    """Values of a tile's features, as from `depth_of`, in a shape that broadcasts over its rows."""
     if SLICES == 1:
         return value[None, :]
     else:
@@ -112,7 +115,7 @@ def along_depth(value, SLICES: tl.constexpr):
 
 @triton.jit
 def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
-    """Addresses of a tile, from those where its rows begin, [R], and features as of `depth_of`."""
+    """Addresses of a tile, from the pointers to its rows, [R], and features from `depth_of`."""
     return along_rows(rows_ptr, SLICES) + along_depth(depth, SLICES)
 
 
@@ -120,7 +123,7 @@ def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
 def zero_sums(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr
 ):
-    """Sums for `add_product` to begin with, fp32."""
+    """Initial fp32 sums of `add_product`."""
     if SWAP:
         sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -162,9 +165,9 @@ def transposed(tile, SLICES: tl.constexpr):
 
 @triton.jit
 def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
-    """Two sums of `add_product` as [M, N] each: slices added up, and turned back with SWAP.
+    """Two results of `add_product` as [M, N] each: slices added up, transposed back with SWAP.
 
-    Side by side, as what warps exchange for the one does not wait for the other.
+    Both together, so that the exchanges between warps for one do not wait for the other's.
     """
     if SLICES > 1:
         sums = tl.sum(sums, axis=0)
@@ -177,7 +180,7 @@ def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
 
 @triton.jit
 def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
-    """Ask for COUNT numbers of each row of the weight, [N] pointers, from the `first` on."""
+    """Prefetch COUNT numbers of each row of the weight, [N] pointers, from the `first` on."""
     PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
     ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
     prefetch_l2(rows_ptr[:, None] + ahead[None, :])
@@ -196,7 +199,7 @@ def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.co
 
 @triton.jit
 def load_weight(at, mask, EVEN: tl.constexpr):
-    """A tile of the weight, from its addresses; with EVEN there is nothing to mask."""
+    """A tile of the weight, from its addresses; EVEN tiles need no mask."""
     if EVEN:
         return tl.load(at)
     else:
@@ -205,7 +208,7 @@ def load_weight(at, mask, EVEN: tl.constexpr):
 
 @triton.jit
 def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
-    """The sum [M, N] of what SPLITS programs stored, each `size` numbers behind the one before."""
+    """The sum [M, N] of the results of SPLITS programs, stored `size` numbers apart."""
     acc = tl.zeros(place.shape, tl.float32)
     for split in tl.static_range(SPLITS):
         at = partial_ptr + split * size + place
@@ -215,9 +218,9 @@ def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
 
 @triton.jit
 def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_live):
-    """For the norm that follows: `out` times its weight [N], and sums of squares of this part.
+    """Store `out` times the next norm's weight [N], and sums of squares of this part.
 
-    The norm is of the rounded values, as they will be read.
+    Both use the rounded values, as the next kernel reads them.
     """
     wide = tl.where(mask, out.to(tl.float32), 0.0)
     scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
@@ -256,8 +259,8 @@ def few_rows_linear_kernel(
     BLOCK_P: tl.constexpr,
     SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps
     SPLITS: tl.constexpr,
-    PREFETCH: tl.constexpr,  # features of every weight row to ask for before the wait
-    EARLY: tl.constexpr,  # the last features, loaded before the wait and used at the end
+    PREFETCH: tl.constexpr,  # features of every weight row to prefetch before the wait
+    EARLY: tl.constexpr,  # number of last features, loaded before the wait and used at the end
     DEPENDENT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -292,7 +295,7 @@ def few_rows_linear_kernel(
         norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
     after_predecessor(DEPENDENT)
 
-    # What the end needs is asked for before the loop, so that nobody waits for it there.
+    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
     if HAS_RESIDUAL:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
@@ -308,7 +311,7 @@ def few_rows_linear_kernel(
             tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
         )
     for start in range(first, first + SHARE - EARLY, BLOCK_K):
-        # Addresses and masks of all tiles come first: the order that was measured.
+        # Addresses and masks of all tiles come first; the tiles were measured in this order.
         k = start + inside
         x_at = tile_at(x_ptr, k, SLICES)
         x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
@@ -360,11 +363,7 @@ def few_rows_linear(
     norm_weight: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """One launch. x [T, K], weight [N, K] (or [2N, K] with an activation), squares [T, P] of x.
-
-    Returns [T, N], which is `into` where given; with `norm_weight` [N] also the same times it, and
-    squares [T, N / block_n].
-    """
+    """Launch the kernel; arguments and results are those of `linear_outputs`."""
     out, scaled, out_squares = linear_outputs(
         x,
         weight,
@@ -386,7 +385,7 @@ def few_rows_linear(
         partial = torch.empty((tiles.splits, *out.shape), dtype=torch.float32, device=x.device)
         counts = counters(x.device)
     parts = 0 if squares is None else squares.shape[1]
-    # A request past the end of the weight would be none of ours.
+    # A prefetch must not reach past the end of the weight.
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
     dependent = dependent_launch(x)

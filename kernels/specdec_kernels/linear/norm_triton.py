@@ -1,5 +1,5 @@
-"""RMS norms and gates as kernels of their own: where the product that they belong to is cuBLAS, or
-other ranks' parts come in between."""
+"""RMS norms and gates as kernels of their own, for products that run on cuBLAS or are summed over
+ranks."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -24,7 +24,7 @@ def activate(gate, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def normed_row(x, norm, eps, K: tl.constexpr):
-    """RMS norm of one row of K numbers, beyond which x is zero."""
+    """RMS norm of one row of K numbers; x is zero past them."""
     wide = x.to(tl.float32)
     wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
     return (wide * norm.to(tl.float32)).to(x.dtype)
@@ -34,7 +34,7 @@ def normed_row(x, norm, eps, K: tl.constexpr):
 def rms_norm_kernel(
     x_ptr,  # [T, K]
     residual_ptr,  # [T, K]; only with HAS_RESIDUAL
-    post_ptr,  # [K], of x's own norm before it is added; only with HAS_POST
+    post_ptr,  # [K], weight of a norm of x before it is added; only with HAS_POST
     norm_ptr,  # [K]
     hidden_ptr,  # [T, K], x + residual, out; only with HAS_RESIDUAL
     out_ptr,  # [T, K], out
@@ -91,7 +91,7 @@ def add_norm(
     eps: float,
     post_norm: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x (+ residual) [T, K], x normed first with `post_norm`, and the RMS norm of that."""
+    """x (+ residual) [T, K], with `post_norm` of x normed first, and the RMS norm of the sum."""
     num_rows, width = x.shape
     assert x.stride(1) == 1 and norm_weight.shape == (width,)
     assert post_norm is None or post_norm.shape == (width,)

@@ -1,9 +1,9 @@
-"""A product of one row with what surrounds it, for weights that registers can hold in a few turns.
+"""A product of one row with norm, gate, bias and residual, for weights that fit into registers.
 
-A program asks for all of its rows of the weight at once, before it waits for its predecessor, and
-needs no shared memory for them: programs find room beside those of the kernel before, and memory
-stays busy while that one ends. A draft's layers are so small that little else decides their time.
-Sums are of plain multiplications: with one row there is no work for the tensor cores.
+A program loads all of its rows of the weight at once, before it waits for its predecessor, and
+needs no shared memory for them. So programs fit beside those of the preceding kernel, and memory
+stays busy while that kernel ends, which decides the time of layers as small as a draft's. Sums are
+of plain multiplications: one row gives the tensor cores nothing to do.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
@@ -21,7 +21,7 @@ from specdec_kernels.linear.tiles import RowTiles
 
 @triton.jit
 def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.constexpr):
-    """Rows of K numbers, from pointers [N, 1] on, as tiles [N, CHUNK]; zeros behind the last."""
+    """Rows of K numbers at pointers [N, 1] as tiles [N, CHUNK], the last padded with zeros."""
     tiles = ()
     for start in tl.static_range(0, K, CHUNK):
         k = start + tl.arange(0, CHUNK)[None, :]
@@ -35,7 +35,7 @@ def chunks_of(rows_ptr, K: tl.constexpr, CHUNK: tl.constexpr, EVICTION: tl.const
 
 @triton.jit
 def dot_products(weight, x, N: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
-    """[N] fp32 of tiles [N, CHUNK] and [1, CHUNK]. Threads exchange sums once, at the end."""
+    """[N] fp32 from tiles [N, CHUNK] and [1, CHUNK]. Threads exchange sums once, at the end."""
     LANE: tl.constexpr = 128 // weight[0].dtype.primitive_bitwidth  # numbers of a thread's load
     sums = tl.zeros([N, CHUNK // LANE], tl.float32)
     for chunk in tl.static_range((K + CHUNK - 1) // CHUNK):
@@ -73,7 +73,7 @@ def one_row_linear_kernel(
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = column < num_features
     rows_ptr = weight_ptr + (tl.minimum(column, num_features - 1).to(tl.int64) * K)[:, None]
-    # Nobody reads a weight again before the next pass: it is the first to leave the L2 cache.
+    # A weight is not read again before the next pass, so it is the first to leave the L2 cache.
     weight = chunks_of(rows_ptr, K, CHUNK, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * K, K, CHUNK, "evict_first")
@@ -105,7 +105,7 @@ def one_row_linear_kernel(
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, out, mask=live)
     if FOR_NORM:
-        # The norm is of the rounded values, as they will be read.
+        # The norm uses the rounded values, as the next kernel reads them.
         wide = tl.where(live, out.to(tl.float32), 0.0)
         tl.store(scaled_ptr + column, (wide * norm.to(tl.float32)).to(out.dtype), mask=live)
         tl.store(out_squares_ptr + tl.program_id(0), tl.sum(wide * wide, axis=0))
@@ -124,7 +124,7 @@ def one_row_linear(
     norm_weight: Tensor | None = None,
     into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `few_rows_linear`, for x [1, K]."""
+    """Launch the kernel for x [1, K]; arguments and results are those of `linear_outputs`."""
     assert x.shape[0] == 1
     out, scaled, out_squares = linear_outputs(
         x,

@@ -1,6 +1,6 @@
-"""The products of a decoder layer: which kernel takes one, or the library.
+"""The products of a decoder layer on CUDA: choose a kernel, or the library.
 
-Norm, gate and sum belong to the products around them, so that they are no passes of their own.
+Norm, gate and sum are fused into the products around them.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 
 def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
-    """The kernel for a product of `kind` "norm", "gate" or "add", cut; None for cuBLAS."""
+    """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
     row_tiles = choose_row_tiles(kind, x, weight)
     if row_tiles is not None:
         return partial(one_row_linear, tiles=row_tiles)

@@ -1,9 +1,9 @@
-"""The products of a decoder layer and what surrounds them: torch references.
+"""Products, norms and gates of a decoder layer: torch references.
 
 A layer of a llama-like decoder is RMSNorm (Zhang and Sennrich, arXiv 1910.07467) and a product,
 attention, a product added to the residual, RMSNorm and the gated MLP (Shazeer, 2002.05202), and
-again a product added to the residual. Norms are rounded as transformers' LlamaRMSNorm does, or,
-with a weight in fp32, as its GemmaRMSNorm.
+another product added to the residual. Norms round as transformers' LlamaRMSNorm does, or as its
+GemmaRMSNorm if the weight is fp32.
 
 Does not know layers or models.
 Legend: T packed tokens, K features read, N features written, F the MLP's features.
@@ -31,7 +31,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @kernel("specdec_kernels.linear.norm_triton:gate_triton")
 def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """activation(gate) * up of merged [T, 2F], gate first: [T, F]; "silu" or "gelu_tanh"."""
+    """activation(gate) * up of merged [T, 2F], gate first: [T, F].
+
+    activation: "silu" or "gelu_tanh".
+    """
     first, up = gate_up.chunk(2, dim=-1)
     if activation == "silu":
         return F.silu(first) * up
@@ -40,14 +43,14 @@ def gate(gate_up: Tensor, activation: str = "silu") -> Tensor:
 
 
 class Normed(NamedTuple):
-    """A residual stream on its way into a norm and a product."""
+    """A residual stream, ready for a norm and a product."""
 
     hidden: Tensor
     """[T, K], the stream itself."""
     scaled: Tensor
     """[T, K], its RMS norm; with `squares`, only `hidden` times the norm's weight."""
     squares: Tensor | None
-    """[T, P] fp32, sums of squares of P parts of each row: the product that follows divides."""
+    """[T, P] fp32, sums of squares of P parts of each row, by which the next product divides."""
     eps: float
 
     def take(self, rows: Tensor) -> "Normed":
@@ -59,7 +62,7 @@ class Normed(NamedTuple):
 def linear_reference(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """See `ops.linear`: by torch's library, which on CUDA has the products of many rows."""
+    """`ops.linear` by torch's library, which on CUDA computes the products of many rows."""
     if into is None:
         return F.linear(x, weight, bias)
     if bias is None:
@@ -70,6 +73,6 @@ def linear_reference(
 def norm_linear_reference(
     x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
-    """See `ops.norm_linear`."""
+    """`ops.norm_linear` by torch's library."""
     assert x.squares is None
     return linear_reference(x.scaled, weight, bias, into)

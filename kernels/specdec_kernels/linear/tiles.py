@@ -1,7 +1,7 @@
-"""How products of few rows are cut, chosen from their shapes by measurement on an H200.
+"""Launch configurations of products of few rows, chosen from shapes and measured on an H200.
 
-scripts/bench/kernels.py shows the outcome. Nothing is tuned at run time: every rank and every run
-does the same.
+`scripts/bench/kernels.py` shows their effect. Nothing is tuned at run time: every rank and every
+run uses the same.
 """
 
 import math
@@ -20,37 +20,39 @@ from specdec_kernels.gpu import (
 )
 
 FEW_ROWS = 64
-WIDE = 3584  # numbers of a row from which its tiles are deeper
-WASTE = 1.25  # turns that programs take, over those that they would fill, from which it matters
-SCRATCH = 4096  # bytes of shared memory that exchanges between warps take
-NARROW = 7168  # bytes of a residual stream below which a layer's products are small enough
-LANE = 16  # bytes that a thread loads at a time
-LOADED = 256  # bytes of the weight that a thread has in registers
-GATE = 4096  # bytes of either half that a gate's program has, or more
-MOST = 16  # features of a program
-CHUNK = 2048  # numbers of a row that are one tile, at most
-HEAD = 4  # features for each number read from which on a product is no layer's, but the logits'
+WIDE = 3584  # rows of at least this many numbers get deeper tiles
+WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
+SCRATCH = 4096  # bytes of shared memory for exchanges between warps
+
+# Products of one row.
+NARROW = 7168  # a residual stream of fewer bytes has products that are small enough
+LANE = 16  # bytes of one load of a thread
+LOADED = 256  # bytes of the weight that a thread holds in registers
+GATE = 4096  # least bytes of each half that a program of a gate loads
+MOST = 16  # most features of a program
+CHUNK = 2048  # most numbers of a row in one tile
+HEAD = 4  # products with more than this many features for each number read are the logits
 
 
 class Tiles(NamedTuple):
-    """How one product is cut; see `few_rows_linear_triton.few_rows_linear_kernel`."""
+    """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
 
-    block_m: int  # all rows; below 16 they are the columns of mma.sync
+    block_m: int  # at least the number of rows; below 16 they are the columns of mma.sync
     block_n: int  # features of a program
     block_k: int  # numbers of the sum at a time
-    slices: int  # of block_k, each for some warps
-    splits: int  # of the sum, each for a program
-    prefetch: int  # numbers of each weight row to ask for before the wait
+    slices: int  # parts of block_k, each for some warps
+    splits: int  # parts of the sum, each for a program
+    prefetch: int  # numbers of each weight row to prefetch before the wait
     num_warps: int
     num_stages: int
-    early: int = 0  # numbers of each weight row in registers before the wait
+    early: int = 0  # numbers of each weight row to load into registers before the wait
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """Where every program can have a multiprocessor of its own, too many stages for two on one.
+    """Add stages until two programs do not fit on one multiprocessor, if there is one for each.
 
-    A kernel that starts early finds room where its predecessor happens to end first; without this
-    its programs would crowd there and leave other multiprocessors idle.
+    A kernel that starts early runs where its predecessor happens to end first. Without this its
+    programs would crowd there and leave other multiprocessors idle.
     """
     if programs > MULTIPROCESSORS:
         return tiles
@@ -60,10 +62,10 @@ def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY
 
 
 def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
-    """With less shared memory a program where that lets all of them run at once.
+    """Reduce a program's shared memory if that lets all programs run at once.
 
-    A few that have to wait for the others take as long again, while most multiprocessors are idle:
-    at 5120 features, 320 programs of which 264 found room.
+    A few programs that wait for the others double the time, while most multiprocessors idle: at
+    5120 features, 264 of 320 programs ran at first.
     """
     waves = programs / resident(tiles, itemsize, room)
     if waves <= 1 or math.ceil(waves) < WASTE * waves:
@@ -75,7 +77,7 @@ def at_once(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMOR
 
 
 def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
-    """Programs that run at once, as far as shared memory goes."""
+    """Programs that run at once, by shared memory alone."""
     stage = (tiles.block_n + tiles.block_m) * tiles.block_k * itemsize
     early = tiles.block_n * tiles.early * itemsize
     used = stage * buffers(tiles, itemsize) + early + SCRATCH
@@ -83,20 +85,21 @@ def resident(tiles: Tiles, itemsize: int, room: int = SHARED_MEMORY) -> int:
 
 
 def buffers(tiles: Tiles, itemsize: int) -> int:
-    """Triton makes one less than stages, but for wgmma, which reads one while it is refilled."""
+    """Buffers of a pipeline: one less than stages, or as many for wgmma, which reads one while it
+    is refilled."""
     is_wgmma = tiles.block_m >= 64 and itemsize == 2
     return tiles.num_stages if is_wgmma else tiles.num_stages - 1
 
 
 def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
-    """With as few stages, and then as short ones, as `room` bytes of shared memory demand.
+    """Reduce stages, and then their depth, until `room` bytes of shared memory are enough.
 
     parts: weights that a program reads, 2 for a gate.
     """
     while True:
         features = parts * tiles.block_n * itemsize
         stage = features * tiles.block_k + tiles.block_m * tiles.block_k * itemsize
-        # A buffer for each stage but one; weights that came early pass through as well.
+        # One buffer less than stages; weights that were loaded early take shared memory as well.
         stages = (room - SCRATCH - features * tiles.early) // stage + 1
         if stages >= 2 or tiles.block_k <= 64:
             return tiles._replace(num_stages=max(1, min(tiles.num_stages, stages)))
@@ -109,9 +112,9 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
-    Up to FEW_ROWS rows ours win, since with cuBLAS the norm, the gate and the sum are kernels of
-    their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; beyond, M of 64, which
-    the compiler gives to wgmma. room: bytes of shared memory, else what the GPU has.
+    Up to FEW_ROWS rows these kernels are faster, since with cuBLAS the norm, the gate and the sum
+    are kernels of their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; more use
+    an M of 64, which the compiler maps to wgmma. room: bytes of shared memory, else the GPU's.
     """
     room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
@@ -143,10 +146,10 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 
 
 def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to 8 rows: tiles of 16 features, whose four warps each have a quarter of BLOCK_K.
+    """Tiles for up to 8 rows: 16 features, with four warps that each have a quarter of BLOCK_K.
 
-    A warp's products follow each other, so a tile that is one slice takes four times as long from
-    one barrier to the next, longer than its weights are on the way.
+    A warp's products run one after the other, so a tile of one slice would take four times as long
+    from one barrier to the next, longer than loading its weights.
     """
     programs = -(-num_features // 16)
     if kind == "gate":
@@ -168,7 +171,7 @@ def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
 
 
 def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to 16 rows."""
+    """Tiles for up to 16 rows."""
     narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
     if kind == "add":
         if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
@@ -188,12 +191,12 @@ def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
 
 
 def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
-    """For up to FEW_ROWS rows: wide tiles, since a program loads and multiplies all rows of x.
+    """Tiles for up to FEW_ROWS rows: wide, since every program loads and multiplies all of x.
 
-    At 5120 features, 160 programs of 32 took longer than 80 of 64, on fewer multiprocessors.
+    At 5120 features, 80 programs of 64 features are faster than 160 of 32.
     """
     narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
-    one_turn = num_features <= 64 * MULTIPROCESSORS  # of programs of 64 features
+    one_turn = num_features <= 64 * MULTIPROCESSORS  # one wave of programs of 64 features
     if kind == "add":
         if num_features <= 16 * MULTIPROCESSORS:
             return Tiles(64, 32, 128, 1, 2, 512, 4, 8)
@@ -214,22 +217,22 @@ def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
 
 
 class RowTiles(NamedTuple):
-    """How one product is cut; see `one_row_linear_triton.one_row_linear_kernel`."""
+    """Launch configuration of `one_row_triton.one_row_linear_kernel`."""
 
     block_n: int  # features of a program
-    chunk: int  # numbers of a row that are one tile
+    chunk: int  # numbers of a row in one tile
     num_warps: int
 
 
 def choose_row_tiles(kind: str, x: Tensor, weight: Tensor) -> RowTiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add" of one row.
 
-    None for other numbers of rows, none among them, and where other kernels take less time: in
-    larger layers, and for logits.
+    None for any other number of rows, and where other kernels are faster: for larger layers and for
+    logits.
     """
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    stream = num_features if kind == "add" else width  # of the model, whichever rank has how much
+    stream = num_features if kind == "add" else width  # the model's width, whatever a rank holds
     itemsize = x.element_size()
     if num_rows != 1 or stream * itemsize >= NARROW:
         return None
@@ -245,14 +248,14 @@ def choose_row_tiles(kind: str, x: Tensor, weight: Tensor) -> RowTiles | None:
     least = LANE // itemsize * 32 * num_warps // block_n
     chunk = chunk_of(width, least)
     if kind == "norm" and -(-num_features // block_n) > 3 * MULTIPROCESSORS:
-        # The compiler widens all of a chunk while it waits for x. With less of it five programs fit
-        # on a multiprocessor where three do.
+        # The compiler converts a whole chunk to fp32 while it waits for x. With a smaller one five
+        # programs fit on a multiprocessor instead of three.
         chunk = max(least, min(chunk, CHUNK // 4))
     return RowTiles(block_n, chunk, num_warps)
 
 
 def chunk_of(width: int, least: int) -> int:
-    """A power of 2 from `least` on; the largest that leaves at most 3 lanes idle for 10 at work."""
+    """The largest power of 2 with at most 3 idle lanes for 10 busy ones, or `least`."""
     chunk = min(CHUNK, power_of_2_from(width))
     while chunk > least and 10 * (-width % chunk) > 3 * width:
         chunk //= 2

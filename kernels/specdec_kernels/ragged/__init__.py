@@ -1,4 +1,4 @@
-"""What only rounds over ragged batches on CUDA use. Nothing else in the package imports it.
+"""Functions that only ragged rounds on CUDA use; nothing but `ops` imports this package.
 
 `ops.merge_tokens`, `ops.rejection_sample` and `ops.sample_categorical`.
 """

@@ -1,6 +1,6 @@
-"""Merging the still valid tokens of every row with the tokens that follow them: torch reference.
+"""Merging each row's valid tokens with the tokens that follow them.
 
-Does not know what the tokens are: ids and positions are merged by the same function.
+Ids and positions are merged by the same function.
 Legend: B rows, N tokens packed over the rows, M next tokens at most, T output tokens.
 """
 

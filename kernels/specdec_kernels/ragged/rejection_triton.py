@@ -1,8 +1,8 @@
-"""Modified rejection sampling of a drafted continuation: two Triton kernels.
+"""Rejection sampling of drafted tokens over probabilities: two Triton kernels.
 
 The vocabulary is cut into chunks. The first kernel sums p and the residual of each chunk, all
-chunks at once; the second finds the chunk in which the inverse CDF falls and scans that one alone.
-Every program decides the acceptances for itself: K scalars are cheaper than a third kernel.
+chunks at once. The second finds the chunk of the inverse CDF and scans that one alone. Every
+program computes the acceptances itself, which is cheaper than a third kernel.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)

@@ -1,8 +1,6 @@
-"""Proposals that are looked up in what a sequence holds already: torch reference.
+"""Proposals that are looked up in a sequence's own tokens.
 
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023): what followed the longest suffix of a text
-that occurred before, of several occurrences the first one. Legend: B sequences, R rows of L tokens,
-K proposal length.
+Legend: B sequences, R rows of L tokens, K proposal length.
 """
 
 import torch
@@ -21,7 +19,7 @@ def ngram_lookup(
     shortest: int,
     k: int,
 ) -> tuple[Tensor, Tensor]:
-    """What followed the longest suffix of each text that occurs earlier in it, the first time.
+    """Propose the tokens that followed the first earlier occurrence of the longest suffix.
 
     Suffixes of `longest` down to `shortest` tokens are looked for (Saxena, "Prompt Lookup
     Decoding", 2023).
@@ -48,7 +46,7 @@ def ngram_lookup(
 
 
 def _follower(text: Tensor, longest: int, shortest: int) -> int:
-    """Where the first earlier occurrence of the longest suffix ends; the text's end for none."""
+    """The end of the first earlier occurrence of the longest suffix, or the text's end."""
     held, width = text.cpu().numpy().tobytes(), text.itemsize
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
         suffix, at = held[-n * width :], -1

@@ -1,4 +1,4 @@
-"""Proposals that are looked up in what a sequence holds: Triton kernel, one program a sequence."""
+"""Proposals looked up in a sequence's own tokens: Triton kernel, one program a sequence."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -9,12 +9,12 @@ from torch import Tensor
 
 from specdec_kernels.launch_triton import launch_options
 
-BLOCK = 2048  # places that a program looks at together
+BLOCK = 2048  # places that a program compares at once
 
 
 @triton.jit
 def suffix_at(text_ptr, place, length, LONGEST: tl.constexpr):
-    """How many tokens before each `place` are the text's last ones, up to LONGEST."""
+    """Number of tokens before each `place` that equal the text's last ones, up to LONGEST."""
     count = tl.zeros_like(place)
     goes_on = place < length
     for back in tl.static_range(1, LONGEST + 1):
@@ -46,8 +46,8 @@ def ngram_lookup_kernel(
     length = tl.load(length_ptr + b).to(tl.int32)
     room = tl.load(room_ptr + b).to(tl.int32)
 
-    # The longest suffix counts, and of its places the first: the largest of these numbers, each of
-    # a lane that has its own places.
+    # The longest suffix wins, then its first place: the largest rank. Each lane keeps the best rank
+    # of its own places.
     best = tl.zeros([BLOCK], tl.int64)
     for start in range(0, tl.where(room > 0, length, 0), BLOCK):
         place = start + tl.arange(0, BLOCK)

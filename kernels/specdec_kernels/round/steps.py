@@ -42,7 +42,7 @@ def padded_pass(
 
     Returns:
         ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q] int64;
-        context_lens [B] int32, the last token's position, unclamped, and one.
+        context_lens [B] int32, one more than the last token's unclamped position.
     """
     place = offset + torch.arange(tokens.shape[1], device=tokens.device)
     at = length[:, None] + place
@@ -77,14 +77,14 @@ def accept(
         rates: [K] fp32.
 
     Returns:
-        tokens [B, K + 1] int64, of which accepted + 1 count, and accepted [B] int64; -1 where
-        `best` is -1 at a place up to `lens`, -2 where a proposal is.
+        tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64: -2
+        where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
     """
     if rates is None or accept_noise is None:
         stands = proposed == best[:, : proposed.shape[1]]
     else:
         stands = accept_noise < rates
-    # Token by token: the many operations it would take otherwise cost more, of a few sequences.
+    # A loop over tokens: for a few sequences tensor operations would cost more.
     tokens, accepted = [], []
     rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
     for drafted, own, length, stood in rows:
@@ -117,18 +117,18 @@ def advance(
     """Append what a round decided to every active sequence, in place, and record it.
 
     accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
-    that meets one, or reaches its limit, is active no more.
+    that meets one, or reaches its limit, becomes inactive.
 
     Args:
         tokens: [B, K + 1] int64. accepted, lens: [B] int64.
         tail: [B, 2] int64, the last two tokens.
-        length, limit: [B] int64, tokens a sequence has, and at which it ends.
+        length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
         active: [B] bool.
         eos_ids: [E] int64, or empty.
         record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
-        history: [R, L] int32, for those who look tokens up; what is appended is written there too,
-            from place `length` on.
-        rows: [B] int64, each sequence's row of `history`, no two the same.
+        history: [R, L] int32, for proposers that look tokens up; appended tokens are written there
+            too, from place `length` on.
+        rows: [B] int64, each sequence's row of `history`, all different.
     """
     width = tokens.shape[1]
     record.copy_(torch.cat((tokens, accepted[:, None], lens[:, None]), dim=1))

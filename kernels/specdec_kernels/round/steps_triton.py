@@ -1,4 +1,8 @@
-"""The end of a round: Triton kernels, one program a sequence."""
+"""The steps of a round: Triton kernels. Pass inputs use one lane a token, the others one program a
+sequence.
+
+Time stamps are kernels, since the events of a CUDA graph cannot be read apart for each replay.
+"""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -85,8 +89,8 @@ def advance_kernel(
         first = tl.minimum(first, tl.min(tl.where(is_eos, place, WIDTH), axis=0))
     count = tl.minimum(count, first.to(tl.int64) + 1)
 
-    # The last two of the tail and the tokens that count; a -1 has to be a valid id until the host
-    # has read of it.
+    # The last two tokens of the old tail and the accepted ones. A -1 becomes a valid id, since the
+    # next round may start before the host has read the record.
     tokens = tl.maximum(tokens, 0)
     last = tl.sum(tl.where(place == count - 1, tokens, 0), axis=0)
     before = tl.sum(tl.where(place == count - 2, tokens, 0), axis=0)

@@ -1,4 +1,4 @@
-"""Greedy choice of a token: every program reads a part of a row, the last one of a row compares."""
+"""Greedy choice of a token: each program reads a part of a row, the last one compares the parts."""
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
@@ -22,7 +22,7 @@ BLOCK = 4096
 
 @triton.jit
 def first_maximum(value, index):
-    """The largest of two one-dimensional tensors' pairs, of these that of the smallest index."""
+    """The largest of pairs (value [N], index [N]), with the smallest index of equal ones."""
     top = tl.max(value, axis=0)
     return top, tl.min(tl.where(value == top, index, 2**31 - 1), axis=0)
 

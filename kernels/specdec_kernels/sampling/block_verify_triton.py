@@ -77,7 +77,7 @@ def block_verify_kernel(
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
-    # 1. Every program computes the running weights: K numbers are cheaper than another kernel.
+    # 1. Every program computes the running weights, which is cheaper than another kernel.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)

@@ -1,10 +1,10 @@
-"""What temperature, top-k and top-p leave of rows of logits: Triton kernels.
+"""Softmax statistics of rows of logits, with temperature, top-k and top-p: Triton kernels.
 
-A row is cut into parts, a program each, so that few rows use the whole GPU; the last program of a
-row puts its parts together. The normaliser is the online one of Milakov and Gimelshein
-(arXiv 1805.02867), by parts. What top-k and top-p keep is found without sorting: a logit has few
-possible values (65281 in bf16), and a pass of the search asks at several of them at once how many
-tokens, or how much mass, are that large or larger. Probabilities are never stored.
+A row is cut into parts, a program each, so that few rows use the whole GPU. The last program of a
+row combines its parts. The normaliser is computed online by parts (Milakov and Gimelshein, arXiv
+1805.02867). Top-k and top-p need no sorting: a logit has few possible values (65281 in bf16), and
+each pass of a search counts, for several of them at once, the tokens or the mass at or above that
+value. Probabilities are never stored.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -26,19 +26,19 @@ from specdec_kernels.launch_triton import (
 )
 from specdec_kernels.sampling.logits import TINY, LogitRows
 
-BLOCKS = (1024, 4096)  # tokens a program, where programs are few and where they are many
+BLOCKS = (1024, 4096)  # tokens a program, for few and for many programs
 FEW_PROGRAMS = 264
-# Into how many a pass cuts what it searches: passes cost time where rows are few, and sums where
-# they are many.
+# Ranges that a search pass distinguishes, for few and for many programs: with few rows the number
+# of passes costs time, with many the sums of a pass.
 WAYS = (16, 4)
-# Low bits that are zero in a dtype's numbers as fp32, and the bits that tell its values apart.
+# Low bits that are zero in a dtype's numbers as fp32, and the number of bits that differ.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
 
 
 @triton.jit
 def key_of(value, SHIFT: tl.constexpr):
-    """Integer in the order of fp32 values, neighbours one apart; both zeros are 0."""
+    """Integers in the order of fp32 values, consecutive for neighbours; both zeros are 0."""
     bits = value.to(tl.int32, bitcast=True)
     magnitude = (bits & 0x7FFFFFFF) >> SHIFT
     return tl.where(bits < 0, -magnitude, magnitude).to(tl.int64)
@@ -46,7 +46,7 @@ def key_of(value, SHIFT: tl.constexpr):
 
 @triton.jit
 def value_of(key, SHIFT: tl.constexpr):
-    """fp32 value of a key, +0 for 0."""
+    """The fp32 value of a key, +0 for 0."""
     key = key.to(tl.int32)
     magnitude = tl.where(key < 0, -key, key) << SHIFT
     value = magnitude.to(tl.float32, bitcast=True)
@@ -55,9 +55,9 @@ def value_of(key, SHIFT: tl.constexpr):
 
 @triton.jit
 def kept_weight(x, at, row_ptr, mask, scale):
-    """exp((x - maximum) / T) of logits x at places `at`; 0 where the row does not keep them.
+    """exp((x - maximum) / T) of logits x at places `at`; 0 for tokens that the row drops.
 
-    row_ptr: to the four numbers of the row, or one for each x.
+    row_ptr: pointer to the four numbers of the row, or one for each x.
     """
     maximum = tl.load(row_ptr, mask=mask, other=0.0)
     threshold = tl.load(row_ptr + 2, mask=mask, other=0.0)
@@ -81,7 +81,7 @@ def row_sums_kernel(
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Maximum and normaliser of rows that are kept whole."""
+    """Maximum and normaliser of rows without top-k and top-p."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -91,7 +91,7 @@ def row_sums_kernel(
     at = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
     top = tl.max(x, axis=0)
-    # -inf alone gives no NaN here; NaN and +inf do, and so spoil the sum.
+    # A part of -inf alone gives no NaN here. NaN and +inf make the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(tl.exp2((x - base) * scale), axis=0)
     tl.store(tops_ptr + row * PARTS + part, top)
@@ -134,8 +134,11 @@ def search_kernel(
     AFTER_TOP_K: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Look for the largest threshold at or above which are `goal` tokens, or that share of the
-    mass: leave one of WAYS parts of its range. Once that is one value, as in void rows, nothing."""
+    """Narrow down the largest threshold with `goal` tokens, or that share of the mass, at or above.
+
+    A call keeps one of WAYS parts of the range. It does nothing once the range is one value, and in
+    void rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -155,7 +158,7 @@ def search_kernel(
             low = tl.load(keys_ptr + row * 2).to(tl.int64)
         elif BY_MASS:
             target = goal * total
-            # V tokens at or below this have half of the mass that may be dropped, or less.
+            # V tokens at or below this bound hold at most half of the mass that may be dropped.
             share = (1.0 - goal) * total / V
             bound = maximum + (tl.log2(share) - 1.0) / scale
             low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
@@ -193,7 +196,8 @@ def search_kernel(
             sums = tl.sum(partial, axis=0)
             if FIRST and AFTER_TOP_K:
                 target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
-            # Sums fall from way to way, rounded alike. What rounding denies to the lowest it has.
+            # Sums fall from way to way, since all are rounded alike. The lowest way counts as
+            # reaching the target even if rounding says otherwise.
             last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
             beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
             above = tl.where(last + 1 < WAYS, beyond, above)
@@ -222,7 +226,7 @@ def settle_kernel(
     BY_MASS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Normaliser over what is kept, and which of the tokens at the threshold are."""
+    """Normaliser over the kept tokens, and the first kept token at the threshold."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     after_predecessor(DEPENDENT)
@@ -251,7 +255,7 @@ def settle_kernel(
             first = tl.full([], 0, tl.int32)
             weight = tl.exp2((threshold - maximum) * scale)
             if BY_MASS:
-                # Of equal tokens the last ones, as many as the target still needs.
+                # Keep the last of the equal tokens, as many as the target still needs.
                 ties = tl.sum(equals, axis=0)
                 missing = tl.load(sums_ptr + row * 2 + 1) - tl.load(sums_ptr + row * 2)
                 need = tl.where(weight > 0.0, tl.ceil(missing / weight), ties.to(tl.float32))
@@ -275,7 +279,7 @@ def settle_kernel(
 
 
 def exponent_scale(temperature: float) -> float:
-    """Of the exponent of 2."""
+    """Factor log2(e) / T on logits, for exponents of 2."""
     assert temperature > 0.0
     return math.log2(math.e) / max(temperature, TINY)
 

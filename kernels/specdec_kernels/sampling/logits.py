@@ -1,7 +1,7 @@
-"""From logits to a distribution and to tokens drawn from it: torch reference, and the CPU path.
+"""Distributions from logits, draws from them, and rejection sampling: torch, and the CPU path.
 
-`to_probs` is the only definition in the project of what temperature, top-k and top-p mean; the
-draft's q and the target's p both come from it, so that the acceptance test compares like with like.
+`to_probs` is the project's only definition of temperature, top-k and top-p. The draft's q and the
+target's p both come from it, so that the acceptance test compares like with like.
 Legend: R rows, V vocabulary, B sequences, K draft tokens.
 """
 
@@ -22,7 +22,7 @@ INF = float("inf")
 
 
 class LogitRows(NamedTuple):
-    """What makes rows of logits distributions, see `ops.logit_rows`.
+    """Softmax statistics that turn rows of logits into distributions, see `logit_rows`.
 
     rows: [R, 4] fp32. Maximum m; normaliser, the sum of exp((x - m) / T) over what is kept, NaN
         where the row is void; threshold t and index c: x is kept iff x > t, or x == t and its
@@ -40,7 +40,7 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
     # Shifting first keeps tiny temperatures finite: the maximum stays 0.
     scores = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, TINY)
     vocab = logits.shape[-1]
-    # What is equal and what is more is said of the logits: scores may round to the same number.
+    # Logits are compared, not scores, which may round to the same number.
     if 0 < top_k < vocab:
         kth = logits.topk(top_k, dim=-1).values[..., -1:]
         scores = scores.masked_fill(logits < kth, -INF)
@@ -56,12 +56,11 @@ def masked_scores(logits: Tensor, temperature: float, top_k: int, top_p: float) 
 def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
     """Distribution over the vocabulary, fp32, of the shape of `logits` [..., V].
 
-    Temperature, then top-k, then top-p, in the order of transformers' generation, and as many
-    tokens of each row as it keeps: top-k ties with the k-th value, top-p the smallest set whose
-    mass reaches `top_p` and at least one token. Of equal tokens at its border those of higher index
-    stay, where transformers' sort leaves open which.
-    Temperature 0 is the one-hot at the first maximum. A row with a NaN or +inf, or of -inf alone,
-    has a NaN for its sum, which verification reports.
+    Temperature, top-k and top-p apply in this order, as in transformers' generation, and keep as
+    many tokens as there: top-k keeps ties with the k-th value; top-p keeps the smallest set whose
+    mass reaches `top_p`, at least one token. Of equal tokens at that border those of higher index
+    stay; transformers' sort leaves it open. Temperature 0 is the one-hot at the first maximum. A
+    row with a NaN or +inf, or of -inf alone, sums to NaN, which verification reports.
     """
     if temperature == 0.0:
         logits = logits.float()
@@ -74,10 +73,10 @@ def to_probs(logits: Tensor, temperature: float, top_k: int, top_p: float) -> Te
 
 @kernel("specdec_kernels.sampling.logit_rows_triton:logit_rows_triton")
 def logit_rows(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
-    """What `sample_logits` and `reject_logits` must know to read logits as `logits.to_probs` does.
+    """Softmax statistics with which the other functions read logits as `logits.to_probs` does.
 
-    Without top-k and top-p the logits are read once. A row that holds a NaN or +inf, or nothing
-    above -inf, is void.
+    Without top-k and top-p the logits are read once. A row that holds a NaN or +inf, or only -inf,
+    is void. The torch implementation has one part.
 
     Args:
         logits: [R, V] bf16, fp16 or fp32, rows contiguous.
@@ -140,7 +139,7 @@ def reject_logits(
         lens: [B] int64 or int32, 0..K, drafted tokens of each row.
         draft_logits: [B, K, V'] bf16, fp16 or fp32, V' <= V, rows contiguous. Ids at or past V'
             have probability 0. None for proposals that were not drawn: q is one-hot at each.
-        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`, or None likewise.
+        draft_rows: [B, K, 4], `rows` of the draft's `logit_rows`; None if `draft_logits` is.
         target_logits: [B, K + 1, V] of any of these types, rows contiguous.
         target: `logit_rows` of the B * (K + 1) rows; needed on CUDA only.
         temperature, top_k, top_p: As `logit_rows` had them.
@@ -150,7 +149,7 @@ def reject_logits(
     Returns:
         tokens [B, K + 1] int64, the accepted drafts and one more, padded with -1, and accepted [B]
         int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
-        where a row of the target's up to `lens` is void.
+        where a target row up to `lens` is void.
     """
     q, p = round_probs(draft_tokens, draft_logits, target_logits, temperature, top_k, top_p)
     args = (draft_tokens.clamp(min=0), lens, q, p, accept_noise, sample_noise)
@@ -177,7 +176,7 @@ def round_probs(
 def spoiled(
     draft_tokens: Tensor, lens: Tensor, tokens: Tensor, accepted: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Tokens, and accepted counts as int64 with -2 for rows in which a draft token is negative."""
+    """The tokens, and accepted counts as int64, -2 in rows with a negative draft token."""
     place = torch.arange(draft_tokens.shape[1], device=lens.device)
     spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
     return tokens, accepted.long().masked_fill(spoilt, -2)
@@ -185,8 +184,10 @@ def spoiled(
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")
 def greedy_argmax(logits: Tensor) -> Tensor:
-    """Index of the first maximum of every row of [R, V]: [R] int64; -1 where it is not finite: the
-    row holds a NaN or +inf, or -inf alone."""
+    """Index of the first maximum of every row of [R, V]: [R] int64.
+
+    -1 where the maximum is not finite: the row holds a NaN or +inf, or only -inf.
+    """
     top, first = logits.max(dim=1)
-    # Of inf - inf comes NaN, which is not zero either; `isfinite` takes five operations on a CPU.
+    # inf - inf is NaN, which is not zero either; `isfinite` takes five operations on a CPU.
     return first.masked_fill_((top - top) != 0, -1)

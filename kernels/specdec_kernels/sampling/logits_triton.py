@@ -1,6 +1,6 @@
-"""Draws and rejection over logits as the model wrote them: Triton kernels.
+"""Draws and rejection sampling over the model's logits: Triton kernels.
 
-Rows are cut as `logit_rows_triton` found them; probabilities are never stored.
+Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -17,9 +17,9 @@ from specdec_kernels.sampling.logits import LogitRows
 
 @triton.jit
 def first_above(weights, before, threshold, index, NONE: tl.constexpr):
-    """Smallest index whose running sum exceeds the threshold, among positive weights.
+    """Smallest index of a positive weight whose running sum exceeds the threshold.
 
-    The last positive one where rounding leaves none, and the last of all where none is positive.
+    The last positive one if rounding leaves none, and the last index if no weight is positive.
     """
     positive = weights > 0
     hit = positive & (before + tl.cumsum(weights, axis=0) > threshold)
@@ -76,8 +76,8 @@ def token_probability(logits_ptr, token, mask, row_ptr, scale, V: tl.constexpr):
 def residual_weight(
     at,
     end,
-    target,  # pointers to the target's logits, and to what makes them p
-    draft,  # the draft's likewise; with ONE_HOT the token that q is all at counts in their place
+    target,  # pointers to the target's logits and row statistics
+    draft,  # the same of the draft; with ONE_HOT q is 1 at `proposed` instead
     proposed,
     factor,
     scale,
@@ -87,7 +87,7 @@ def residual_weight(
 ):
     """max(factor * p - q, 0) at places `at` before `end`.
 
-    A NaN stays one: no sum over it is positive.
+    A NaN stays a NaN, so that no sum over it is positive.
     """
     p_ptr, p_row_ptr = target
     q_ptr, q_row_ptr = draft
@@ -104,7 +104,7 @@ def residual_weight(
 
 @triton.jit
 def draw_token(
-    residuals,  # [BLOCK_PARTS], mass of the residual in each part; zeros to draw from p
+    residuals,  # [BLOCK_PARTS], the residual's mass in each part; zeros to draw from p
     parts_ptr,  # the target's, [PARTS] of this place
     noise,
     target,  # this and the next as in `residual_weight`
@@ -120,7 +120,7 @@ def draw_token(
     BLOCK: tl.constexpr,
     ONE_HOT: tl.constexpr,
 ):
-    """One token, from the residual where it has any mass, else from p."""
+    """Draw one token, from the residual if it has any mass, else from p."""
     every = tl.arange(0, BLOCK_PARTS)
     lane = tl.arange(0, BLOCK)
     p_ptr, p_row_ptr = target
@@ -155,7 +155,7 @@ def store_decision(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Accepted drafts, the drawn token, -1; and the count, or what was not finite."""
+    """Store accepted drafts, the drawn token, and -1; and the count, or -2 or -1 if not finite."""
     place = tl.arange(0, BLOCK_K)
     totals = tl.load(
         target_rows_ptr + place * 4 + 1, mask=(place <= length) & (place <= K), other=1.0
@@ -208,7 +208,7 @@ def reject_logits_kernel(
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
-    # 1. Every program counts the acceptances: K numbers are cheaper than another kernel.
+    # 1. Every program counts the acceptances, which is cheaper than another kernel.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)
@@ -243,7 +243,7 @@ def reject_logits_kernel(
         stays = drafted & (noise * q < p)
         accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
 
-    # 2. Mass of the residual in this part, where there was a rejection.
+    # 2. After a rejection, the residual's mass in this part.
     rejected = accepted < length
     lane = tl.arange(0, BLOCK)
     p_ptr = target_logits_ptr + accepted.to(tl.int64) * target_stride_k
@@ -252,7 +252,7 @@ def reject_logits_kernel(
     q_row_ptr = draft_rows_ptr
     proposed = tl.full([], 0, tl.int64)
     if K > 0:
-        # After the last place q is not read, but has an address.
+        # q is not read after the last place, but needs a valid address.
         behind = tl.minimum(accepted, K - 1)
         if ONE_HOT:
             proposed = tl.sum(tl.where(place == accepted, drafts, 0), axis=0)
@@ -350,7 +350,7 @@ def reject_logits_triton(
     (batch, width), vocabulary = draft_tokens.shape, target_logits.shape[2]
     is_one_hot = draft_logits is None or draft_rows is None
     if draft_logits is None or draft_rows is None:
-        # Not read, but they have addresses.
+        # Not read, but they need valid addresses.
         draft_logits, draft_rows = target_logits[:, :width], target.rows
     else:
         assert draft_rows.shape == (batch, width, 4) and draft_rows.is_contiguous()

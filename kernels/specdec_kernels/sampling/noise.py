@@ -1,6 +1,6 @@
-"""Counter-based uniform numbers: torch reference, and the host's path.
+"""Counter-based uniform numbers: torch implementation, also for the host.
 
-A number is a function of a seed and of what it decides; no generator has a state.
+A number is a function of a seed and of what it decides. There is no generator state.
 """
 
 import torch
@@ -38,7 +38,7 @@ def uniform_reference(
 ) -> Tensor:
     """One number in [0, 1), fp32, for each (index, position, purpose); int64, broadcast.
 
-    start: where the round of the position begins, if numbers are to depend on it.
+    start: position at which the round begins, for numbers of that round alone.
     """
     third = torch.zeros_like(index) if start is None else start + 1
     index, position, purpose, third = torch.broadcast_tensors(index, position, purpose, third)

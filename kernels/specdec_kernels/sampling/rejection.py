@@ -1,7 +1,7 @@
-"""Modified rejection sampling of a drafted continuation: torch reference, and the CPU hot path.
+"""Rejection sampling of drafted tokens over probabilities: torch reference, and the CPU path.
 
-Noise is an input, so the outcome is a deterministic function of its arguments. Does not know
-temperature, top-k or top-p: probabilities arrive finished, and greedy decoding is one-hot rows.
+Noise is an input, so the outcome is a deterministic function of the arguments. Does not know
+temperature, top-k or top-p: probabilities arrive finished. One-hot rows give greedy decoding.
 Legend: B sequences, K draft tokens at most, V vocabulary.
 """
 
