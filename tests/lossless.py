@@ -11,7 +11,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from specdec_kernels import ops
+from specdec_kernels.sampling.rejection import (
+    rejection_sample_reference,
+    sample_categorical_reference,
+)
 from torch import Tensor
 from transformers.generation import (
     TemperatureLogitsWarper,
@@ -64,7 +67,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Round:
-    """Everything a rule may look at; shapes as in `ops.rejection_sample`."""
+    """Everything a rule may look at; shapes as in `rejection_sample_reference`."""
 
     drafts: Tensor
     lens: Tensor
@@ -132,7 +135,7 @@ def taken(probs: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Rule:
-    """The rule of `ops.rejection_sample` step by step; each fault changes one step."""
+    """Rejection sampling step by step; each fault changes one step."""
 
     def drawn(self, pair: Pair) -> Tensor:
         """Table that drafts are drawn from."""
@@ -159,7 +162,7 @@ class Rule:
         return r.noise.sample
 
     def draw(self, weights: Tensor, noise: Tensor) -> Tensor:
-        return ops.sample_categorical(weights, noise)
+        return sample_categorical_reference(weights, noise)
 
     def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
         """Tokens [N, K + 1], padded with -1, and how many drafts were accepted [N]."""
@@ -183,7 +186,7 @@ class Project(Rule):
     """none: the project's own function"""
 
     def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
-        tokens, accepted = ops.rejection_sample(
+        tokens, accepted = rejection_sample_reference(
             r.drafts, r.lens.int(), r.q, r.p, r.noise.accept, r.noise.sample
         )
         return tokens, accepted.long()
@@ -399,7 +402,7 @@ def play(pair: Pair, rule: Rule, before: Tensor, lens: Tensor, noise: Noise) -> 
     drawn, claimed = rule.drawn(pair), rule.claimed(pair)
     states = [before]
     for step in range(noise.draft.shape[1]):
-        states.append(ops.sample_categorical(drawn[states[-1]], noise.draft[:, step]))
+        states.append(sample_categorical_reference(drawn[states[-1]], noise.draft[:, step]))
     state = torch.stack(states, 1)
     drafts, q, p = state[:, 1:], claimed[state[:, :-1]], pair.p[state]
     place = torch.arange(state.shape[1])

@@ -11,7 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from specdec_kernels.rejection import rejection_sample_reference, sample_categorical_reference
+from specdec_kernels.sampling.rejection import (
+    rejection_sample_reference,
+    sample_categorical_reference,
+)
 
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance

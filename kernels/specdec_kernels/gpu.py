@@ -1,14 +1,17 @@
-"""What of the GPU at hand bounds how kernels are cut."""
+"""GPU limits that determine launch configurations, and powers of two, which tile sizes are."""
 
 import torch
 
-from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
+# An H100 or H200, for which the launch configurations are tuned.
+MULTIPROCESSORS = 132
+SHARED_MEMORY = 227 * 1024  # bytes that one program can have
+CACHE_LINE = 128  # bytes
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that a program can have; an H100's where there is no GPU.
+    """Bytes of shared memory that one program can have; an H100's where there is no GPU.
 
-    An A100 has 163 KiB, most GPUs of workstations and the L40S 99, an H100 and a B200 227.
+    An A100 has 163 KiB, most workstation GPUs and the L40S 99, an H100 and a B200 227.
     """
     if device.type != "cuda":
         return SHARED_MEMORY
@@ -17,7 +20,17 @@ def shared_memory(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of the GPU; an H100's where there is none."""
+    """Number of multiprocessors; an H100's where there is no GPU."""
     if device.type != "cuda":
         return MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def power_of_2_from(number: int) -> int:
+    """The smallest power of 2 that is at least `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def power_of_2_to(number: int) -> int:
+    """The largest power of 2 that is at most `number`; 1 for numbers below 1."""
+    return 1 << max(number, 1).bit_length() - 1

@@ -1,14 +1,13 @@
-"""What kernels that follow each other closely share: dependent launches, prefetches, counters.
+"""Helpers of kernels that follow each other closely: dependent launches, prefetches, counters.
 
-Programmatic dependent launch: a kernel marked so starts while its predecessor in the stream still
-runs. Everything it does before `after_predecessor` may touch only what no recent kernel writes:
-weights, and what was ready when the predecessor itself began. `after_predecessor` waits until the
-predecessor has completed and its writes are visible. Some program of every kernel calls it, so
-completion is transitive: the predecessor completed only after it had waited for its own. A program
-without work may return before it, and so makes room for the successor. From there on order is that
-of an ordinary stream, and memory may be reused as freely. The successor is let in only after the
-wait, so at most one kernel runs ahead, and what it may read early includes all that was written
-before the predecessor.
+Programmatic dependent launch lets a kernel start while its predecessor in the stream still runs.
+Before `after_predecessor` it may touch only data that no recent kernel writes: weights, and data
+that was complete when the predecessor began. `after_predecessor` waits until the predecessor has
+completed and its writes are visible. At least one program of every kernel calls it, so completion
+is transitive: the predecessor completed only after its own predecessor. A program without work may
+return before the call, which makes room for the successor. After the call the order is that of an
+ordinary stream, and memory may be reused. The successor may start only after the wait, so at most
+one kernel runs ahead, and it may read early everything written before its predecessor.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
@@ -24,21 +23,20 @@ _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
 def dependent_launch(tensor: Tensor) -> bool:
-    """Whether a kernel over `tensor` can be launched before its predecessor ends."""
+    """True if a kernel over `tensor` can be launched before its predecessor ends."""
     return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
 
 
 def launch_options(dependent: bool = False) -> dict[str, bool]:
-    """What every launch asks of Triton. dependent: as of `dependent_launch`.
+    """Triton's options for every launch. dependent: result of `dependent_launch`.
 
-    That a product and a sum may be one instruction was its default through 3.9, which warns of the
-    end of that on stderr.
+    `enable_fp_fusion` was Triton's default through 3.9, which warns on stderr that this will end.
     """
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if dependent else {})
 
 
 def counters(device: torch.device) -> Tensor:
-    """[COUNTERS] int32 zeros for kernels whose last program finishes what others began.
+    """[COUNTERS] int32 zeros, for kernels whose last program completes the work of the others.
 
     Every kernel leaves them at zero. Kernels of one device share them, so they run on one stream.
     """
@@ -46,13 +44,13 @@ def counters(device: torch.device) -> Tensor:
 
 
 def epochs(device: torch.device) -> Tensor:
-    """[EPOCHS, 2] int32 for `arrive`, shared by kernels of one device, which run on one stream."""
+    """[EPOCHS, 2] int32 for `arrive`; kernels of one device share them and run on one stream."""
     return _kept_zeros("epochs", 2 * EPOCHS, device).view(EPOCHS, 2)
 
 
 def _kept_zeros(name: str, size: int, device: torch.device) -> Tensor:
     if (name, device) not in _kept:
-        # In a graph's capture this would become a memset of each replay, in the graph's own pool.
+        # In a capture this would become a memset in every replay, in the graph's own pool.
         assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing(), (
             "run once before capturing"
         )
@@ -70,7 +68,7 @@ def after_predecessor(DEPENDENT: tl.constexpr):
 
 @triton.jit
 def prefetch_l2(pointers):
-    """Ask for the 128-byte lines of a tensor of pointers, without waiting for them."""
+    """Prefetch the 128-byte lines at a tensor of pointers into L2, without waiting."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -83,7 +81,7 @@ def prefetch_l2(pointers):
 
 @triton.jit
 def is_last(counter_ptr, expected):
-    """True in the last of `expected` programs that call it; what the others stored is visible then.
+    """True in the last of `expected` programs that call it; the others' stores are visible to it.
 
     Leaves the counter at zero. The others' results must be loaded past L1 (".cg").
     """
@@ -96,20 +94,20 @@ def is_last(counter_ptr, expected):
 
 @triton.jit
 def epoch_of(epochs_ptr, expected):
-    """The count at which all of a group of `expected` programs will have arrived.
+    """The count at which all `expected` programs of a group have arrived.
 
-    A group's counters, [2], go on from call to call: who arrived, and who had arrived before this
-    call. To be called after the predecessor.
+    A group's two counters are never reset: arrivals so far, and arrivals before this call. Call
+    this after `after_predecessor`.
     """
     return tl.load(epochs_ptr + 1) + expected
 
 
 @triton.jit
 def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
-    """Count this program, one of a group; what it stored before goes before that.
+    """Count this program as arrived, after its earlier stores.
 
-    With COUNTED returns whether it was the last. An answer takes as long as the way to memory and
-    back, so who waits does without.
+    With COUNTED returns whether it was the last. The answer costs a round trip to memory, so
+    programs that wait do without it.
     """
     tl.debug_barrier()  # the stores of all threads come before the count
     if COUNTED:
@@ -121,10 +119,10 @@ def arrive(epochs_ptr, epoch, COUNTED: tl.constexpr):
 
 @triton.jit
 def wait_for(epochs_ptr, epoch):
-    """Wait until a group's count has come to `epoch`, which `epoch_of` returned.
+    """Wait until a group's count has reached `epoch`, the result of `epoch_of`.
 
-    Programs start in the order of their ids. A group's must be neighbours and few, so that all run
-    at once. What the others stored must be loaded past L1 (".cg").
+    Programs start in the order of their ids. Those of a group must be adjacent and few, so that all
+    run at once. The others' results must be loaded past L1 (".cg").
     """
     behind = tl.full([], -1, tl.int32)  # a difference, since counters wrap around
     while behind < 0:

@@ -25,7 +25,7 @@ from graph_times import alternated_times, graph_times
 from shapes import MODELS, Model
 from specdec_kernels import ops
 from specdec_kernels.launch_triton import after_predecessor
-from specdec_kernels.linear import gate_reference, rms_norm_reference
+from specdec_kernels.linear.reference import rms_norm_reference
 from torch import Tensor
 
 BLOCK_SIZE = 16
@@ -146,7 +146,7 @@ class Bench:
                 rows,
                 lambda w, x=x: ops.norm_gate_up(x, w),
                 lambda w, x=x: ops.gate(F.linear(ops.rms_norm(x.hidden, norm, EPS), w)),
-                gate_reference(F.linear(normed, weights[0].double())),
+                ops.gate.reference(F.linear(normed, weights[0].double())),
             )
 
     def argmax(self, name: str, model: Model, all_rows: list[int]) -> None:

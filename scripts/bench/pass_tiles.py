@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from graph_times import alternated_times
 from shapes import MODELS, Model
-from specdec_kernels.few_rows_linear_triton import few_rows_linear
-from specdec_kernels.linear_tiles import Tiles
-from specdec_kernels.linear_triton import kernel_for
+from specdec_kernels.linear.few_rows_triton import few_rows_linear
+from specdec_kernels.linear.products_triton import kernel_for
+from specdec_kernels.linear.tiles import Tiles
 from torch import Tensor
 
 EPS = 1e-5

@@ -16,7 +16,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 from specdec_kernels import ops
-from specdec_kernels.peers import Peers
+from specdec_kernels.comm.peers import Peers
 from torch import Tensor
 
 from specdec_cli.core.parallel import TensorParallel, make_groups

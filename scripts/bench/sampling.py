@@ -15,7 +15,11 @@ from collections.abc import Callable
 import torch
 from graph_times import graph_times
 from specdec_kernels import ops
-from specdec_kernels.logits import to_probs
+from specdec_kernels.sampling.logits import to_probs
+from specdec_kernels.sampling.rejection import (
+    rejection_sample_reference,
+    sample_categorical_reference,
+)
 
 COPY_TB_PER_S = 4.3  # read + written, device to device, H200
 L2_BYTES = 60e6
@@ -64,7 +68,7 @@ def drawing(args: argparse.Namespace, rows: int, name: str, spread: float) -> st
         return ops.sample_logits(logits[i], found(i), *settings, noise)
 
     def stored(i: int) -> torch.Tensor:
-        return ops.sample_categorical(to_probs(logits[i], *settings), noise)
+        return sample_categorical_reference(to_probs(logits[i], *settings), noise)
 
     stats, both = microseconds(found, copies), microseconds(drawn, copies)
     old = "" if args.without_torch else f"{microseconds(stored, min(copies, 4)):.0f}"
@@ -106,7 +110,7 @@ def rejecting(args: argparse.Namespace, batch: int, name: str, spread: float) ->
 
     def stored(i: int) -> object:
         p, q = (to_probs(x[i], *settings) for x in (target, draft))
-        return ops.rejection_sample(tokens[i], lens.to(torch.int32), q, p, *noise)
+        return rejection_sample_reference(tokens[i], lens.to(torch.int32), q, p, *noise)
 
     alone = microseconds(lambda i: reject(i, made[i]), copies)
     both = microseconds(whole, copies)

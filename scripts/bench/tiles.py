@@ -1,4 +1,4 @@
-"""Try tiles of a product of few rows, to choose those of `specdec_kernels.linear_tiles`.
+"""Try tiles of a product of few rows, to choose those of `specdec_kernels.linear.tiles`.
 
 One row of a narrow model has a kernel of its own, `one_row_linear_triton`, which this does not try.
 
@@ -19,9 +19,9 @@ from statistics import median
 
 import torch
 from graph_times import graph_times
-from specdec_kernels.few_rows_linear_triton import few_rows_linear
-from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
-from specdec_kernels.linear_tiles import Tiles, choose_tiles
+from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
+from specdec_kernels.linear.few_rows_triton import few_rows_linear
+from specdec_kernels.linear.tiles import Tiles, choose_tiles
 from torch import Tensor
 
 WEIGHT_BYTES = 300e6  # between two uses of the same

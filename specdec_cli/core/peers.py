@@ -10,7 +10,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
-from specdec_kernels.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
+from specdec_kernels.comm.peers import MAX_ROWS, Peers, num_gather_flags, num_sum_flags
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.text import first_line

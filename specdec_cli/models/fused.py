@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from specdec_kernels import ops
-from specdec_kernels.linear import Normed
-from specdec_kernels.rope_attention import Rotation, split_heads_reference
+from specdec_kernels.attention.rope import Rotation, split_heads_reference
+from specdec_kernels.linear.reference import Normed
 from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from specdec_kernels.linear_cpu import pays_to_pack
+from specdec_kernels.linear.cpu import pays_to_pack
 
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.fused import bytes_held_twice, fuse

@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 import triton
-from specdec_kernels.attention_triton import tile_sizes
-from specdec_kernels.hopper import SHARED_MEMORY
+from specdec_kernels.attention.tiles import choose_cut, paged_tiles
+from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.launch_triton import launch_options
-from specdec_kernels.linear_tiles import choose_tiles
-from specdec_kernels.rope_cut import choose_cut
-from specdec_kernels.row_tiles import choose_row_tiles
+from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-INT64 = {"tokens", "next_tokens", "merged", "positions", "slots", "draft_tokens"}
+INT64 = {"tokens", "positions", "slots", "draft_tokens"}
 INT32 = {
-    *("start", "end", "next_lens", "out_start", "block_tables", "query_start", "context_lens"),
+    *("out_start", "block_tables", "query_start", "context_lens"),
     *("lens", "accepted", "counters", "epochs"),
 }
 FP32 = {"row_max", "row_sum", "partial"}
@@ -33,14 +31,12 @@ def attention(
     max_query_len: int, dim: int = 128, itemsize: int = 2, splits: int = 1, **extra: Any
 ) -> dict[str, Any]:
     """Constants as the launcher chooses them; 16-bit dots, which the interpreter is spared."""
-    block_m, block_n = tile_sizes(max_query_len, 4, dim * itemsize)
+    block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
     flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False, "UPCAST": False}
     return {**sizes, **flags, "PRECISION": "ieee", **extra}
 
-
-REJECTION = {"K": 5, "BLOCK_K": 8, "CHUNKS": 32, "CHUNK": 4096, "BLOCK_CHUNKS": 32}
 
 LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
 LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "ONE_HOT": False, "DEPENDENT": True}
@@ -123,37 +119,30 @@ PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
 # Case: module, kernel, type of its other pointers, constants, types that are not the usual ones.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
-    "merge_tokens": (
-        "merge_triton",
-        "merge_tokens_kernel",
-        "*i1",
-        {"STEPS": 3, "BLOCK": 256},
-        {},
-    ),
     "slot_mapping": (
-        "slots_triton",
+        "attention.cache_triton",
         "slot_mapping_kernel",
         "*i1",
         {"HAS_REJECTED": True, "BLOCK_SIZE": 16, "STEPS": 3, "BLOCK": 256},
         {},
     ),
     "write_kv": (
-        "kv_triton",
+        "attention.cache_triton",
         "write_kv_kernel",
         "*bf16",
         {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1024, "BLOCK_V": 1024},
         {},
     ),
-    "stamp": ("clock_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
+    "stamp": ("round.steps_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
     "uniform_rows": (
-        "noise_triton",
+        "sampling.noise_triton",
         "uniform_rows_kernel",
         "*i64",
-        {"WIDTH": 6, "BLOCK": 128},
+        {"WIDTH": 6, "BY_ROUND": True, "BLOCK": 128},
         {"out_ptr": "*fp32"},
     ),
     "padded_pass": (
-        "padding_triton",
+        "round.steps_triton",
         "padded_pass_kernel",
         "*i64",
         {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128},
@@ -161,7 +150,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     ),
     **{
         f"accept-{name}": (
-            "advance_triton",
+            "round.steps_triton",
             "accept_kernel",
             "*i64",
             {"K": 5, "BLOCK": 8, "HAS_RATES": has_rates},
@@ -174,7 +163,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         name: (
-            "advance_triton",
+            "round.steps_triton",
             "advance_kernel",
             "*i64",
             {"WIDTH": 6, "BLOCK": 8, "HAS_HISTORY": name != "advance"},
@@ -187,7 +176,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"ngram_lookup-{longest}": (
-            "ngram_triton",
+            "round.ngram_triton",
             "ngram_lookup_kernel",
             "*i64",
             {
@@ -198,12 +187,14 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for longest in (1, 4, 32)
     },
-    "chunk_sums": ("rejection_triton", "chunk_sums_kernel", "*fp32", REJECTION, {}),
-    "draw": ("rejection_triton", "draw_kernel", "*fp32", REJECTION, {}),
-    "chunk_sums-k0": ("rejection_triton", "chunk_sums_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
-    "draw-k0": ("rejection_triton", "draw_kernel", "*fp32", {**REJECTION, "K": 0}, {}),
     **{
-        f"{kernel}-{name}": ("logit_rows_triton", f"{kernel}_kernel", pointer, constants, types)
+        f"{kernel}-{name}": (
+            "sampling.logit_rows_triton",
+            f"{kernel}_kernel",
+            pointer,
+            constants,
+            types,
+        )
         for kernel, name, pointer, constants, types in [
             ("row_sums", "few", "*bf16", LOGITS, LOGIT_TYPES),
             ("row_sums", "many", "*bf16", MANY_LOGITS, LOGIT_TYPES),
@@ -223,7 +214,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     **{
-        f"{kernel}-{name}": ("logits_triton", f"{kernel}_kernel", pointer, constants, types)
+        f"{kernel}-{name}": (
+            "sampling.logits_triton",
+            f"{kernel}_kernel",
+            pointer,
+            constants,
+            types,
+        )
         for kernel, name, pointer, constants, types in [
             ("sample_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
             ("sample_logits", "many", "*fp32", MANY_LOGITS, LOGIT_TYPES),
@@ -237,7 +234,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     **{
-        f"attention-{name}": ("attention_triton", "paged_attention_kernel", pointer, *rest)
+        f"block_verify-{name}": (
+            "sampling.block_verify_triton",
+            "block_verify_kernel",
+            "*bf16",
+            constants,
+            types,
+        )
+        for name, constants, types in [
+            ("few", LOGITS, LOGIT_TYPES),
+            (
+                *("other-dtype", {**MANY_LOGITS, "K": 31, "BLOCK_K": 32}),
+                {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
+            ),
+        ]
+    },
+    **{
+        f"attention-{name}": ("attention.paged_triton", "paged_attention_kernel", pointer, *rest)
         for name, pointer, *rest in [
             ("decode", "*bf16", attention(1, splits=8), {"out_ptr": "*fp32"}),
             ("verify", "*bf16", attention(6, splits=8), {"out_ptr": "*fp32"}),
@@ -253,7 +266,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     "combine_splits": (
-        "attention_triton",
+        "attention.paged_triton",
         "combine_splits_kernel",
         "*bf16",
         {"DV": 128, "BLOCK_DV": 128, "HAS_SINKS": True, "SPLITS": 8},
@@ -261,7 +274,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     ),
     **{
         f"linear-{name}": (
-            "few_rows_linear_triton",
+            "linear.few_rows_triton",
             "few_rows_linear_kernel",
             pointer,
             constants,
@@ -293,7 +306,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"one_row_linear-{name}": (
-            "one_row_linear_triton",
+            "linear.one_row_triton",
             "one_row_linear_kernel",
             pointer,
             constants,
@@ -309,7 +322,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"reduce_add_norm-{rows}-{residual}-{for_norm}": (
-            "reduce_triton",
+            "comm.peers_triton",
             "reduce_add_norm_kernel",
             "*bf16",
             {
@@ -327,7 +340,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"gather_columns-{rows}": (
-            "gather_triton",
+            "comm.peers_triton",
             "gather_columns_kernel",
             "*bf16",
             {
@@ -340,7 +353,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"rms_norm{'-post' * post}": (
-            "norm_triton",
+            "linear.norm_triton",
             "rms_norm_kernel",
             "*bf16",
             {"K": 4096, "HAS_RESIDUAL": True, "HAS_POST": post}
@@ -351,7 +364,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         f"embed{'-scaled' * scaled}": (
-            "embed_triton",
+            "linear.embed_triton",
             "embed_kernel",
             "*bf16",
             {"K": 4096, "D": 128, "BLOCK": 4096, "BLOCK_D": 128}
@@ -361,7 +374,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for scaled in (False, True)
     },
     "gate": (
-        "norm_triton",
+        "linear.norm_triton",
         "gate_kernel",
         "*bf16",
         {"ACTIVATION": "gelu_tanh", "BLOCK": 1024, "DEPENDENT": True},
@@ -369,7 +382,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     ),
     **{
         f"rope_attention-{name}": (
-            *("rope_attention_kernel_triton", "rope_attention_kernel", pointer, constants),
+            *("attention.decode_triton", "rope_attention_kernel", pointer, constants),
             {"stats_ptr": "*i64", **types},
         )
         for name, pointer, constants, types in [
@@ -388,14 +401,14 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         ]
     },
     "rope_kv": (
-        "rope_kv_triton",
+        "attention.rope_triton",
         "rope_kv_kernel",
         "*bf16",
         rope_attention(1) | EVERYTHING | {"HEADS": 32, "BLOCK_HEADS": 8},
         {},
     ),
     "greedy_argmax": (
-        "argmax_triton",
+        "sampling.argmax_triton",
         "greedy_argmax_kernel",
         "*bf16",
         {"V": 128256, "PARTS": 32, "BLOCK": 4096, "DEPENDENT": True},
@@ -407,8 +420,8 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
 # Shared memory that a program can have on an A100, and on an L40S or a GPU of a workstation.
 ROOMS = {80: 163 * 1024, 89: 99 * 1024}
 
-_LINEAR = ("few_rows_linear_triton", "few_rows_linear_kernel", "*bf16")
-_ROPE = ("rope_attention_kernel_triton", "rope_attention_kernel", "*bf16")
+_LINEAR = ("linear.few_rows_triton", "few_rows_linear_kernel", "*bf16")
+_ROPE = ("attention.decode_triton", "rope_attention_kernel", "*bf16")
 
 # Those that take most of an H100's shared memory, as they are cut for GPUs that have less.
 SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str]]]] = {

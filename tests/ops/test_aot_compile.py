@@ -71,7 +71,7 @@ def test_every_launch_asks_the_same_of_triton():
     """By `launch_options`; kernels over logits by `dependence`, which has them."""
     said = {
         ast.unparse(call.func.value): [ast.unparse(k.value) for k in call.keywords if not k.arg]
-        for path in KERNELS.glob("specdec_kernels/*_triton.py")
+        for path in KERNELS.glob("specdec_kernels/**/*_triton.py")
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript)
     }
@@ -84,7 +84,7 @@ def test_every_launch_asks_the_same_of_triton():
 def test_every_kernel_is_compiled():
     defined = {
         line.split("def ")[1].split("(")[0]
-        for path in KERNELS.glob("specdec_kernels/*_triton.py")
+        for path in KERNELS.glob("specdec_kernels/**/*_triton.py")
         for line in path.read_text().splitlines()
         if line.startswith("def ") and line.endswith("_kernel(")
     }

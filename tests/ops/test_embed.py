@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import ops
-from specdec_kernels.embed_triton import embed_triton
+from specdec_kernels.linear.embed_triton import embed_triton
 from torch import Tensor
 
 EPS = 1e-5

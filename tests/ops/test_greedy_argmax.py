@@ -1,14 +1,14 @@
 import pytest
 import torch
 from ops_helpers import DTYPES, needs_cuda
-from specdec_kernels.argmax import greedy_argmax_reference
-from specdec_kernels.argmax_triton import greedy_argmax_triton
+from specdec_kernels import ops
 from specdec_kernels.launch_triton import counters
-from specdec_kernels.logits import to_probs
+from specdec_kernels.sampling.argmax_triton import greedy_argmax_triton
+from specdec_kernels.sampling.logits import to_probs
 from torch import Tensor
 
 ARGMAX = [
-    pytest.param(greedy_argmax_reference, id="reference"),
+    pytest.param(ops.greedy_argmax.reference, id="reference"),
     pytest.param(greedy_argmax_triton, id="kernel"),
 ]
 
@@ -70,4 +70,4 @@ def test_large(dtype, device):
     logits[3, 128255] = float("nan")
     for _ in range(3):
         out = greedy_argmax_triton(logits)
-        assert torch.equal(out, greedy_argmax_reference(logits)) and out[3] == -1
+        assert torch.equal(out, ops.greedy_argmax.reference(logits)) and out[3] == -1

@@ -2,21 +2,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
-from specdec_kernels import linear_triton, norm_triton, ops
-from specdec_kernels.few_rows_linear_triton import few_rows_linear
-from specdec_kernels.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from specdec_kernels import ops
+from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.launch_triton import counters
-from specdec_kernels.linear import Normed, gate_reference, rms_norm_reference
-from specdec_kernels.linear_tiles import (
+from specdec_kernels.linear import norm_triton, products_triton
+from specdec_kernels.linear.few_rows_triton import few_rows_linear
+from specdec_kernels.linear.one_row_triton import one_row_linear
+from specdec_kernels.linear.reference import Normed, rms_norm_reference
+from specdec_kernels.linear.tiles import (
     FEW_ROWS,
+    NARROW,
+    RowTiles,
     Tiles,
     at_once,
+    choose_row_tiles,
     choose_tiles,
     resident,
     spread,
 )
-from specdec_kernels.one_row_linear_triton import one_row_linear
-from specdec_kernels.row_tiles import NARROW, RowTiles, choose_row_tiles
 from torch import Tensor
 
 EPS = 1e-5
@@ -50,19 +53,19 @@ def test_layer(size, activation, dtype, device):
     norms = [1 + normal(features, scale=0.3, **kind) for _ in range(2)]
     biases = [normal(features, **kind), normal(width + 1, **kind)]
 
-    first = linear_triton.linear_add_norm_triton(
+    first = products_triton.linear_add_norm_triton(
         x, out_weight, residual, norms[0], EPS, bias=biases[0]
     )
-    inner = linear_triton.norm_gate_up_triton(first, gate_up, activation)
-    second = linear_triton.linear_add_norm_triton(inner, down, first.hidden, norms[1], EPS)
-    out = linear_triton.norm_linear_triton(second, last, biases[1])
+    inner = products_triton.norm_gate_up_triton(first, gate_up, activation)
+    second = products_triton.linear_add_norm_triton(inner, down, first.hidden, norms[1], EPS)
+    out = products_triton.norm_linear_triton(second, last, biases[1])
 
     tolerance = TOLERANCE[dtype]
     hidden = residual.double() + F.linear(x.double(), out_weight.double(), biases[0].double())
     assert_close("hidden", hidden, first.hidden, tolerance)
     # Each step from what the step before it gave, so that errors do not add up.
     mlp = F.linear(norm_of(first.hidden, norms[0]), gate_up.double())
-    assert_close("inner", gate_reference(mlp, activation), inner, tolerance)
+    assert_close("inner", ops.gate.reference(mlp, activation), inner, tolerance)
     hidden = first.hidden.double() + F.linear(inner.double(), down.double())
     assert_close("second hidden", hidden, second.hidden, tolerance)
     expected = F.linear(norm_of(second.hidden, norms[1]), last.double(), biases[1].double())
@@ -142,7 +145,7 @@ def test_one_row(size, activation, tiles, dtype, device):
     factor = torch.rsqrt(squares.double().sum() / width + EPS)
     expected = F.linear(x.double() * factor, weight.double())
     if residual is None:
-        expected = gate_reference(expected)
+        expected = ops.gate.reference(expected)
     else:
         expected = expected + bias.double() + residual.double()
     assert_close("out", expected, out, TOLERANCE[dtype])
@@ -210,7 +213,7 @@ def test_norm_of_a_projection_before_it_is_added(shape, dtype, device):
 
 def test_no_rows(device):
     kind = {"dtype": torch.float32, "device": device}
-    out = linear_triton.linear_triton(normal(0, 40, **kind), normal(24, 40, **kind))
+    out = products_triton.linear_triton(normal(0, 40, **kind), normal(24, 40, **kind))
     assert out.shape == (0, 24)
 
 
@@ -220,7 +223,7 @@ def test_linear_into_given_memory(dtype, device):
         x = normal(rows, 40, dtype=dtype, device=device)
         weight = normal(24, 40, dtype=dtype, device=device, scale=40**-0.5)
         into = torch.full((rows + 1, 24), float("nan"), dtype=dtype, device=device)
-        out = linear_triton.linear_triton(x, weight, into=into[:rows])
+        out = products_triton.linear_triton(x, weight, into=into[:rows])
         assert out.data_ptr() == into.data_ptr() and into[rows].isnan().all()
         assert_close("out", F.linear(x.double(), weight.double()), out, TOLERANCE[dtype])
 
@@ -229,7 +232,7 @@ def test_norm_then_product(device):
     kind = {"dtype": torch.float32, "device": device}
     x, norm = normal(5, 48, **kind), normal(48, **kind)
     weight = normal(70, 48, scale=48**-0.5, **kind)
-    out = linear_triton.norm_linear_triton(
+    out = products_triton.norm_linear_triton(
         Normed(x, norm_triton.rms_norm_triton(x, norm, EPS), None, EPS), weight
     )
     assert_close("out", F.linear(norm_of(x, norm), weight.double()), out, 1e-5)
@@ -354,7 +357,7 @@ def test_large(rows, width, heads, inner, dtype, device):
         tolerance = TOLERANCE[dtype]
         hidden = residual.double() + F.linear(x.double(), square.double())
         assert_close("hidden", hidden, first.hidden, tolerance)
-        mlp = gate_reference(F.linear(norm_of(first.hidden, norm), gate_up.double()))
+        mlp = ops.gate.reference(F.linear(norm_of(first.hidden, norm), gate_up.double()))
         assert_close("inner", mlp, inside, tolerance)
         hidden = first.hidden.double() + F.linear(inside.double(), down.double())
         assert_close("second hidden", hidden, second.hidden, tolerance)

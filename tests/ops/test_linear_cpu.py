@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import TOLERANCE, assert_close
-from specdec_kernels import linear_cpu, ops
-from specdec_kernels.linear import gate_reference, rms_norm_reference
-from specdec_kernels.linear_cpu import BOTH, SMALL, PackedWeight, forms_of, pays_to_pack
+from specdec_kernels import ops
+from specdec_kernels.linear import cpu
+from specdec_kernels.linear.cpu import BOTH, SMALL, PackedWeight, forms_of, pays_to_pack
+from specdec_kernels.linear.reference import rms_norm_reference
 from torch import Tensor
 
 EPS = 1e-5
@@ -31,7 +32,7 @@ def normal(*size: int, dtype: torch.dtype = F32, scale: float = 1.0) -> Tensor:
 def test_fp32_is_packed_where_mkl_is_slow(
     vendor: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear_cpu, "vendor", lambda: vendor)
+    monkeypatch.setattr(cpu, "vendor", lambda: vendor)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
     assert forms_of(BOTH + 1, F32) == (packed, not packed)
     assert forms_of(SMALL, F32) == forms_of(BOTH + 1, F64) == (False, True)
@@ -40,7 +41,7 @@ def test_fp32_is_packed_where_mkl_is_slow(
 def test_the_vendor_is_that_of_the_machine() -> None:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        found = linear_cpu.vendor()
+        found = cpu.vendor()
         assert (f"vendor_id\t: {found}\n" in cpuinfo.read_text()) == (found != "")
 
 
@@ -90,7 +91,7 @@ def test_gated_mlp_matches_fp64(size: str, rows: int) -> None:
     x = ops.Normed(hidden, ops.rms_norm(hidden, norm, EPS), None, EPS)
     normed = rms_norm_reference(hidden.double(), norm.double(), EPS)
     for activation in ("silu", "gelu_tanh"):
-        expected = gate_reference(F.linear(normed, plain.double()), activation)
+        expected = ops.gate.reference(F.linear(normed, plain.double()), activation)
         out = ops.norm_gate_up(x, ops.pack_weight(plain), activation)
         assert_close(activation, expected, out, 1e-5)
 

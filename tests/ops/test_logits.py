@@ -1,18 +1,16 @@
 """Sampling and rejection over logits, against the definition followed in fp64."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from ops_helpers import needs_cuda
-from specdec_kernels import logit_rows_triton as rows_of_logits
-from specdec_kernels.logit_rows_triton import logit_rows_triton
-from specdec_kernels.logits import (
-    LogitRows,
-    logit_rows_reference,
-    reject_logits_reference,
-    sample_logits_reference,
-    to_probs,
-)
-from specdec_kernels.logits_triton import reject_logits_triton, sample_logits_triton
+from specdec_kernels import ops
+from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
+from specdec_kernels.sampling.block_verify_triton import block_verify_logits_triton
+from specdec_kernels.sampling.logit_rows_triton import logit_rows_triton
+from specdec_kernels.sampling.logits import LogitRows, to_probs
+from specdec_kernels.sampling.logits_triton import reject_logits_triton, sample_logits_triton
 from torch import Tensor
 
 from tests.lossless import chi_square
@@ -21,6 +19,7 @@ INF, NAN = float("inf"), float("nan")
 ALMOST_ONE = 1 - 2**-24
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 Settings = tuple[float, int, float]  # temperature, top_k, top_p
+Rule = Callable[..., tuple[Tensor, Tensor]]
 SETTINGS: list[Settings] = [
     (0.8, 0, 1.0),
     (1.0, 1, 1.0),
@@ -32,46 +31,65 @@ SETTINGS: list[Settings] = [
 ]
 
 
-def triton_rejects(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    target_logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """The kernels in the form of the reference."""
+def rule_of(function: Rule, reads_rows: bool) -> Rule:
+    """A rule as a function of what it decides by; `logit_rows` of the logits for those that read
+    them."""
 
-    def rows_of(logits: Tensor) -> LogitRows:
-        batch, width, _ = logits.shape
-        if width == 0:
-            return LogitRows(accept_noise.new_empty(0, 4), accept_noise.new_empty(0, 1))
-        if logits.stride(0) == 0:  # the same in every round
-            one = logit_rows_triton(logits[0], temperature, top_k, top_p)
-            return LogitRows(*(t.repeat(batch, 1) for t in one))
-        return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
+    def decide(
+        draft_tokens: Tensor,
+        lens: Tensor,
+        draft_logits: Tensor | None,
+        target_logits: Tensor,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        accept_noise: Tensor,
+        sample_noise: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        def rows_of(logits: Tensor) -> LogitRows:
+            batch, width, _ = logits.shape
+            if width == 0:
+                return LogitRows(accept_noise.new_empty(0, 4), accept_noise.new_empty(0, 1))
+            if logits.stride(0) == 0:  # the same in every round
+                one = logit_rows_triton(logits[0], temperature, top_k, top_p)
+                return LogitRows(*(t.repeat(batch, 1) for t in one))
+            return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
 
-    def draft_rows(logits: Tensor) -> Tensor:
-        return rows_of(logits).rows.view(*logits.shape[:2], 4)
+        draft_rows = target = None
+        if reads_rows:
+            target = rows_of(target_logits)
+            if draft_logits is not None:
+                draft_rows = rows_of(draft_logits).rows.view(*draft_logits.shape[:2], 4)
+        return function(
+            draft_tokens,
+            lens,
+            draft_logits,
+            draft_rows,
+            target_logits,
+            target,
+            temperature,
+            top_k,
+            top_p,
+            accept_noise,
+            sample_noise,
+        )
 
-    return reject_logits_triton(
-        draft_tokens,
-        lens,
-        draft_logits,
-        draft_logits if draft_logits is None else draft_rows(draft_logits),
-        target_logits,
-        rows_of(target_logits),
-        temperature,
-        accept_noise,
-        sample_noise,
-    )
+    return decide
 
 
-both = pytest.mark.parametrize("rows_of", [logit_rows_reference, logit_rows_triton])
-both_rejections = pytest.mark.parametrize("reject", [reject_logits_reference, triton_rejects])
+torch_rejects = rule_of(ops.reject_logits.reference, False)
+torch_blocks = rule_of(ops.block_verify_logits.reference, False)
+triton_rejects = rule_of(reject_logits_triton, True)
+triton_blocks = rule_of(block_verify_logits_triton, True)
+both = pytest.mark.parametrize("rows_of", [ops.logit_rows.reference, logit_rows_triton])
+both_rejections = pytest.mark.parametrize(
+    "reject", [torch_rejects, triton_rejects], ids=["torch", "triton"]
+)
+every_rule = pytest.mark.parametrize(
+    "reject",
+    [torch_rejects, triton_rejects, torch_blocks, triton_blocks],
+    ids=["reject-torch", "reject-triton", "block-torch", "block-triton"],
+)
 
 
 def kept_by(logits: Tensor, rows: Tensor) -> Tensor:
@@ -171,7 +189,7 @@ def test_cuts_of_the_vocabulary(settings, few, device, monkeypatch):
     check_rows(logits, settings, stats)
     for noise in (0.0, 0.3, ALMOST_ONE):
         u = torch.full((3,), noise, device=device)
-        check_draws(logits, settings, u, sample_logits_triton(logits, stats, settings[0], u))
+        check_draws(logits, settings, u, sample_logits_triton(logits, stats, *settings, u))
 
 
 @both
@@ -222,9 +240,9 @@ def test_void_rows(dtype, filters, rows_of, device, monkeypatch):
     assert found.rows[:, 1].isnan().tolist() == [True, True, True, False, True, True]
     noise = torch.full((6,), 0.5, device=device)
     if rows_of is logit_rows_triton:
-        drawn = sample_logits_triton(logits, found, 0.8, noise)
+        drawn = sample_logits_triton(logits, found, 0.8, *filters, noise)
     else:
-        drawn = sample_logits_reference(logits, 0.8, *filters, noise)
+        drawn = ops.sample_logits.reference(logits, None, 0.8, *filters, noise)
     assert (drawn >= 0).tolist() == [False, False, False, True, False, False]
 
 
@@ -237,7 +255,7 @@ def check_cdf(weights: Tensor, noise: float, drawn: int, name: str) -> None:
 
 
 def check_draws(logits: Tensor, settings: Settings, noise: Tensor, drawn: Tensor) -> None:
-    rows = logit_rows_reference(logits.cpu(), *settings).rows
+    rows = ops.logit_rows.reference(logits.cpu(), *settings).rows
     weights = exact_weights(logits.cpu(), settings[0]) * kept_by(logits.cpu(), rows)
     for r in range(len(weights)):
         check_cdf(weights[r], float(noise[r]), int(drawn[r]), f"row {r}")
@@ -249,10 +267,10 @@ def test_draws_follow_the_definition(vocabulary, settings, device):
     logits = some_logits(5, vocabulary, torch.bfloat16, device)
     noise = torch.rand(5, 2, generator=torch.Generator().manual_seed(2)).to(device)[:, 0]
     stats = logit_rows_triton(logits, *settings)
-    drawn = sample_logits_triton(logits, stats, settings[0], noise)
+    drawn = sample_logits_triton(logits, stats, *settings, noise)
     assert drawn.dtype == torch.int64
     check_draws(logits, settings, noise, drawn)
-    assert torch.equal(drawn, sample_logits_reference(logits, *settings, noise))
+    assert torch.equal(drawn, ops.sample_logits.reference(logits, None, *settings, noise))
 
 
 def rounds(device: torch.device) -> int:
@@ -269,7 +287,7 @@ def test_draws_have_the_distribution(settings, device):
     stats = logit_rows_triton(logits.to(device), *settings)
     repeated = LogitRows(*(t.repeat(count, 1) for t in stats))
     noise = torch.rand(count, generator=generator).to(device)
-    drawn = sample_logits_triton(logits.to(device).expand(count, -1), repeated, settings[0], noise)
+    drawn = sample_logits_triton(logits.to(device).expand(count, -1), repeated, *settings, noise)
     counts = drawn.cpu().bincount(minlength=vocabulary)[None]
     assert chi_square(counts, to_probs(logits, *settings)) > 1e-3
     temperature, top_k, top_p = settings
@@ -288,8 +306,8 @@ def make_round(
     draft_vocabulary: int = 0,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16),
 ) -> dict[str, Tensor]:
-    """Arguments of `reject_logits_reference` but the settings, drafts drawn from q; what lies past
-    a row's length is NaN, or no token at all."""
+    """Arguments of a rule but the settings, drafts drawn from q; what lies past a row's length is
+    NaN, or no token at all."""
     generator = torch.Generator().manual_seed(len(lens) * 1000 + width * 100 + vocabulary)
     batch, own = len(lens), draft_vocabulary or vocabulary
     p = 2 * torch.randn(batch, width + 1, vocabulary, generator=generator)
@@ -298,7 +316,7 @@ def make_round(
     tokens = torch.zeros(batch, width, dtype=torch.int64)
     if width:
         u = torch.rand(batch * width, generator=generator)
-        drawn = sample_logits_reference(q.flatten(0, 1), *settings, u)
+        drawn = ops.sample_logits.reference(q.flatten(0, 1), None, *settings, u)
         tokens = drawn.view(batch, width)
     accept_noise = torch.rand(batch, width, generator=generator)
     for b, length in enumerate(lens):
@@ -434,11 +452,11 @@ def test_drafts_of_another_dtype_or_vocabulary(
     )
     made["sample_noise"][0] = 0
     made["sample_noise"][2] = ALMOST_ONE
-    for reject in (reject_logits_reference, triton_rejects):
+    for reject in (torch_rejects, triton_rejects):
         check_round(made, settings, *judge(reject, made, settings))
 
 
-@both_rejections
+@every_rule
 @pytest.mark.parametrize("place", [0, 1, 2], ids=lambda place: f"place{place}")
 def test_a_void_target_row_voids_its_round_alone(place, reject, device):
     settings = (0.8, 0, 1.0)
@@ -451,7 +469,7 @@ def test_a_void_target_row_voids_its_round_alone(place, reject, device):
         assert accepted[b] == want[1][b] and torch.equal(tokens[b], want[0][b])
 
 
-@both_rejections
+@every_rule
 def test_a_draft_without_a_token_spoils_its_round_alone(reject, device):
     settings = (0.8, 0, 0.9)
     made = make_round([2, 2, 1], 2, 40, settings, device)
@@ -464,13 +482,13 @@ def test_a_draft_without_a_token_spoils_its_round_alone(reject, device):
     assert judge(reject, made, settings)[1].tolist() == accepted.tolist()
 
 
-@both_rejections
+@every_rule
 def test_a_draft_equal_to_the_target_is_accepted(reject, device):
     settings = (0.9, 10, 0.9)
     made = make_round([3, 3], 3, 50, settings, device)
     made["draft_logits"] = made["target_logits"][:, :3]
     u = torch.full((6,), 0.4, device=device)
-    drawn = sample_logits_reference(made["draft_logits"].flatten(0, 1), *settings, u)
+    drawn = ops.sample_logits.reference(made["draft_logits"].flatten(0, 1), None, *settings, u)
     made["draft_tokens"] = drawn.view(2, 3)
     tokens, accepted = judge(reject, made, settings)
     assert accepted.tolist() == [3, 3] and torch.equal(tokens[:, :3], made["draft_tokens"])
@@ -488,7 +506,7 @@ def test_the_emitted_token_has_the_targets_distribution(settings, reject, device
     target = p.bfloat16().expand(count, 2, vocabulary)
     draft = q.bfloat16().expand(count, 1, vocabulary)
     noise = torch.rand(count, 4, generator=generator)
-    drafts = sample_logits_reference(draft[:, 0], *settings, noise[:, 0])[:, None]
+    drafts = ops.sample_logits.reference(draft[:, 0], None, *settings, noise[:, 0])[:, None]
     common = (drafts, torch.ones(count, dtype=torch.int64))
     want = to_probs(p.bfloat16()[0], *settings)
 
@@ -513,7 +531,7 @@ def test_full_vocabulary(settings, dtype, num_rows, device):
         one = slice(r, r + 1)
         check_rows(logits[one], settings, LogitRows(stats.rows[one], stats.parts[one]))
     noise = torch.rand(num_rows, generator=torch.Generator().manual_seed(2)).to(device)
-    drawn = sample_logits_triton(logits, stats, settings[0], noise)
+    drawn = sample_logits_triton(logits, stats, *settings, noise)
     weights = exact_weights(logits, settings[0]) * kept_by(logits, stats.rows)
     for r in range(num_rows):
         check_cdf(weights[r].cpu(), float(noise[r]), int(drawn[r]), f"row {r}")

@@ -1,12 +1,12 @@
 """Looking n-grams up: the reference and the kernel against the definition, word for word."""
 
 import pytest
-import specdec_kernels.ngram_triton as ngram_triton
+import specdec_kernels.round.ngram_triton as ngram_triton
 import torch
-from specdec_kernels.ngram import ngram_lookup_reference
-from specdec_kernels.ngram_triton import ngram_lookup_triton
+from specdec_kernels import ops
+from specdec_kernels.round.ngram_triton import ngram_lookup_triton
 
-both = pytest.mark.parametrize("lookup", [ngram_lookup_reference, ngram_lookup_triton])
+both = pytest.mark.parametrize("lookup", [ops.ngram_lookup.reference, ngram_lookup_triton])
 
 
 def by_definition(text, longest, shortest, room):

@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 import torch
-from ops_helpers import Shape, assert_close, make_problem, needs_cuda, starts_of
+from ops_helpers import Shape, assert_close, make_problem, needs_cuda
 from specdec_kernels import ops
-from specdec_kernels.attention import paged_attention_reference
-from test_rejection_sample import make_inputs
+from specdec_kernels.attention.paged import paged_attention_reference
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -25,24 +24,23 @@ import torch
 from specdec_kernels import ops
 
 start = torch.tensor([0, 2], dtype=torch.int32)
-one = torch.ones(1, dtype=torch.int32)
-merged, rejected = ops.merge_tokens(
-    torch.tensor([7, 8]), start, one, torch.tensor([[9]]), one, start, 2
-)
-assert merged.tolist() == [7, 9] and not rejected.any()
 tables = torch.tensor([[1]], dtype=torch.int32)
-slots = ops.slot_mapping(tables, start, torch.tensor([0, 1]), rejected, 4, 4)
+slots = ops.slot_mapping(tables, start, torch.tensor([0, 1]), None, 4, 4)
 key_cache, value_cache = torch.zeros(2, 2, 4, 1, 8)
 x = torch.randn(2, 1, 8)
 ops.write_kv(x, x, key_cache, value_cache, slots)
 context = torch.tensor([2], dtype=torch.int32)
 out = ops.paged_attention(x, key_cache, value_cache, tables, start, context, 1.0, 2)
 assert torch.equal(out[0], x[0])
-p = torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
+x = torch.tensor([[[-9.0, 9.0], [9.0, -9.0]]])
 u = torch.zeros(1, 2)
-tokens, accepted = ops.rejection_sample(torch.ones(1, 1).long(), one, p[:, :1], p, u[:, :1], u)
+drafts, lens = torch.ones(1, 1).long(), torch.ones(1).long()
+filters = (1e-3, 0, 1.0)
+tokens, accepted = ops.reject_logits(
+    drafts, lens, x[:, :1], None, x, None, *filters, u[:, :1], u
+)
 assert tokens.tolist() == [[1, 0]] and accepted.tolist() == [1]
-assert ops.sample_categorical(p[0], u[0]).tolist() == [1, 0]
+assert ops.sample_logits(x[0], None, *filters, u[0]).tolist() == [1, 0]
 """
 
 
@@ -74,23 +72,23 @@ def test_attention_on_cpu():
 def test_cuda_never_waits_for_the_host(device):
     """All ops, captured into one CUDA graph: a synchronisation would fail the capture."""
     problem = make_problem(Shape((2, 3), (40, 9), padding=1), torch.bfloat16, device)
-    inputs = make_inputs([2, 1], 2, 5000, device)
+    logits = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(1)).to(device)
+    drafts, lens = logits[:, :2].argmax(2), torch.tensor([2, 1], device=device)
+    noise, filters = torch.full((2, 3), 0.3, device=device), (0.8, 0, 1.0)
     start = problem.query_start
-    tokens = torch.arange(5, device=device)
-    end = start[1:] - 1
-    one = torch.ones(2, dtype=torch.int32, device=device)
     positions = torch.arange(6, device=device)
     key = problem.query[:, :2].contiguous()
-    out_start = starts_of([3, 4], device)
     caches = (problem.key_cache.clone(), problem.value_cache.clone())
 
     def run() -> list[torch.Tensor]:
-        merged = ops.merge_tokens(tokens, start, end, tokens[:2, None], one, out_start, 7)
         slots = ops.slot_mapping(problem.block_tables, start, positions, None, 8, 64)
         ops.write_kv(key, key, *caches, slots)
-        drawn = ops.sample_categorical(inputs["target_probs"][:, 0], inputs["sample_noise"][:, 0])
+        rows = ops.logit_rows(logits.flatten(0, 1), *filters)
+        drawn = ops.sample_logits(logits.flatten(0, 1), rows, *filters, noise.flatten())
         out = ops.paged_attention(**vars(problem))
-        return [*merged, slots, drawn, out, *ops.rejection_sample(**inputs)]
+        rounds = [drafts, lens, logits[:, :2], rows.rows.view(2, 3, 4)[:, :2].contiguous()]
+        decided = ops.reject_logits(*rounds, logits, rows, *filters, noise[:, :2], noise)
+        return [slots, drawn, out, *decided]
 
     eager = run()
     torch.cuda.synchronize()

@@ -2,36 +2,47 @@
 
 import pytest
 import torch
-from specdec_kernels.advance import accept_reference, advance_reference
-from specdec_kernels.advance_triton import accept_triton, advance_triton
-from specdec_kernels.clock import stamp_reference
-from specdec_kernels.noise import uniform_reference, uniform_rows_reference
-from specdec_kernels.noise_triton import uniform_rows_triton
-from specdec_kernels.padding import padded_pass_reference
-from specdec_kernels.padding_triton import padded_pass_triton
+from specdec_kernels import ops
+from specdec_kernels.round.steps_triton import accept_triton, advance_triton, padded_pass_triton
+from specdec_kernels.sampling.noise import uniform_reference
+from specdec_kernels.sampling.noise_triton import uniform_rows_triton
 
 BATCHES = [1, 3, 70]
 
 
-@pytest.mark.parametrize("uniform", [uniform_rows_reference, uniform_rows_triton])
+@pytest.mark.parametrize("uniform", [ops.uniform_rows.reference, uniform_rows_triton])
 @pytest.mark.parametrize("batch", BATCHES)
 @pytest.mark.parametrize("seed", [0, 7, 2**40 + 3, -5])
-def test_noise_is_a_function_of_what_it_decides(uniform, batch, seed, device):
+@pytest.mark.parametrize("by_round", [False, True], ids=["by-position", "by-round"])
+def test_noise_is_a_function_of_what_it_decides(by_round, uniform, batch, seed, device):
     generator = torch.Generator().manual_seed(batch)
     index = torch.randint(0, 2**32, (batch,), generator=generator).to(device)
     position = torch.randint(0, 2**31, (batch,), generator=generator).to(device)
     seeded = torch.tensor(seed, device=device)
-    found = uniform(seeded, index, position, 3, 5)
+    found = uniform(seeded, index, position, 3, 5, by_round)
     assert found.shape == (3, batch, 5) and found.dtype == torch.float32
     for purpose in range(3):
         for place in range(5):
+            start = position if by_round else None
             one = uniform_reference(
-                seeded, index, position + place, torch.full_like(index, purpose)
+                seeded, index, position + place, torch.full_like(index, purpose), start
             )
             assert torch.equal(found[purpose, :, place], one)
 
 
-both_passes = pytest.mark.parametrize("padded_pass", [padded_pass_reference, padded_pass_triton])
+@pytest.mark.parametrize("uniform", [ops.uniform_rows.reference, uniform_rows_triton])
+def test_rounds_that_overlap_share_numbers_only_when_keyed_by_position(uniform, device):
+    seed, index = torch.tensor(3, device=device), torch.tensor([8, 8], device=device)
+    position = torch.tensor([0, 1], device=device)
+    plain, keyed = (uniform(seed, index, position, 2, 4, by_round) for by_round in (False, True))
+    assert torch.equal(plain[:, 0, 1:], plain[:, 1, :3])
+    numbers = torch.cat((plain[:, 0].flatten(), plain[:, 1, 3], keyed.flatten()))
+    assert len(numbers.unique()) == len(numbers)
+
+
+both_passes = pytest.mark.parametrize(
+    "padded_pass", [ops.padded_pass.reference, padded_pass_triton]
+)
 
 
 @both_passes
@@ -76,7 +87,7 @@ def test_padding_past_the_table_reads_no_block(padded_pass, device):
     assert slots.tolist() == [3 * 9 + 8, 0] and contexts.tolist() == [10]
 
 
-@pytest.mark.parametrize("accept", [accept_reference, accept_triton])
+@pytest.mark.parametrize("accept", [ops.accept.reference, accept_triton])
 @pytest.mark.parametrize("with_rates", [False, True], ids=["greedy", "rates"])
 @pytest.mark.parametrize("width", [0, 1, 5, 8])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -109,7 +120,7 @@ def test_accept_by_hand(accept, with_rates, width, batch, device):
             assert tokens[b, : count + 1].tolist() == want
 
 
-@pytest.mark.parametrize("advance", [advance_reference, advance_triton])
+@pytest.mark.parametrize("advance", [ops.advance.reference, advance_triton])
 @pytest.mark.parametrize("eos", [[], [4], [4, 9, 2]], ids=len)
 @pytest.mark.parametrize("width", [1, 2, 6])
 @pytest.mark.parametrize("batch", BATCHES)
@@ -156,14 +167,14 @@ def test_advance_by_hand(advance, eos, width, batch, has_history, device):
 def test_stamps_rise():
     times = torch.zeros(3, dtype=torch.int64)
     for place in range(3):
-        stamp_reference(times, place)
+        ops.stamp.reference(times, place)
     assert 0 < times[0] < times[1] < times[2]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device's clock")
 def test_stamps_measure_the_devices_time():
-    from specdec_kernels.clock_triton import stamp_triton
+    from specdec_kernels.round.steps_triton import stamp_triton
 
     times = torch.zeros(2, dtype=torch.int64, device="cuda")
     work = torch.randn(4096, 4096, device="cuda")

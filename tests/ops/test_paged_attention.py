@@ -3,8 +3,9 @@ from dataclasses import replace
 import pytest
 import torch
 from ops_helpers import DTYPES, TOLERANCE, Problem, Shape, assert_close, make_problem, needs_cuda
-from specdec_kernels.attention import gather_attention, gather_plan, paged_attention_reference
-from specdec_kernels.attention_triton import num_splits, paged_attention_triton
+from specdec_kernels.attention.paged import gather_attention, gather_plan, paged_attention_reference
+from specdec_kernels.attention.paged_triton import paged_attention_triton
+from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor
 
 SHAPES = [
@@ -83,11 +84,11 @@ def test_sequence_without_context_gives_zeros(device):
 
 
 def test_number_of_splits_fills_the_device():
-    assert num_splits(programs=8, max_context=4096, block_n=64) == 32
-    assert num_splits(programs=8, max_context=300, block_n=64) == 4
-    assert num_splits(programs=100, max_context=4096, block_n=64) == 2
-    assert num_splits(programs=1000, max_context=4096, block_n=64) == 1
-    assert num_splits(programs=1, max_context=10, block_n=64) == 1
+    assert paged_splits(programs=8, max_context=4096, block_n=64) == 32
+    assert paged_splits(programs=8, max_context=300, block_n=64) == 4
+    assert paged_splits(programs=100, max_context=4096, block_n=64) == 2
+    assert paged_splits(programs=1000, max_context=4096, block_n=64) == 1
+    assert paged_splits(programs=1, max_context=10, block_n=64) == 1
 
 
 def gathered(problem: Problem) -> Tensor:

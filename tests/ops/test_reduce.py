@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close
-from specdec_kernels.gather_triton import gather_columns_triton
-from specdec_kernels.peers import (
+from specdec_kernels.comm.peers import (
     GATHER_COLUMNS,
     GATHER_GROUPS,
     GATHER_ROWS,
@@ -16,7 +15,11 @@ from specdec_kernels.peers import (
     num_gather_flags,
     num_sum_flags,
 )
-from specdec_kernels.reduce_triton import reduce_add_norm_triton, reduce_parts_triton
+from specdec_kernels.comm.peers_triton import (
+    gather_columns_triton,
+    reduce_add_norm_triton,
+    reduce_parts_triton,
+)
 from torch import Tensor
 
 EPS = 1e-5

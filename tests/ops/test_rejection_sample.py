@@ -2,18 +2,14 @@ import itertools
 
 import pytest
 import torch
-from ops_helpers import needs_cuda
-from specdec_kernels.rejection import (
+from specdec_kernels.sampling.rejection import (
     rejection_sample_reference,
     sample_categorical_reference,
 )
-from specdec_kernels.rejection_triton import rejection_sample_triton, sample_categorical_triton
 from torch import Tensor
 
-both = pytest.mark.parametrize("sample", [rejection_sample_reference, rejection_sample_triton])
-both_categorical = pytest.mark.parametrize(
-    "categorical", [sample_categorical_reference, sample_categorical_triton]
-)
+both = pytest.mark.parametrize("sample", [rejection_sample_reference])
+both_categorical = pytest.mark.parametrize("categorical", [sample_categorical_reference])
 ALMOST_ONE = 1 - 2**-24
 
 
@@ -97,34 +93,15 @@ def test_follows_the_definition(lens, width, vocabulary, sample, device):
     check_by_definition(inputs, tokens, accepted)
 
 
-@pytest.mark.parametrize("max_chunk", [16, 64], ids=lambda size: f"chunk{size}")
-def test_chunks_of_the_vocabulary(max_chunk, device, monkeypatch):
-    monkeypatch.setattr("specdec_kernels.rejection_triton.MAX_CHUNK", max_chunk)
-    inputs = make_inputs([3, 0, 2, 3], 3, 205, device)
-    inputs["sample_noise"][0] = 0
-    inputs["sample_noise"][1] = ALMOST_ONE
-    check_by_definition(inputs, *rejection_sample_triton(**inputs))
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_kernel_equals_reference(seed, device):
-    inputs = make_inputs([4, 1, 3, 4, 0, 2], 4, 300 + seed, device)
-    expected = rejection_sample_reference(**inputs)
-    actual = rejection_sample_triton(**inputs)
-    assert expected[0].tolist() == actual[0].tolist()
-    assert expected[1].tolist() == actual[1].tolist()
-
-
 def test_probabilities_may_be_slices_of_a_padded_vocabulary(device):
     inputs = make_inputs([2, 1], 2, 50, device)
     expected = rejection_sample_reference(**inputs)
     for name in ("draft_probs", "target_probs"):
         wide = torch.cat([inputs[name], torch.full_like(inputs[name], float("nan"))], dim=2)
         inputs[name] = wide[..., :50]
-    for sample in (rejection_sample_reference, rejection_sample_triton):
-        tokens, accepted = sample(**inputs)
-        assert tokens.tolist() == expected[0].tolist()
-        assert accepted.tolist() == expected[1].tolist()
+    tokens, accepted = rejection_sample_reference(**inputs)
+    assert tokens.tolist() == expected[0].tolist()
+    assert accepted.tolist() == expected[1].tolist()
 
 
 def test_one_draft_leaves_the_target_distribution_unchanged():
@@ -294,16 +271,3 @@ def test_nan_in_the_draft_draws_from_the_target(sample, device):
     p = inputs["target_probs"][:, 0]
     expected = sample_categorical_reference(p, inputs["sample_noise"][:, 0])
     assert accepted.tolist() == [0] and tokens[:, 0].tolist() == expected.tolist()
-
-
-@needs_cuda
-@pytest.mark.parametrize("rows", [1, 32], ids=lambda rows: f"B{rows}")
-def test_full_vocabulary(rows, device):
-    inputs = make_inputs([(5 * b + 5) % 6 for b in range(rows)], 5, 128256, device)
-    check_by_definition(inputs, *rejection_sample_triton(**inputs))
-    probs = inputs["target_probs"][:, 0]
-    drawn = sample_categorical_triton(probs, inputs["sample_noise"][:, 0])
-    expected = sample_categorical_reference(probs.double(), inputs["sample_noise"][:, 0].double())
-    running = probs.double().cumsum(1)
-    drift = running.gather(1, drawn[:, None]) - running.gather(1, expected[:, None])
-    assert drift.abs().max() < 1e-5

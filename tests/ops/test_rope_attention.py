@@ -6,17 +6,13 @@ import torch
 import triton
 import triton.language as tl
 from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, needs_cuda
-from specdec_kernels.attention import paged_attention_reference
-from specdec_kernels.kv import write_kv_reference
+from specdec_kernels import ops
+from specdec_kernels.attention.decode_triton import rope_attention_triton
+from specdec_kernels.attention.paged import paged_attention_reference
+from specdec_kernels.attention.rope import Rotation, split_heads_reference
+from specdec_kernels.attention.split_triton import part_of
+from specdec_kernels.attention.tiles import num_splits
 from specdec_kernels.launch_triton import epochs
-from specdec_kernels.rope_attention import (
-    Rotation,
-    rope_attention_reference,
-    split_heads_reference,
-)
-from specdec_kernels.rope_attention_triton import rope_attention_triton
-from specdec_kernels.rope_cut import num_splits
-from specdec_kernels.softmax_parts_triton import part_of
 from torch import Tensor
 
 EPS = 1e-6
@@ -86,7 +82,7 @@ def make_layer(
         *doubled,
         EPS,
     )
-    write_kv_reference(key, value, wide.key_cache, wide.value_cache, slots)
+    ops.write_kv.reference(key, value, wide.key_cache, wide.value_cache, slots)
     expected = paged_attention_reference(
         query,
         wide.key_cache,
@@ -229,9 +225,7 @@ def test_number_of_splits_fills_the_device_once():
 @pytest.mark.parametrize("shape", SHAPES[:6], ids=str)
 def test_reference(shape):
     layer = make_layer(shape, torch.float64, torch.device("cpu"), norms=True)
-    arguments = {**layer.arguments}
-    del arguments["max_query_len"]
-    out = rope_attention_reference(**arguments)
+    out = ops.rope_attention.reference(**layer.arguments)
     assert_close("out", layer.expected, out, 1e-12)
 
 

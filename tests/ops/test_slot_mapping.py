@@ -1,10 +1,10 @@
 import pytest
 import torch
 from ops_helpers import needs_cuda, starts_of
-from specdec_kernels.slots import slot_mapping_reference
-from specdec_kernels.slots_triton import slot_mapping_triton
+from specdec_kernels import ops
+from specdec_kernels.attention.cache_triton import slot_mapping_triton
 
-both = pytest.mark.parametrize("slot_mapping", [slot_mapping_reference, slot_mapping_triton])
+both = pytest.mark.parametrize("slot_mapping", [ops.slot_mapping.reference, slot_mapping_triton])
 
 
 def slots_by_hand(tables, lens, positions, rejected, block_size, max_model_len):
@@ -64,4 +64,4 @@ def test_large_batch(device):
     positions = torch.randint(0, 513 * 16 + 40, (sum(lens),), device=device)
     rejected = torch.rand(sum(lens), device=device) < 0.2
     args = (tables, starts_of(lens, device), positions, rejected, 16, 8200)
-    assert torch.equal(slot_mapping_reference(*args), slot_mapping_triton(*args))
+    assert torch.equal(ops.slot_mapping.reference(*args), slot_mapping_triton(*args))

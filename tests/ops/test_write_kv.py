@@ -1,11 +1,11 @@
 import pytest
 import torch
 from ops_helpers import DTYPES
-from specdec_kernels.kv import write_kv_reference
-from specdec_kernels.kv_triton import write_kv_triton
+from specdec_kernels import ops
+from specdec_kernels.attention.cache_triton import write_kv_triton
 
 
-@pytest.mark.parametrize("write", [write_kv_reference, write_kv_triton])
+@pytest.mark.parametrize("write", [ops.write_kv.reference, write_kv_triton])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
     ("tokens", "heads", "dk", "dv", "block_size"),
@@ -36,7 +36,7 @@ def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, wr
     assert not pool[untouched].any()
 
 
-@pytest.mark.parametrize("write", [write_kv_reference, write_kv_triton])
+@pytest.mark.parametrize("write", [ops.write_kv.reference, write_kv_triton])
 def test_trash_slots_may_repeat(write, device):
     key = torch.randn(4, 1, 16, device=device)
     key_cache, value_cache = torch.zeros(2, 3, 4, 1, 16, device=device)

@@ -1,0 +1,171 @@
+"""The paged KV cache: kernels that compute slots, a lane a token, and write, a program a token."""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import launch_options
+
+BLOCK = 256
+
+
+@triton.jit
+def row_of(start_ptr, token, num_rows, STEPS: tl.constexpr):
+    """Largest row b with start[b] <= token, found by bisection; needs 2**STEPS >= num_rows."""
+    low = token * 0
+    high = low + num_rows - 1
+    for _ in tl.static_range(STEPS):
+        middle = (low + high + 1) // 2
+        found = tl.load(start_ptr + middle) <= token
+        low = tl.where(found, middle, low)
+        high = tl.where(found, high, middle - 1)
+    return low
+
+
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_columns", "limit", "table_stride"])
+def slot_mapping_kernel(
+    block_tables_ptr,  # [B, MB] int32
+    out_start_ptr,  # [B + 1] int32
+    positions_ptr,  # [T] int64
+    rejected_ptr,  # [T] bool, or anything without HAS_REJECTED
+    slots_ptr,  # [T] int64, out
+    num_tokens,
+    num_rows,
+    num_columns,
+    limit,
+    table_stride,
+    HAS_REJECTED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = place < num_tokens
+    row = row_of(out_start_ptr, place, num_rows, STEPS)
+    position = tl.load(positions_ptr + place, mask=live, other=0)
+    keep = (position < limit) & (place < tl.load(out_start_ptr + num_rows))
+    if HAS_REJECTED:
+        keep = keep & (tl.load(rejected_ptr + place, mask=live, other=1) == 0)
+    column = tl.maximum(tl.minimum(position // BLOCK_SIZE, num_columns - 1), 0)
+    entry = block_tables_ptr + row.to(tl.int64) * table_stride + column
+    block = tl.load(entry, mask=live & keep, other=0).to(tl.int64)
+    tl.store(slots_ptr + place, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=live)
+
+
+def slot_mapping_triton(
+    block_tables: Tensor,
+    out_start: Tensor,
+    positions: Tensor,
+    rejected: Tensor | None,
+    block_size: int,
+    max_model_len: int,
+) -> Tensor:
+    """See `ops.slot_mapping`."""
+    (num_rows, num_columns), (num_tokens,) = block_tables.shape, positions.shape
+    assert out_start.shape == (num_rows + 1,)
+    assert rejected is None or rejected.shape == positions.shape
+    slots = torch.empty(num_tokens, dtype=torch.int64, device=positions.device)
+    slot_mapping_kernel[(triton.cdiv(num_tokens, BLOCK),)](
+        block_tables,
+        out_start,
+        positions,
+        positions if rejected is None else rejected,
+        slots,
+        num_tokens,
+        num_rows,
+        num_columns,
+        min(max_model_len, num_columns * block_size),
+        block_tables.stride(0),
+        HAS_REJECTED=rejected is not None,
+        BLOCK_SIZE=block_size,
+        STEPS=num_rows.bit_length(),
+        BLOCK=BLOCK,
+        **launch_options(),
+    )
+    return slots
+
+
+@triton.jit
+def write_kv_kernel(
+    key_ptr,  # [T, Hkv, DK]
+    value_ptr,  # [T, Hkv, DV]
+    key_cache_ptr,  # [NB, BS, Hkv, DK]
+    value_cache_ptr,  # [NB, BS, Hkv, DV]
+    slots_ptr,  # [T] int64
+    key_stride_t,
+    key_stride_h,
+    value_stride_t,
+    value_stride_h,
+    key_cache_stride_b,
+    key_cache_stride_s,
+    key_cache_stride_h,
+    value_cache_stride_b,
+    value_cache_stride_s,
+    value_cache_stride_h,
+    HEADS: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token)
+    block = slot // BLOCK_SIZE
+    inside = slot % BLOCK_SIZE
+
+    lane = tl.arange(0, BLOCK_K)
+    head = lane // DK
+    dim = lane % DK
+    key = tl.load(
+        key_ptr + token * key_stride_t + head * key_stride_h + dim, mask=lane < HEADS * DK, other=0
+    )
+    target = block * key_cache_stride_b + inside * key_cache_stride_s
+    tl.store(key_cache_ptr + target + head * key_cache_stride_h + dim, key, mask=lane < HEADS * DK)
+
+    lane = tl.arange(0, BLOCK_V)
+    head = lane // DV
+    dim = lane % DV
+    value = tl.load(
+        value_ptr + token * value_stride_t + head * value_stride_h + dim,
+        mask=lane < HEADS * DV,
+        other=0,
+    )
+    target = block * value_cache_stride_b + inside * value_cache_stride_s
+    tl.store(
+        value_cache_ptr + target + head * value_cache_stride_h + dim, value, mask=lane < HEADS * DV
+    )
+
+
+def write_kv_triton(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
+) -> None:
+    """See `ops.write_kv`."""
+    (num_tokens, heads, dk), dv = key.shape, value.shape[2]
+    block_size = key_cache.shape[1]
+    assert value.shape[:2] == key.shape[:2]
+    assert key_cache.shape[2:] == key.shape[1:] and value_cache.shape[2:] == value.shape[1:]
+    assert value_cache.shape[:2] == key_cache.shape[:2] and slots.shape == (num_tokens,)
+    assert all(t.stride(-1) == 1 for t in (key, value, key_cache, value_cache))
+    write_kv_kernel[(num_tokens,)](
+        key,
+        value,
+        key_cache,
+        value_cache,
+        slots,
+        *key.stride()[:2],
+        *value.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEADS=heads,
+        DK=dk,
+        DV=dv,
+        BLOCK_SIZE=block_size,
+        BLOCK_K=triton.next_power_of_2(heads * dk),
+        BLOCK_V=triton.next_power_of_2(heads * dv),
+        **launch_options(),
+    )

@@ -1,0 +1,458 @@
+"""Rotary embedding, KV write and paged attention of a layer in one kernel, for few queries.
+
+A program holds all rows (query token x query head of one key head) of a sequence and one part of
+its context (Flash-Decoding). New keys and values come from the projection and are stored on the
+way. Older ones come from the cache and do not depend on the preceding kernel, so the first of them
+are loaded while that kernel still runs. When all programs of a key head are done, each combines
+the parts of some rows. Shapes decide the largest number of parts; the lengths on the device decide
+how many are used. A short context uses few, since few parts are combined faster.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.attention.paged_triton import paged_attention_triton
+from specdec_kernels.attention.rope_triton import (
+    load_heads,
+    load_queries,
+    load_turn,
+    rope_kv,
+    rotated,
+    store_heads,
+)
+from specdec_kernels.attention.softmax_triton import (
+    attend,
+    attend_both,
+    cached_tile,
+    finite,
+    first_seen,
+    join_tiles,
+    new_tile,
+    weighted_mean,
+)
+from specdec_kernels.attention.split_triton import combine_parts, part_of, store_part
+from specdec_kernels.attention.tiles import ALONE, MIN_KEYS, choose_cut
+from specdec_kernels.gpu import multiprocessors, shared_memory
+from specdec_kernels.launch_triton import (
+    EPOCHS,
+    after_predecessor,
+    arrive,
+    dependent_launch,
+    epoch_of,
+    epochs,
+    finish,
+    launch_options,
+    wait_for,
+)
+
+
+@triton.jit
+def zero_padding(
+    out_ptr,  # [T, H, D], out
+    begin,
+    end,
+    kv_head,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """Zeros for the padding tokens [begin, end) of one key head, which no program attends."""
+    dim = tl.arange(0, BLOCK_D)
+    zeros = tl.zeros([BLOCK_D], out_ptr.dtype.element_ty)
+    for tail in range(begin, end):
+        for member in tl.static_range(GROUP):
+            place = (tl.full([], KV_HEADS * GROUP, tl.int64) * tail + kv_head * GROUP + member) * D
+            tl.store(out_ptr + place + dim, zeros, mask=dim < D)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "alone", "min_keys", "table_stride"])
+def rope_attention_kernel(
+    qkv_ptr,  # [T, (H + 2 Hkv) D]
+    cos_ptr,  # [T, D], of which the halves are equal
+    sin_ptr,  # [T, D], likewise
+    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
+    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
+    value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
+    slots_ptr,  # [T] int64
+    block_tables_ptr,  # [B, MB] int32
+    query_start_ptr,  # [B + 1] int32
+    context_lens_ptr,  # [B] int32
+    sinks_ptr,  # [H]; only with HAS_SINKS
+    out_ptr,  # [T, H, D], out
+    partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
+    stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
+    epochs_ptr,  # [>= B Hkv, 2] int32, in and out: `arrive` and `wait_for`; only with SPLITS > 1
+    scale,
+    softcap,
+    eps,
+    num_tokens,
+    num_sequences,
+    alone,
+    min_keys,
+    qkv_stride,
+    rope_stride,
+    key_stride_b,
+    key_stride_s,
+    key_stride_h,
+    value_stride_b,
+    value_stride_s,
+    value_stride_h,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    HAS_QUERY_NORM: tl.constexpr,
+    HAS_KEY_NORM: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW_PARTS: tl.constexpr,  # at most SPLITS
+    FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
+    MANY_ROWS: tl.constexpr,  # of more
+    WAITS: tl.constexpr,  # else the last program combines all: the interpreter runs one at a time
+    BLOCK_M: tl.constexpr,
+    BLOCK_NEW: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
+    HEADS: tl.constexpr = KV_HEADS * GROUP
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    # A Python float reaches a kernel inside torch.compile as fp64.
+    scale = tl.full([], scale, tl.float32)
+    softcap = tl.full([], softcap, tl.float32)
+    eps = tl.full([], eps, tl.float32)
+
+    query_begin = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
+    end_of_all = tl.load(query_start_ptr + num_sequences)
+    context = tl.load(context_lens_ptr + sequence)
+
+    # Older keys that some query sees: [low, old). This program has [first, high).
+    old = tl.maximum(context - query_len, 0)
+    early = tl.maximum(query_len - context, 0)  # padding before the first token; never seen
+    low, begin = first_seen(old, BLOCK_SIZE, BLOCK_N, WINDOW)
+    keys = old - begin
+    if SPLITS > 1:
+        parts, first, high = part_of(keys, split, alone, min_keys, SPLITS, UNIT, BLOCK_N)
+        first += begin
+        high += begin
+        # A program without work returns at once and makes room for others. Part 0 waits for the
+        # predecessor, so the kernel still ends after it.
+        if (split > 0) & ((split >= parts) | (query_len <= 0)):
+            return
+    else:
+        parts = 1
+        first = begin
+        high = old
+
+    # Nothing up to the wait depends on the preceding kernel: older keys, cosines, sines, slots.
+    dim = tl.arange(0, BLOCK_D)
+    half = tl.arange(0, BLOCK_HALF)
+    half_live = half < D // 2
+    key_cache = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
+    value_cache = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
+    table = block_tables_ptr + sequence.to(tl.int64) * table_stride
+    cache = (key_cache, value_cache, table)
+    row = tl.arange(0, BLOCK_M)
+    token = row // GROUP
+    query_position = old + token
+    tile = cached_tile(
+        cache, first, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
+    )
+
+    head = kv_head * GROUP + row % GROUP
+    row_live = token < query_len
+    packed = (query_begin + token).to(tl.int64)
+    row_mask = row_live[:, None] & half_live[None, :]
+    query_turn = load_turn(cos_ptr, sin_ptr, packed, half, row_mask, rope_stride)
+
+    fresh = tl.arange(0, BLOCK_NEW)
+    num_fresh = query_len  # of this part
+    if SPLITS > 1:
+        num_fresh = tl.where(split == 0, query_len, 0)
+    fresh_live = fresh < num_fresh
+    fresh_token = (query_begin + fresh).to(tl.int64)
+    new_key_ptr = qkv_ptr + (HEADS + kv_head) * D
+    new_value_ptr = new_key_ptr + KV_HEADS * D
+    fresh_mask = fresh_live[:, None] & half_live[None, :]
+    new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
+    slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
+    after_predecessor(DEPENDENT)
+
+    if split == 0:
+        if sequence == 0:
+            zero_padding(out_ptr, end_of_all, num_tokens, kv_head, KV_HEADS, GROUP, D, BLOCK_D)
+    if query_len <= 0:
+        return
+
+    if SPLITS > 1:
+        own = (sequence * KV_HEADS + kv_head).to(tl.int64)
+        epochs_ptr += 2 * own
+        epoch = epoch_of(epochs_ptr, parts)
+    query = load_queries(qkv_ptr, packed, head, half, row_mask, qkv_stride, D)
+    new_first = tl.zeros([BLOCK_NEW, BLOCK_HALF], qkv_ptr.dtype.element_ty)
+    new_key = (new_first, new_first)
+    new_value = tl.zeros([BLOCK_NEW, BLOCK_D], qkv_ptr.dtype.element_ty)
+    if num_fresh > 0:
+        new_key, new_value = load_heads(
+            new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
+        )
+    query = rotated(query, query_turn, query_norm_ptr, half, eps, D, HAS_QUERY_NORM)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    # Always true without splits, but the branch stays: otherwise queries and new keys would be
+    # rotated in a product's layout, in which every warp holds all of them.
+    if num_fresh > 0:
+        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
+        store_heads(
+            key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
+        )
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
+        if first < high:
+            row_max, sums, fresh_weights, acc = attend_both(
+                query, tile, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+            )
+        else:
+            row_max, _, fresh_weights, acc = attend(
+                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+            )
+        row_sum = tl.sum(fresh_weights, axis=1)
+    elif SPLITS > 1:
+        row_max, _, sums, acc = attend(
+            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+        )
+    # Even a pipelined loop without iterations takes half a microsecond.
+    if (SPLITS == 1) | (first + BLOCK_N < high):
+        before = row_max
+        row_max, sums, acc = join_tiles(
+            (row_max, sums, acc),
+            query,
+            cache,
+            first + BLOCK_N,
+            low,
+            high,
+            query_position,
+            scale,
+            softcap,
+            D,
+            BLOCK_D,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            HAS_SOFTCAP,
+            PRECISION,
+            UPCAST,
+        )
+        row_sum *= tl.exp2(before - finite(row_max))
+    row_sum += tl.sum(sums, axis=1)
+
+    out_mask = row_live[:, None] & (dim < D)[None, :]
+    if SPLITS > 1:
+        if parts > 1:
+            stats_ptr += own * (SPLITS * BLOCK_M)
+            partial_ptr += own * (SPLITS * BLOCK_M * BLOCK_D)
+            store_part(
+                partial_ptr, stats_ptr, split, row_max, row_sum, acc, row_live, BLOCK_D, BLOCK_M
+            )
+            rows = query_len * GROUP
+            last = arrive(epochs_ptr, epoch, not WAITS)
+            out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
+            few = parts <= FEW_PARTS
+            at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
+            mine = 0
+            step = at_a_time
+            if WAITS:
+                mine = split * at_a_time
+                step = parts * at_a_time
+                if mine >= rows:
+                    return
+                wait_for(epochs_ptr, epoch)
+            elif not last:
+                return
+            memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
+            span = (mine, rows, step, parts)
+            combine_parts(
+                memory,
+                span,
+                few,
+                HEADS,
+                GROUP,
+                D,
+                BLOCK_D,
+                BLOCK_M,
+                HAS_SINKS,
+                SPLITS,
+                FEW_PARTS,
+                FEW_ROWS,
+                MANY_ROWS,
+            )
+            if mine == 0:
+                finish(epochs_ptr, epoch)
+            return
+    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + head, row_live, HAS_SINKS)
+    out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
+    tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
+
+
+MAX_ROWS = 128  # rows of a tile, with heads of 256 bytes or less
+
+
+def rope_attention_triton(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    query_norm: Tensor | None = None,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    splits: int | None = None,
+    alone: int = ALONE,
+    min_keys: int = MIN_KEYS,
+    block_n: int | None = None,
+) -> Tensor:
+    """See `ops.rope_attention`; the arguments after `eps` override the launch configuration."""
+    num_tokens, width = qkv.shape
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    num_sequences, num_columns = block_tables.shape
+    heads = width // head_dim - 2 * kv_heads
+    group = heads // kv_heads
+    assert width == (heads + 2 * kv_heads) * head_dim and heads == group * kv_heads > 0
+    assert value_cache.shape == key_cache.shape and head_dim % 2 == 0
+    assert cos.shape == sin.shape and cos.stride() == sin.stride() and cos.shape[0] == num_tokens
+    assert slots.shape == (num_tokens,) and cos.shape[1] == head_dim
+    assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
+    assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
+    assert sinks is None or sinks.shape == (heads,)
+    tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
+    assert all(t.stride(-1) == 1 for t in tensors)
+    # Wider heads leave space for fewer rows.
+    if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
+        query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
+        out = paged_attention_triton(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            query_start,
+            context_lens,
+            scale,
+            max_query_len,
+            sliding_window,
+            softcap,
+            sinks,
+        )
+        return out.view(num_tokens, heads * head_dim)
+
+    device = qkv.device
+    cut = choose_cut(
+        max_query_len,
+        group,
+        kv_heads,
+        head_dim,
+        qkv.element_size(),
+        num_sequences,
+        num_columns * block_size,
+        splits,
+        block_n,
+        shared_memory(device),
+        multiprocessors(device),
+    )
+    programs = num_sequences * kv_heads
+    out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)
+    partial = stats = counts = out
+    parts = 1
+    if cut.splits > 1:
+        assert programs <= EPOCHS
+        parts = cut.splits
+        size = (num_sequences, kv_heads, parts)
+        partial = torch.empty((*size, cut.block_m, cut.block_d), dtype=torch.float32, device=device)
+        stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
+        counts = epochs(device)
+    dependent = dependent_launch(qkv)
+    rope_attention_kernel[(parts, kv_heads, num_sequences)](
+        qkv,
+        cos,
+        sin,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        key_cache,
+        value_cache,
+        slots,
+        block_tables,
+        query_start,
+        context_lens,
+        qkv if sinks is None else sinks,
+        out,
+        partial,
+        stats,
+        counts,
+        float(scale),
+        float(softcap),
+        float(eps),
+        num_tokens,
+        num_sequences,
+        alone,
+        min_keys,
+        qkv.stride(0),
+        cos.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=group,
+        D=head_dim,
+        BLOCK_D=cut.block_d,
+        BLOCK_HALF=cut.block_d // 2,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        HAS_QUERY_NORM=query_norm is not None,
+        HAS_KEY_NORM=key_norm is not None,
+        SPLITS=cut.splits,
+        FEW_PARTS=cut.few_parts,
+        FEW_ROWS=cut.few_rows,
+        MANY_ROWS=cut.many_rows,
+        WAITS=qkv.is_cuda,
+        BLOCK_M=cut.block_m,
+        BLOCK_NEW=cut.block_new,
+        BLOCK_N=cut.block_n,
+        DEPENDENT=dependent,
+        PRECISION="ieee",
+        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
+        UPCAST=not qkv.is_cuda,
+        num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
+        maxnreg=cut.maxnreg,
+        **launch_options(dependent),
+    )
+    return out

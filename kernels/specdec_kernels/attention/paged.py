@@ -1,0 +1,360 @@
+"""Ragged paged attention in torch: the tests' oracle, and the CPU path.
+
+The queries of sequence b are its last `query_start[b + 1] - query_start[b]` context positions.
+Their keys are already in the cache. Prefill, catch-up, decoding and scoring differ only in these
+lengths. A `GatherPlan` holds every index and mask of one forward pass, for all of its layers.
+
+Does not know layers or models.
+Legend: T packed query tokens, B sequences, H query heads, Hkv key heads (H // Hkv query heads in
+a row share one), NB blocks of BS slots, MB block-table columns, C context positions.
+"""
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.dispatch import kernel
+
+# A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
+# one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
+FEW_QUERIES = 16
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`: one dot product at a time, in fp64."""
+    num_heads, block_size = query.shape[1], key_cache.shape[1]
+    group = num_heads // key_cache.shape[2]
+    out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for b, context in enumerate(contexts):
+        for token in range(starts[b], starts[b + 1]):
+            position = context - starts[b + 1] + token
+            first = max(0, position - sliding_window + 1) if sliding_window else 0
+            seen = torch.arange(first, position + 1, device=query.device)
+            block, inside = block_tables[b, seen // block_size].long(), seen % block_size
+            for head in range(num_heads):
+                keys = key_cache[block, inside, head // group].double()
+                scores = keys @ query[token, head].double() * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = torch.softmax(scores, 0)[: len(seen)]
+                values = value_cache[block, inside, head // group].double()
+                out[token, head] = (weights @ values).to(out.dtype)
+    return out
+
+
+@dataclass(frozen=True)
+class GatherPart:
+    """Sequences attended in one call, their queries padded to Q, their visible keys to C."""
+
+    first_token: int
+    num_sequences: int
+    num_queries: int
+    """Q."""
+    slots: Tensor | slice
+    """[n * C] int64 cache slots. Padding repeats a slot of the same sequence, so that an unused
+    slot, which may hold NaN, is never read. A slice where the keys are contiguous in the cache:
+    then none is copied."""
+    mask: Tensor | None
+    """[n, Q, C] bool, True where the query sees the key; None if every query sees every key."""
+    causal: bool
+    """The mask is the plain lower triangle of one sequence attending to itself."""
+    padded: Tensor | None
+    """[n * Q] int64 tokens of the part in padded order; None where no sequence is padded."""
+    unpadded: Tensor | None
+    """[tokens of the part] int64, the inverse of `padded`."""
+
+
+@dataclass(frozen=True)
+class GatherPlan:
+    """Cache slots that each sequence's queries read, for all layers of one forward pass."""
+
+    block_tables: Tensor
+    query_lens: list[int]
+    context_lens: list[int]
+    block_size: int
+    parts_by_window: dict[int, list[GatherPart]] = field(default_factory=dict)
+    masks: dict[tuple[int, int, int, torch.dtype], Tensor | None] = field(default_factory=dict)
+
+    def parts(self, sliding_window: int) -> list[GatherPart]:
+        found = self.parts_by_window.get(sliding_window)
+        if found is None:
+            sees_all = sliding_window > 0 and sliding_window >= max(self.context_lens, default=0)
+            found = self.parts(0) if sees_all else self._build_parts(sliding_window)
+            self.parts_by_window[sliding_window] = found
+        return found
+
+    def mask(self, sliding_window: int, part: int, group: int, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, group * Q, C] additive mask of one part, in the dtype the attention runs in."""
+        key = (sliding_window, part, group, dtype)
+        if key not in self.masks:
+            self.masks[key] = self._build_mask(self.parts(sliding_window)[part], group, dtype)
+        return self.masks[key]
+
+    def _build_mask(self, part: GatherPart, group: int, dtype: torch.dtype) -> Tensor | None:
+        if part.mask is None:
+            return None
+        mask = torch.zeros(part.mask.shape, dtype=dtype, device=part.mask.device)
+        mask = mask.masked_fill_(~part.mask, float("-inf"))
+        return mask.repeat(1, group, 1)[:, None]
+
+    def _build_parts(self, sliding_window: int) -> list[GatherPart]:
+        indices = [b for b, length in enumerate(self.query_lens) if length > 0]
+        if max(self.query_lens, default=0) <= FEW_QUERIES:
+            batches = [indices] if indices else []
+        else:
+            batches = [[b] for b in indices]
+        first_token, parts = 0, []
+        for batch in batches:
+            part = None
+            if len(batch) == 1:
+                part = self._in_one_piece(batch[0], first_token, sliding_window)
+            parts.append(part or self._build_part(batch, first_token, sliding_window))
+            first_token += sum(self.query_lens[b] for b in batch)
+        return parts
+
+    def _in_one_piece(self, b: int, first_token: int, sliding_window: int) -> GatherPart | None:
+        """The part of a sequence whose keys are contiguous in the cache, else None.
+
+        A sequence that is alone in the cache is such a case. Its rounds are so short that the dozen
+        operations of `_build_part` matter.
+        """
+        num_queries, context = self.query_lens[b], self.context_lens[b]
+        older = context - num_queries
+        if older < 0:
+            return None
+        first = max(0, older - sliding_window + 1) if sliding_window else 0
+        begin, end = first // self.block_size, -(-context // self.block_size)
+        blocks = self.block_tables[b, begin:end].tolist()
+        if blocks != list(range(blocks[0], blocks[0] + len(blocks))):
+            return None
+        first_slot = blocks[0] * self.block_size + first % self.block_size
+        num_keys = context - first
+        mask = None
+        if num_queries > 1:
+            device = self.block_tables.device
+            mask = torch.ones(1, num_queries, num_keys, dtype=torch.bool, device=device)
+            mask = mask.tril_(older - first)
+            if sliding_window:
+                mask = mask.triu_(older - first - sliding_window + 1)
+        return GatherPart(
+            first_token=first_token,
+            num_sequences=1,
+            num_queries=num_queries,
+            slots=slice(first_slot, first_slot + num_keys),
+            mask=mask,
+            causal=older == 0 and not sliding_window,
+            padded=None,
+            unpadded=None,
+        )
+
+    def _build_part(self, batch: list[int], first_token: int, sliding_window: int) -> GatherPart:
+        device = self.block_tables.device
+        lens = [self.query_lens[b] for b in batch]
+        contexts = [self.context_lens[b] for b in batch]
+        firsts = [0] * len(batch)
+        if sliding_window:
+            firsts = [
+                max(0, c - n - sliding_window + 1) for c, n in zip(contexts, lens, strict=True)
+            ]
+        num_queries = max(lens)
+        num_keys = max(c - first for c, first in zip(contexts, firsts, strict=True))
+
+        table = self.block_tables
+        if len(batch) < table.shape[0]:
+            table = table[torch.tensor(batch, device=device)]
+        context = torch.tensor(contexts, device=device)[:, None]
+        key_position = torch.tensor(firsts, device=device)[:, None] + torch.arange(
+            num_keys, device=device
+        )
+        stored = key_position.clamp(max=context - 1)
+        slots = table.gather(1, stored // self.block_size).long()
+        slots = slots * self.block_size + stored % self.block_size
+
+        query = torch.arange(num_queries, device=device)
+        length = torch.tensor(lens, device=device)[:, None]
+        # A padding query sees the keys of the sequence's last query; a query before the sequence's
+        # beginning sees the first key. A row without keys would be NaN.
+        query_position = (context - length + torch.minimum(query, length - 1)).clamp(min=0)
+        mask = key_position[:, None] <= query_position[:, :, None]
+        if sliding_window:
+            mask &= key_position[:, None] > query_position[:, :, None] - sliding_window
+
+        padded = unpadded = None
+        if min(lens) < num_queries:
+            begin = length.cumsum(0) - length
+            padded = (begin + torch.minimum(query, length - 1)).reshape(-1)
+            unpadded = (query < length).reshape(-1).nonzero().squeeze(1)
+        return GatherPart(
+            first_token=first_token,
+            num_sequences=len(batch),
+            num_queries=num_queries,
+            slots=slots.reshape(-1),
+            mask=None if bool(mask.all()) else mask,
+            causal=firsts == [0] and num_queries == num_keys and not sliding_window,
+            padded=padded,
+            unpadded=unpadded,
+        )
+
+
+def gather_plan(
+    block_tables: Tensor, query_start: Tensor, context_lens: Tensor, block_size: int
+) -> GatherPlan:
+    """Precompute the indices and masks of `gather_attention`; shapes as in `paged_attention`.
+
+    The lengths are read on the host, which synchronises on CUDA. The plan describes the block
+    tables as they are now, and is valid for one forward pass.
+    """
+    starts = query_start.tolist()
+    query_lens = [end - start for start, end in pairwise(starts)]
+    return GatherPlan(block_tables, query_lens, context_lens.tolist(), block_size)
+
+
+def gather_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    plan: GatherPlan,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`ops.paged_attention` by gathering keys and values through the slots of a plan.
+
+    Query heads that share a key head become further query rows, so that no key is repeated.
+    """
+    (num_tokens, num_heads, dk), (kv_heads, dv) = query.shape, value_cache.shape[2:]
+    group = num_heads // kv_heads
+    keys = key_cache.view(1, -1, kv_heads, dk)
+    values = value_cache.view(1, -1, kv_heads, dv)
+    outs = []
+    done = 0
+    for index, part in enumerate(plan.parts(sliding_window)):
+        n, q_len = part.num_sequences, part.num_queries
+        taken = n * q_len if part.unpadded is None else part.unpadded.shape[0]
+        q = query
+        if taken < num_tokens:
+            q = q[part.first_token : part.first_token + taken]
+        if part.padded is not None:
+            q = q.index_select(0, part.padded)
+        if q_len > 1:  # [n, Q, Hkv, G, Dk] -> [n, Hkv, G, Q, Dk]
+            q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
+        q = q.reshape(n, kv_heads, group * q_len, dk)
+        k, v = _visible(keys, part), _visible(values, part)
+        if softcap or sinks is not None:
+            mask = plan.mask(sliding_window, index, group, torch.float32)
+            out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        elif part.causal:
+            # Torch skips the upper triangle, which is worth more than repeating the group's keys.
+            q = q.view(n, num_heads, q_len, dk)
+            k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        else:
+            mask = plan.mask(sliding_window, index, group, q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        if q_len > 1:
+            out = out.reshape(n, kv_heads, group, q_len, dv).permute(0, 3, 1, 2, 4)
+        out = out.reshape(n * q_len, num_heads, dv)
+        if part.unpadded is not None:
+            out = out.index_select(0, part.unpadded)
+        outs.append(out)
+        done += taken
+    if done < num_tokens:
+        outs.append(query.new_zeros((num_tokens - done, num_heads, dv)))
+    return outs[0].contiguous() if len(outs) == 1 else torch.cat(outs)
+
+
+def _visible(pool: Tensor, part: GatherPart) -> Tensor:
+    """[n, Hkv, C, D] of the part's keys or values, from a cache [1, slots, Hkv, D]."""
+    slots = part.slots
+    if isinstance(slots, slice):
+        return pool[:, slots].transpose(1, 2)
+    found = pool.index_select(1, slots)
+    return found.view(part.num_sequences, -1, *pool.shape[2:]).transpose(1, 2)
+
+
+def _explicit_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention with softcap and sinks, which torch's own function lacks, in fp32.
+
+    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C], sinks [H].
+    """
+    n, kv_heads, rows, _ = q.shape
+    scores = q.float() @ k.float().transpose(2, 3) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = torch.softmax(scores, dim=3)
+    else:
+        group = sinks.shape[0] // kv_heads
+        sink = sinks.float().view(1, kv_heads, group, 1).expand(n, -1, -1, rows // group)
+        scores = torch.cat([scores, sink.reshape(n, kv_heads, rows, 1)], dim=3)
+        weights = torch.softmax(scores, dim=3)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
+
+
+@kernel("specdec_kernels.attention.paged_triton:paged_attention_triton")
+def paged_attention(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of ragged queries over a paged KV cache, with grouped query heads.
+
+    Sequence b's queries are its last `query_start[b + 1] - query_start[b]` context positions, and
+    their own keys are already in the cache. fp32, fp16 or bf16, accumulated in fp32.
+
+    Args:
+        query: [T, H, Dk]; tokens at or past `query_start[B]` (padding) give zeros.
+        key_cache: [NB, BS, Hkv, Dk]; query head h reads key head h // (H // Hkv).
+        value_cache: [NB, BS, Hkv, Dv].
+        block_tables: [B, MB] int32.
+        query_start: [B + 1] int32, where each sequence begins in `query`.
+        context_lens: [B] int32, tokens in the cache, those of this pass included.
+        scale: Factor on the scores.
+        max_query_len: At least the longest sequence's number of queries; known on the host.
+        sliding_window: A key is visible iff its position > the query's - window; 0 for no window.
+        softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 for none.
+        sinks: [H], per-head logits that join the softmax and carry no value, as in GPT-OSS.
+
+    Returns:
+        [T, H, Dv], contiguous.
+    """
+    plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1])
+    return gather_attention(
+        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
+    )

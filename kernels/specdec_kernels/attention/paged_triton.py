@@ -1,0 +1,322 @@
+"""Ragged paged attention: one Triton kernel for prefill, decoding and scoring, and a combine step.
+
+A program holds the rows (query token x query head) of one tile of queries and one key head. It
+walks the context tile by tile through the block table with an online softmax (Milakov and
+Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make too few programs to
+fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
+number of splits is chosen from shapes alone: the lengths stay on the device.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.attention.paged import FEW_QUERIES
+from specdec_kernels.attention.softmax_triton import LOG2E
+from specdec_kernels.attention.tiles import paged_splits, paged_tiles
+from specdec_kernels.gpu import shared_memory
+from specdec_kernels.launch_triton import launch_options
+
+
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
+@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
+def paged_attention_kernel(
+    query_ptr,  # [T, H, DK]
+    key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
+    value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DV]
+    block_tables_ptr,  # [B, MB] int32
+    query_start_ptr,  # [B + 1] int32
+    context_lens_ptr,  # [B] int32
+    sinks_ptr,  # [H], or anything without HAS_SINKS
+    out_ptr,  # [T, H, DV], out; with SPLITS > 1 [T, H, SPLITS, DV] fp32
+    row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1, in units of log2
+    row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
+    scale,
+    softcap,
+    num_tiles,
+    num_heads,
+    query_stride_t,
+    query_stride_h,
+    key_stride_b,
+    key_stride_s,
+    key_stride_h,
+    value_stride_b,
+    value_stride_s,
+    value_stride_h,
+    table_stride,
+    GROUP: tl.constexpr,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
+    sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+    tile_start = (tl.program_id(0) % num_tiles) * TILE
+    kv_head = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    # A Python float reaches a kernel inside torch.compile as fp64.
+    scale = tl.full([], scale, tl.float32)
+    softcap = tl.full([], softcap, tl.float32)
+
+    query_begin = tl.load(query_start_ptr + sequence)
+    query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
+    context = tl.load(context_lens_ptr + sequence)
+    if tile_start >= query_len:
+        return
+
+    row = tl.arange(0, BLOCK_M)
+    token = tile_start + row // GROUP
+    head = kv_head * GROUP + row % GROUP
+    row_live = (row < TILE * GROUP) & (token < query_len)
+    query_position = context - query_len + token
+    packed = (query_begin + token).to(tl.int64)
+    dim_k = tl.arange(0, BLOCK_DK)
+    dim_v = tl.arange(0, BLOCK_DV)
+    query = tl.load(
+        query_ptr + (packed * query_stride_t + head * query_stride_h)[:, None] + dim_k[None, :],
+        mask=row_live[:, None] & (dim_k < DK)[None, :],
+        other=0.0,
+    )
+    if UPCAST:
+        query = query.to(tl.float32)
+
+    # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
+    first_position = context - query_len + tile_start
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(first_position - WINDOW + 1, 0)
+    high = tl.minimum(context, first_position + TILE)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_N), SPLITS) * BLOCK_N
+        low += split * share
+        high = tl.minimum(high, low + share)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    for start in range(low, high, BLOCK_N):
+        position = start + tl.arange(0, BLOCK_N)
+        stored = position < high
+        block = tl.load(
+            block_tables_ptr + sequence * table_stride + position // BLOCK_SIZE,
+            mask=stored,
+            other=0,
+        ).to(tl.int64)
+        inside = position % BLOCK_SIZE
+
+        key_at = block * key_stride_b + inside * key_stride_s + kv_head * key_stride_h
+        key = tl.load(
+            key_cache_ptr + key_at[None, :] + dim_k[:, None],
+            mask=stored[None, :] & (dim_k < DK)[:, None],
+            other=0.0,
+        )
+        value_at = block * value_stride_b + inside * value_stride_s + kv_head * value_stride_h
+        value = tl.load(
+            value_cache_ptr + value_at[:, None] + dim_v[None, :],
+            mask=stored[:, None] & (dim_v < DV)[None, :],
+            other=0.0,
+        )
+        if UPCAST:
+            key = key.to(tl.float32)
+            value = value.to(tl.float32)
+
+        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        if HAS_SOFTCAP:
+            # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores * LOG2E, float("-inf"))
+
+        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
+        # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        weights = tl.exp2(scores - base[:, None])
+        keep = tl.exp2(row_max - base)
+        row_sum = row_sum * keep + tl.sum(weights, axis=1)
+        acc = acc * keep[:, None]
+        acc += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        row_max = new_max
+
+    out_row = packed * num_heads + head
+    if SPLITS > 1:
+        partial = out_row * SPLITS + split
+        tl.store(row_max_ptr + partial, row_max, mask=row_live)
+        tl.store(row_sum_ptr + partial, row_sum, mask=row_live)
+        # The combine step skips splits without keys, which are most of them in a short context.
+        tl.store(
+            out_ptr + (partial * DV)[:, None] + dim_v[None, :],
+            acc,
+            mask=(row_live & (row_sum > 0))[:, None] & (dim_v < DV)[None, :],
+        )
+    else:
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
+            new_max = tl.maximum(row_max, sink)
+            keep = tl.exp2(row_max - new_max)
+            row_sum = row_sum * keep + tl.exp2(sink - new_max)
+            acc = acc * keep[:, None]
+        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        tl.store(
+            out_ptr + (out_row * DV)[:, None] + dim_v[None, :],
+            acc.to(out_ptr.dtype.element_ty),
+            mask=row_live[:, None] & (dim_v < DV)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_sequences"])
+def combine_splits_kernel(
+    partial_ptr,  # [T, H, SPLITS, DV] fp32
+    row_max_ptr,  # [T, H, SPLITS] fp32, in units of log2
+    row_sum_ptr,  # [T, H, SPLITS] fp32
+    query_start_ptr,  # [B + 1] int32
+    sinks_ptr,  # [H], or anything without HAS_SINKS
+    out_ptr,  # [T, H, DV], out
+    num_sequences,
+    num_heads,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = token * num_heads + head
+    # No program attended the tokens past the last sequence; their output is zero.
+    live = tl.where(token < tl.load(query_start_ptr + num_sequences), SPLITS, 0)
+    split = tl.arange(0, SPLITS)
+    dim = tl.arange(0, BLOCK_DV)
+    split_max = tl.load(row_max_ptr + row * SPLITS + split, mask=split < live, other=float("-inf"))
+    split_sum = tl.load(row_sum_ptr + row * SPLITS + split, mask=split < live, other=0.0)
+    top = tl.max(split_max, axis=0)
+    if HAS_SINKS:
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    factor = tl.exp2(split_max - top)
+    total = tl.sum(split_sum * factor, axis=0)
+    if HAS_SINKS:
+        total += tl.exp2(sink - top)
+    partial = tl.load(
+        partial_ptr + (row * SPLITS + split)[:, None] * DV + dim[None, :],
+        mask=(split_sum > 0)[:, None] & (dim < DV)[None, :],
+        other=0.0,
+    )
+    out = tl.sum(partial * factor[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * DV + dim, out.to(out_ptr.dtype.element_ty), mask=dim < DV)
+
+
+def paged_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See `ops.paged_attention`; `splits`, a power of two, overrides `paged_splits`."""
+    num_tokens, num_heads, dk = query.shape
+    _, block_size, kv_heads, dv = value_cache.shape
+    num_sequences, num_columns = block_tables.shape
+    assert key_cache.shape == (*value_cache.shape[:3], dk) and num_heads % kv_heads == 0
+    assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
+    assert sinks is None or sinks.shape == (num_heads,)
+    assert all(t.stride(-1) == 1 for t in (query, key_cache, value_cache, block_tables))
+
+    group = num_heads // kv_heads
+    block_dk = max(16, triton.next_power_of_2(dk))
+    block_dv = max(16, triton.next_power_of_2(dv))
+    head_bytes = max(block_dk, block_dv) * query.element_size()
+    room = shared_memory(query.device)
+    block_m, block_n = paged_tiles(max_query_len, group, head_bytes, room)
+    num_tiles = triton.cdiv(max_query_len, block_m // group)
+    programs = num_sequences * num_tiles * kv_heads
+    if splits is None:
+        splits = 1
+        if max_query_len <= FEW_QUERIES:
+            splits = paged_splits(programs, num_columns * block_size, block_n)
+
+    device = query.device
+    if splits > 1:
+        # The combine step writes every row, those past the last sequence too.
+        out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
+        partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)
+        row_stats = torch.empty((2, num_tokens, num_heads, splits), device=device)
+    else:
+        out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
+        partial, row_stats = out, out.new_empty((2, 0))
+    paged_attention_kernel[(num_sequences * num_tiles, kv_heads, splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        query_start,
+        context_lens,
+        query if sinks is None else sinks,
+        partial,
+        row_stats[0],
+        row_stats[1],
+        float(scale),
+        float(softcap),
+        num_tiles,
+        num_heads,
+        *query.stride()[:2],
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_tables.stride(0),
+        GROUP=group,
+        DK=dk,
+        DV=dv,
+        BLOCK_DK=block_dk,
+        BLOCK_DV=block_dv,
+        BLOCK_SIZE=block_size,
+        WINDOW=sliding_window,
+        HAS_SOFTCAP=softcap > 0,
+        HAS_SINKS=sinks is not None,
+        SPLITS=splits,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        PRECISION="ieee",
+        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
+        UPCAST=not query.is_cuda,
+        num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
+        num_stages=3,
+        **launch_options(),
+    )
+    if splits > 1:
+        combine_splits_kernel[(num_tokens, num_heads)](
+            partial,
+            row_stats[0],
+            row_stats[1],
+            query_start,
+            query if sinks is None else sinks,
+            out,
+            num_sequences,
+            num_heads,
+            DV=dv,
+            BLOCK_DV=block_dv,
+            HAS_SINKS=sinks is not None,
+            SPLITS=splits,
+            **launch_options(),
+        )
+    return out

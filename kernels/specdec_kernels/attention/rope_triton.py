@@ -1,0 +1,225 @@
+"""Heads of the projection: per-head norms, rotary embedding, and their place in the cache.
+
+Rotary embedding combines the first half of a head with the second (RoFormer, arXiv 2104.09864, in
+transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a kernel of its own
+for more queries than `rope_attention_triton` takes in one tile.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+
+
+@triton.jit
+def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
+    """RMS norm of fp32 rows [R, D], given as halves."""
+    live = half < D // 2
+    norm_first = tl.load(norm_ptr + half, mask=live, other=0.0).to(tl.float32)
+    norm_second = tl.load(norm_ptr + D // 2 + half, mask=live, other=0.0).to(tl.float32)
+    mean = (tl.sum(first * first, axis=1) + tl.sum(second * second, axis=1)) / D
+    factor = tl.rsqrt(mean + eps)[:, None]
+    return first * factor * norm_first[None, :], second * factor * norm_second[None, :]
+
+
+@triton.jit
+def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
+    """Heads [R, D] as halves, normed and rotated in fp32. turn: cosines and sines."""
+    first, second = head
+    cos, sin = turn
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    cos = cos.to(tl.float32)
+    sin = sin.to(tl.float32)
+    if HAS_NORM:
+        first, second = normed(first, second, norm_ptr, half, eps, D)
+    return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
+
+
+@triton.jit
+def load_turn(cos_ptr, sin_ptr, token, half, mask, rope_stride):
+    """Cosines and sines [R, D / 2] of the tokens [R]; they are complete before a pass."""
+    at = token[:, None] * rope_stride + half[None, :]
+    cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
+    sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def load_queries(qkv_ptr, token, head, half, mask, qkv_stride, D: tl.constexpr):
+    """Query heads from the projection as halves [R, D / 2], one `head` [R] of each token [R]."""
+    at = qkv_ptr + (token * qkv_stride + head * D)[:, None] + half[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    second = tl.load(at + D // 2, mask=mask, other=0.0)
+    return first, second
+
+
+@triton.jit
+def load_heads(key_ptr, value_ptr, token, live, half, dim, qkv_stride, D: tl.constexpr):
+    """New tokens' keys as halves [N, D / 2] and values [N, D], from the projection."""
+    at = token * qkv_stride
+    mask = live[:, None] & (half < D // 2)[None, :]
+    key_at = key_ptr + at[:, None] + half[None, :]
+    first = tl.load(key_at, mask=mask, other=0.0)
+    second = tl.load(key_at + D // 2, mask=mask, other=0.0)
+    value_at = value_ptr + at[:, None] + dim[None, :]
+    value = tl.load(value_at, mask=live[:, None] & (dim < D)[None, :], other=0.0)
+    return (first, second), value
+
+
+@triton.jit
+def store_heads(
+    key_cache,  # of one key head: pointer, and strides of blocks and of slots in them
+    value_cache,
+    key,  # halves [N, D / 2]
+    value,  # [N, D]
+    slot,
+    live,
+    half,
+    dim,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Store new tokens' rotated keys and values at their slots."""
+    first, second = key
+    mask = live[:, None] & (half < D // 2)[None, :]
+    key_ptr, key_stride_b, key_stride_s = key_cache
+    to = slot // BLOCK_SIZE * key_stride_b + slot % BLOCK_SIZE * key_stride_s
+    to = key_ptr + to[:, None] + half[None, :]
+    tl.store(to, first, mask=mask)
+    tl.store(to + D // 2, second, mask=mask)
+    value_ptr, value_stride_b, value_stride_s = value_cache
+    to = slot // BLOCK_SIZE * value_stride_b + slot % BLOCK_SIZE * value_stride_s
+    to = value_ptr + to[:, None] + dim[None, :]
+    tl.store(to, value, mask=live[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def rope_kv_kernel(
+    qkv_ptr,  # [T, (H + 2 Hkv) D]
+    cos_ptr,  # [T, D], of which the halves are equal
+    sin_ptr,  # [T, D], likewise
+    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
+    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    query_ptr,  # [T, H, D], out
+    key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
+    value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
+    slots_ptr,  # [T] int64
+    eps,
+    qkv_stride,
+    rope_stride,
+    key_stride_b,
+    key_stride_s,
+    key_stride_h,
+    value_stride_b,
+    value_stride_s,
+    value_stride_h,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HAS_QUERY_NORM: tl.constexpr,
+    HAS_KEY_NORM: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    HALF: tl.constexpr = D // 2
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
+    half = tl.arange(0, BLOCK_HALF)
+    eps = tl.full([], eps, tl.float32)
+    is_query = head < HEADS
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    is_value = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+    mask = (head < HEADS + 2 * KV_HEADS)[:, None] & (half < HALF)[None, :]
+    after_predecessor(DEPENDENT)
+
+    at = qkv_ptr + token * qkv_stride + (head * D)[:, None] + half[None, :]
+    first = tl.load(at, mask=mask, other=0.0)
+    dtype = first.dtype
+    first = first.to(tl.float32)
+    second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
+    # Heads without a norm or rotation pass with factors of 1 and 0.
+    if HAS_QUERY_NORM:
+        one, two = normed(first, second, query_norm_ptr, half, eps, D)
+        first = tl.where(is_query[:, None], one, first)
+        second = tl.where(is_query[:, None], two, second)
+    if HAS_KEY_NORM:
+        one, two = normed(first, second, key_norm_ptr, half, eps, D)
+        first = tl.where(is_key[:, None], one, first)
+        second = tl.where(is_key[:, None], two, second)
+    cos = tl.load(cos_ptr + token * rope_stride + half, mask=half < HALF, other=0.0)
+    sin = tl.load(sin_ptr + token * rope_stride + half, mask=half < HALF, other=0.0)
+    cos = tl.where(is_value[:, None], 1.0, cos.to(tl.float32)[None, :])
+    sin = tl.where(is_value[:, None], 0.0, sin.to(tl.float32)[None, :])
+    turned = (second * cos + first * sin).to(dtype)
+    rotated = (first * cos - second * sin).to(dtype)
+
+    slot = tl.load(slots_ptr + token)
+    block = slot // BLOCK_SIZE
+    inside = slot % BLOCK_SIZE
+    to = query_ptr + (token * HEADS + head)[:, None] * D + half[None, :]
+    tl.store(to, rotated, mask=mask & is_query[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_query[:, None])
+    to = key_cache_ptr + block * key_stride_b + inside * key_stride_s
+    to += (head - HEADS)[:, None] * key_stride_h + half[None, :]
+    tl.store(to, rotated, mask=mask & is_key[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_key[:, None])
+    to = value_cache_ptr + block * value_stride_b + inside * value_stride_s
+    to += (head - HEADS - KV_HEADS)[:, None] * value_stride_h + half[None, :]
+    tl.store(to, rotated, mask=mask & is_value[:, None])
+    tl.store(to + HALF, turned, mask=mask & is_value[:, None])
+
+
+def rope_kv(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
+    num_tokens, width = qkv.shape
+    _, block_size, kv_heads, head_dim = key_cache.shape
+    heads = width // head_dim - 2 * kv_heads
+    query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    dependent = dependent_launch(qkv)
+    block_heads = 8
+    rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
+        qkv,
+        cos,
+        sin,
+        qkv if query_norm is None else query_norm,
+        qkv if key_norm is None else key_norm,
+        query,
+        key_cache,
+        value_cache,
+        slots,
+        float(eps),
+        qkv.stride(0),
+        cos.stride(0),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        D=head_dim,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        BLOCK_SIZE=block_size,
+        HAS_QUERY_NORM=query_norm is not None,
+        HAS_KEY_NORM=key_norm is not None,
+        BLOCK_HEADS=block_heads,
+        DEPENDENT=dependent,
+        num_warps=2,
+        **launch_options(dependent),
+    )
+    return query

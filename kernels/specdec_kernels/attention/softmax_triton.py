@@ -1,0 +1,248 @@
+"""Tiles of keys and values, and an online softmax over them.
+
+Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
+keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def attend(
+    row_max,  # [M], in units of log2
+    acc,  # [M, D]
+    query,  # halves [M, D / 2]
+    tile,
+    scale,  # positive
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add one tile of keys to the softmax.
+
+    Returns the new maxima, the factor [M] of the earlier sums, the tile's weights [M, N], which are
+    still to be summed, and the new `acc`.
+    """
+    key, value, visible = tile
+    scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
+    base = finite(new_max)
+    weights = tl.exp2(scores * scale - base[:, None])
+    keep = tl.exp2(row_max - base)
+    acc = weighted(weights, value, acc * keep[:, None], PRECISION, UPCAST)
+    return new_max, keep, weights, acc
+
+
+@triton.jit
+def attend_both(
+    query,  # halves [M, D / 2]
+    tile,
+    fresh_tile,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Start a softmax with two tiles at once, so that their steps do not wait for each other.
+
+    Returns maxima [M], the weights of both tiles, [M, N] and [M, F], which are still to be summed,
+    and the weighted values [M, D].
+    """
+    key, value, visible = tile
+    fresh_key, fresh_value, seen = fresh_tile
+    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
+    base = finite(row_max)[:, None]
+    weights = tl.exp2(scores * unit - base)
+    fresh_weights = tl.exp2(fresh * unit - base)
+    acc = tl.zeros([scores.shape[0], value.shape[1]], tl.float32)
+    acc = weighted(weights, value, acc, PRECISION, UPCAST)
+    acc = weighted(fresh_weights, fresh_value, acc, PRECISION, UPCAST)
+    return row_max, weights, fresh_weights, acc
+
+
+@triton.jit
+def scored(
+    query,
+    key,
+    visible,
+    scale,
+    softcap,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Scores [M, N], -inf where not visible, and the factor that makes them logarithms base 2."""
+    query_first, query_second = query
+    key_first, key_second = key
+    if UPCAST:
+        query_first = query_first.to(tl.float32)
+        query_second = query_second.to(tl.float32)
+        key_first = key_first.to(tl.float32)
+        key_second = key_second.to(tl.float32)
+    scores = tl.dot(query_first, key_first, input_precision=PRECISION)
+    scores = tl.dot(query_second, key_second, scores, input_precision=PRECISION)
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+        scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
+        scale = 1.0
+    return tl.where(visible, scores, float("-inf")), scale * LOG2E
+
+
+@triton.jit
+def weighted(weights, value, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """acc + weights @ value."""
+    if UPCAST:
+        value = value.to(tl.float32)
+    return tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def finite(row_max):
+    """The maxima, 0 for rows that see no key: they are at -inf, and inf - inf would be NaN."""
+    return tl.where(row_max == float("-inf"), 0.0, row_max)
+
+
+@triton.jit
+def with_sink(row_max, row_sum, sink):
+    """Sum of a softmax with a sink added, and the factor of the earlier sums."""
+    top = tl.maximum(row_max, sink)
+    keep = tl.exp2(row_max - top)
+    return row_sum * keep + tl.exp2(sink - top), keep
+
+
+@triton.jit
+def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr):
+    """Weighted mean of the values [M, D], zeros for a row that sees no key.
+
+    sinks_at: addresses [M] of the rows' sinks, if any, which are keys without a value.
+    """
+    if HAS_SINKS:
+        sink = tl.load(sinks_at, mask=live, other=0.0).to(tl.float32) * LOG2E
+        row_sum, keep = with_sink(row_max, row_sum, sink)
+        acc *= keep[:, None]
+    return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+
+
+@triton.jit
+def first_seen(old, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """The first of `old` older keys that some query sees, and the start of the first tile.
+
+    Tiles of whole blocks start at a block boundary.
+    """
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(old - WINDOW + 1, 0)
+    begin = low
+    if BLOCK_N % BLOCK_SIZE == 0:
+        begin = low // BLOCK_SIZE * BLOCK_SIZE
+    return low, begin
+
+
+@triton.jit
+def cached_tile(
+    cache,  # of a key head: (pointer, block stride, slot stride) of keys and values; block table
+    start,
+    low,
+    high,
+    query_position,  # [M]; only with WINDOW
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The tile of keys and values from position `start` on.
+
+    Without a window the mask is [1, N]: all queries see the positions in [low, high).
+    """
+    key_cache, value_cache, table = cache
+    key_ptr, key_stride_b, key_stride_s = key_cache
+    value_ptr, value_stride_b, value_stride_s = value_cache
+    half = tl.arange(0, BLOCK_D // 2)
+    dim = tl.arange(0, BLOCK_D)
+    step = tl.arange(0, BLOCK_N)
+    position = start + step
+    stored = position < high
+    if WINDOW > 0:
+        stored = stored & (position >= low)
+    if BLOCK_N % BLOCK_SIZE == 0:  # `start` is a block boundary, so offsets in blocks are constants
+        column = start // BLOCK_SIZE + step // BLOCK_SIZE
+        inside = step % BLOCK_SIZE
+    else:
+        column = position // BLOCK_SIZE
+        inside = position % BLOCK_SIZE
+    block = tl.load(table + column, mask=stored, other=0).to(tl.int64)
+    # Loaded as the columns that a product takes. Transposing rows later would go through shared
+    # memory in eight pieces, with barriers between them, before the wait for the predecessor.
+    key_at = key_ptr + (inside * key_stride_s)[None, :] + half[:, None]
+    key_at += (block * key_stride_b)[None, :]
+    # Keys behind the last are loaded from a valid address (block 0) and ignored.
+    key_mask = (half < D // 2)[:, None]
+    key_first = tl.load(key_at, mask=key_mask, other=0.0)
+    key_second = tl.load(key_at + D // 2, mask=key_mask, other=0.0)
+    value_at = value_ptr + (inside * value_stride_s)[:, None] + dim[None, :]
+    value_at += (block * value_stride_b)[:, None]
+    value = tl.load(value_at, mask=stored[:, None] & (dim < D)[None, :], other=0.0)
+    visible = stored[None, :]
+    if WINDOW > 0:
+        visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+    return (key_first, key_second), value, visible
+
+
+@triton.jit
+def new_tile(key, value, fresh, fresh_live, token, early, WINDOW: tl.constexpr):
+    """The tile of new keys, given as rows of halves [N, D / 2], and values.
+
+    A query of `token` [M] sees the new tokens up to itself, within its window, except the first
+    `early`.
+    """
+    seen = fresh_live[None, :] & (fresh[None, :] <= token[:, None]) & (fresh[None, :] >= early)
+    if WINDOW > 0:
+        seen = seen & (fresh[None, :] > token[:, None] - WINDOW)
+    key_first, key_second = key
+    return (tl.trans(key_first), tl.trans(key_second)), value, seen
+
+
+@triton.jit
+def join_tiles(
+    state,  # maxima [M], weights [M, N], weighted values [M, D]
+    query,
+    cache,
+    begin,
+    low,
+    high,
+    query_position,
+    scale,
+    softcap,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the cached keys from `begin` on to the softmax.
+
+    Weights are summed over threads only at the end, since that takes shuffles and barriers.
+    """
+    row_max, sums, acc = state
+    for start in range(begin, high, BLOCK_N):
+        tile = cached_tile(
+            cache, start, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
+        )
+        row_max, keep, weights, acc = attend(
+            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+        )
+        sums = sums * keep[:, None] + weights
+    return row_max, sums, acc

@@ -1,0 +1,232 @@
+"""A softmax over a context cut into parts, a program each, and combining the parts.
+
+Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
+# grow.)
+
+import triton
+import triton.language as tl
+
+from specdec_kernels.attention.softmax_triton import finite, weighted_mean
+
+BESIDE = tl.constexpr(8)
+NOTHING = tl.constexpr(-(0x800000 << 32))  # `packed_stats` of a maximum of -inf and a sum of 0
+
+
+@triton.jit
+def part_of(
+    keys,
+    part,
+    alone,
+    min_keys,
+    SPLITS: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """The number of parts of `keys` older keys, at most SPLITS, and one part's begin and end.
+
+    Each part has an equal share of at least `min_keys`. Part 0 also has the new keys, which arrive
+    later and need more work, so it has `min_keys` fewer of the older ones, unless another part
+    would need one more tile of BLOCK_N for that. Up to `alone` keys all belong to part 0.
+    """
+    least = tl.cdiv(min_keys, UNIT) * UNIT
+    share = tl.cdiv(tl.maximum(tl.cdiv(keys, SPLITS), least), UNIT) * UNIT
+    wider = tl.cdiv(tl.maximum(tl.cdiv(keys + least, SPLITS), least), UNIT) * UNIT
+    fewer = least
+    if tl.cdiv(wider, BLOCK_N) > tl.cdiv(share, BLOCK_N):
+        fewer = 0
+    else:
+        share = wider
+    own = tl.where(keys <= alone, keys, share - fewer)
+    parts = tl.cdiv(tl.maximum(keys - own, 0), share) + 1
+    first = tl.where(part > 0, own + (part - 1) * share, 0)
+    return parts, first, tl.minimum(keys, own + part * share)
+
+
+@triton.jit
+def packed_stats(row_max, row_sum):
+    """A part's maximum and sum of a row as 64 bits, so that one load reads both."""
+    upper = row_max.to(tl.int32, bitcast=True).to(tl.int64) << 32
+    return upper | (row_sum.to(tl.int32, bitcast=True).to(tl.int64) & 0xFFFFFFFF)
+
+
+@triton.jit
+def store_part(
+    partial_ptr,  # [parts, M, BLOCK_D] fp32, out
+    stats_ptr,  # [parts, M] int64, `packed_stats`, out
+    part,
+    row_max,
+    row_sum,
+    acc,
+    row_live,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Store one part's maxima and sums of all rows, and weighted values of live rows."""
+    row = tl.arange(0, BLOCK_M)
+    dim = tl.arange(0, BLOCK_D)
+    tl.store(stats_ptr + part * BLOCK_M + row, packed_stats(row_max, row_sum))
+    inside = row[:, None] * BLOCK_D + dim[None, :]
+    tl.store(partial_ptr + part * (BLOCK_M * BLOCK_D) + inside, acc, mask=row_live[:, None])
+
+
+@triton.jit
+def few_parts(
+    partial_ptr,  # [parts, M, BLOCK_D] fp32
+    stats_ptr,  # [parts, M] int64: `packed_stats`
+    parts,
+    row,  # [R], below M
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,  # at least `parts`
+):
+    """Maxima and sums [R] and weighted values [R, BLOCK_D] of a softmax of parts.
+
+    Every thread goes through all parts. No load depends on another, so all are in flight together,
+    and threads exchange nothing.
+    """
+    dim = tl.arange(0, BLOCK_D)
+    maxima, sums, values = (), (), ()
+    row_max = tl.full(row.shape, float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        there = row < tl.where(part < parts, BLOCK_M, 0)
+        at = part * BLOCK_M + row
+        stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
+        part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        row_max = tl.maximum(row_max, part_max)
+        maxima += (part_max,)
+        sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
+        at = partial_ptr + at[:, None] * BLOCK_D + dim[None, :]
+        values += (tl.load(at, mask=there[:, None], other=0.0, cache_modifier=".cg"),)
+    base = finite(row_max)
+    row_sum = tl.zeros(row.shape, tl.float32)
+    acc = tl.zeros([row.shape[0], BLOCK_D], tl.float32)
+    for part in tl.static_range(PARTS):
+        weight = tl.exp2(maxima[part] - base)
+        row_sum += sums[part] * weight
+        acc += values[part] * weight[:, None]
+    return row_max, row_sum, acc
+
+
+@triton.jit
+def many_parts(
+    partial_ptr,
+    stats_ptr,
+    parts,
+    row,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """`few_parts` for many parts, which take long to compile unrolled: BESIDE at a time over
+    threads."""
+    beside = tl.arange(0, BESIDE)
+    dim = tl.arange(0, BLOCK_D)
+    maxima, sums, values = (), (), ()
+    top = tl.full([row.shape[0], BESIDE], float("-inf"), tl.float32)
+    for first in tl.static_range(0, PARTS, BESIDE):
+        part = first + beside[None, :]
+        there = (part < parts) & (row < BLOCK_M)[:, None]
+        at = part * BLOCK_M + row[:, None]
+        stats = tl.load(stats_ptr + at, mask=there, other=NOTHING, cache_modifier=".cg")
+        part_max = (stats >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+        top = tl.maximum(top, part_max)
+        maxima += (part_max,)
+        sums += (stats.to(tl.int32).to(tl.float32, bitcast=True),)
+        at = partial_ptr + at[:, :, None] * BLOCK_D + dim[None, None, :]
+        values += (tl.load(at, mask=there[:, :, None], other=0.0, cache_modifier=".cg"),)
+    row_max = tl.max(top, axis=1)
+    base = finite(row_max)[:, None]
+    total = tl.zeros([row.shape[0], BESIDE], tl.float32)
+    acc = tl.zeros([row.shape[0], BESIDE, BLOCK_D], tl.float32)
+    for index in tl.static_range(0, (PARTS + BESIDE - 1) // BESIDE):
+        weight = tl.exp2(maxima[index] - base)
+        total += sums[index] * weight
+        acc += values[index] * weight[:, :, None]
+    return row_max, tl.sum(total, axis=1), tl.sum(acc, axis=1)
+
+
+@triton.jit
+def combine_rows(
+    memory,  # partial_ptr, stats_ptr, sinks_ptr of this key head, and out_ptr of its first row
+    span,  # first row, rows, step, number of parts
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    FEW: tl.constexpr,
+    PARTS: tl.constexpr,  # at least as many as there are
+    ROWS: tl.constexpr,
+):
+    """Combine and store ROWS rows from `first` on, then from `first + step` on and so on.
+
+    FEW selects `few_parts`, else `many_parts`.
+    """
+    partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory
+    first, rows, step, parts = span
+    for start in range(first, rows, step):
+        row = start + tl.arange(0, ROWS)
+        dim = tl.arange(0, BLOCK_D)
+        if FEW:
+            row_max, row_sum, acc = few_parts(
+                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
+            )
+        else:
+            row_max, row_sum, acc = many_parts(
+                partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
+            )
+        live = row < rows
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + row % GROUP, live, HAS_SINKS)
+        out_at = out_ptr + (row // GROUP * (HEADS * D) + row % GROUP * D)[:, None] + dim[None, :]
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
+
+
+@triton.jit
+def combine_parts(
+    memory,  # as in `combine_rows`
+    span,
+    few,  # True if there are at most FEW_PARTS parts
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    FEW_PARTS: tl.constexpr,
+    FEW_ROWS: tl.constexpr,
+    MANY_ROWS: tl.constexpr,
+):
+    """`combine_rows`, FEW_ROWS or MANY_ROWS at a time, depending on the number of parts."""
+    if few:
+        combine_rows(
+            memory,
+            span,
+            HEADS,
+            GROUP,
+            D,
+            BLOCK_D,
+            BLOCK_M,
+            HAS_SINKS,
+            True,
+            FEW_PARTS,
+            FEW_ROWS,
+        )
+    elif SPLITS > FEW_PARTS:
+        combine_rows(
+            memory,
+            span,
+            HEADS,
+            GROUP,
+            D,
+            BLOCK_D,
+            BLOCK_M,
+            HAS_SINKS,
+            False,
+            SPLITS,
+            MANY_ROWS,
+        )

@@ -1,0 +1,155 @@
+"""Launch configurations of attention, chosen from shapes and measured on an H200.
+
+`scripts/bench/kernels.py` shows their effect.
+"""
+
+from typing import NamedTuple
+
+from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY, power_of_2_from, power_of_2_to
+
+MAX_SPLITS = 33
+MAX_PAGED_SPLITS = 32
+FEW_SPLITS = 9
+MIN_KEYS = 128  # the shortest part, and the number of older keys that the new ones count as
+COMBINED = 64  # values that a thread combines at a time
+ALONE = 128  # up to this many older keys go with the new ones into one part: nothing to combine
+SCRATCH = 8192  # bytes of shared memory for exchanges between warps
+SHORT_CONTEXT = 2048  # up to this length fewer parts with more registers each are faster
+
+
+class Cut(NamedTuple):
+    """Launch configuration of `decode_triton.rope_attention_kernel`."""
+
+    splits: int  # most parts of the context
+    few_parts: int  # up to this many parts are combined `few_rows` at a time, more `many_rows`
+    few_rows: int
+    many_rows: int
+    block_m: int  # rows: query tokens times query heads of a key head
+    block_new: int  # new keys
+    block_n: int  # older keys at a time
+    block_d: int  # head dimension, padded
+    num_warps: int
+    num_stages: int
+    maxnreg: int | None  # registers a thread
+
+
+def num_splits(programs: int, max_context: int, at_once: int) -> int:
+    """Most parts of a context, such that the parts of all `programs` are at most `at_once`.
+
+    All must run at once, since they wait for each other. One part has the new keys. Two parts gain
+    less than combining them costs.
+    """
+    fitting = at_once // programs
+    if fitting < 3:
+        return 1
+    return min(fitting, -(-max_context // MIN_KEYS) + 1, MAX_SPLITS)
+
+
+def choose_cut(
+    max_query_len: int,
+    group: int,
+    kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    num_sequences: int,
+    max_context: int,
+    splits: int | None = None,
+    block_n: int | None = None,
+    room: int = SHARED_MEMORY,
+    multiprocessors: int = MULTIPROCESSORS,
+) -> Cut:
+    """Launch configuration of attention over block tables for `max_context` tokens.
+
+    room: bytes of shared memory that one program can have. multiprocessors: number on the GPU.
+    """
+    block_m = max(16, power_of_2_from(max_query_len * group))
+    block_d = max(32, power_of_2_from(head_dim))
+    programs = num_sequences * kv_heads
+    block_n = block_n or max(16, min(128, 2**15 // (block_d * itemsize)))
+    while block_n > 16 and stages_within(room, block_m, block_n, block_d, itemsize) < 3:
+        block_n //= 2
+    num_warps = 8 if block_m * max(block_d, block_n) > 64 * 128 else 4
+    # Programs that fit on a multiprocessor, by their registers and shared memory.
+    each = 2 if block_m <= 32 else 1
+    crowded = (
+        block_d * itemsize <= 128
+        and block_m * block_d <= 32 * 64
+        and programs * MAX_SPLITS > 2 * multiprocessors
+        and max_context > SHORT_CONTEXT
+    )
+    if crowded:
+        each = 3
+    splits = splits or num_splits(programs, max_context, each * multiprocessors)
+    few_parts = min(splits, FEW_SPLITS)
+    num_stages = 3
+    if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
+        # A program that is alone on a multiprocessor, or has small heads, must load further ahead.
+        # Fewer than 7 stages would leave room for a third program where two are intended.
+        if block_d * itemsize <= 128:
+            num_stages = 7 if block_m == 16 else 5
+        elif programs <= multiprocessors:
+            num_stages = 5
+        else:
+            num_stages = 2 if block_m == 16 else 3
+    num_stages = min(num_stages, stages_within(room, block_m, block_n, block_d, itemsize))
+    return Cut(
+        splits=splits,
+        few_parts=few_parts,
+        few_rows=rows_combined(few_parts, block_m, block_d, num_warps),
+        many_rows=rows_combined(splits, block_m, block_d, num_warps),
+        block_m=block_m,
+        block_new=max(16, power_of_2_from(max_query_len)),
+        block_n=block_n,
+        block_d=block_d,
+        num_warps=num_warps,
+        num_stages=num_stages,
+        maxnreg=168 if crowded and splits > 1 else None,
+    )
+
+
+def stages_within(room: int, block_m: int, block_n: int, block_d: int, itemsize: int) -> int:
+    """Pipeline stages over tiles of keys that fit into `room` bytes of shared memory.
+
+    Queries and weights are there as well, and in fp32 one more tile on its way to the products.
+    Fewer than 3 stages have no room for one tile each of keys and values.
+    """
+    tile = block_n * block_d * itemsize
+    others = block_m * (block_d + block_n) * itemsize + (tile if itemsize == 4 else 0) + SCRATCH
+    return max(0, room - others) // tile + 1
+
+
+def rows_combined(parts: int, block_m: int, block_d: int, num_warps: int) -> int:
+    """Rows whose `parts` parts fit into a program's registers; programs share BLOCK_M rows."""
+    fitting = COMBINED * 32 * num_warps // (parts * block_d)
+    return min(block_m // 4, power_of_2_to(fitting))
+
+
+def paged_tiles(
+    max_query_len: int, group: int, head_bytes: int, room: int = SHARED_MEMORY
+) -> tuple[int, int]:
+    """Rows and keys of a tile of `paged_attention`.
+
+    Shared memory holds one tile of queries, of at most 32 KiB unless one group is more, and two
+    each of keys and values.
+
+    Args:
+        max_query_len: The longest sequence's number of queries.
+        group: Query heads of a key head.
+        head_bytes: Of one head, padded; a head of 256 in fp32 or 512 in bf16 has 1024.
+        room: Bytes of shared memory that a program can have.
+    """
+    rows = power_of_2_from(max_query_len * group)
+    block_m = max(16, min(rows, 128, 2**15 // head_bytes), power_of_2_from(group))
+    block_n = 64 if head_bytes <= 256 else 32
+    if block_m * head_bytes + 4 * block_n * head_bytes > room:
+        block_n //= 2
+    return block_m, block_n
+
+
+def paged_splits(programs: int, max_context: int, block_n: int) -> int:
+    """Parts of a context in `paged_attention`: a power of two, so that few variants are compiled.
+
+    Two programs for each multiprocessor of an H100 are enough.
+    """
+    wanted = min(2 * MULTIPROCESSORS // programs, -(-max_context // block_n), MAX_PAGED_SPLITS)
+    return 1 << (wanted.bit_length() - 1) if wanted > 1 else 1

@@ -1,0 +1,86 @@
+"""Memory that all GPUs of a group can read: sums and gathers through it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from specdec_kernels.linear.reference import Normed
+
+MAX_ROWS = 256  # rows that go through this memory at once
+
+# The tile of one program of a sum, which has flags of its own. Each thread reads 8 numbers of 16
+# bits from each rank.
+SUM_ROWS, SUM_COLUMNS = 4, 256
+# Tiles of logits. A program takes every GATHER_GROUPS-th tile along the rows.
+GATHER_ROWS, GATHER_COLUMNS, GATHER_GROUPS = 4, 1024, 8
+
+
+def num_sum_flags(width: int) -> int:
+    """Counters for each other rank that sums of rows of `width` numbers need."""
+    return -(-width // SUM_COLUMNS) * (MAX_ROWS // SUM_ROWS)
+
+
+def num_gather_flags(share: int) -> int:
+    """Counters for each other rank that gathering shares of `share` columns needs."""
+    return -(-share // GATHER_COLUMNS) * GATHER_GROUPS
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """One rank's view of buffers that all ranks of a group share.
+
+    rank, size: of the group. parts: [places, MAX_ROWS, N], this rank's own, read by the others.
+    addresses: int64 [size], addresses of the ranks' parts. flags: int64 [size], addresses of the
+    ranks' counters int32 [F, size], which count the announcements of the others. epochs: int32
+    [F, size], announcements waited for so far; sums, which wait for all ranks at once, use [F].
+    """
+
+    rank: int
+    size: int
+    parts: Tensor
+    addresses: Tensor
+    flags: Tensor
+    epochs: Tensor
+
+    def take(self, place: int, num_rows: int, width: int) -> Tensor | None:
+        """Memory for this rank's part [num_rows, width], or None if it does not fit."""
+        _, rows, most = self.parts.shape
+        if num_rows > rows or width != most:
+            return None
+        return self.parts[place, :num_rows]
+
+
+def reduce_add_norm(
+    peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
+) -> Normed:
+    """`add_norm` of the sum of all ranks' parts, which each rank has written to its own memory.
+
+    CUDA only, at most 256 rows. Every rank of the group calls it, with place 0 and 1 in turn.
+
+    Args:
+        peers: The group's memory; this rank's part is in `peers.take(place, T, N)`.
+        place: 0 or 1.
+        residual: [T, N], rows contiguous, the same on all ranks.
+        norm_weight: [N].
+    """
+    from specdec_kernels.comm.peers_triton import reduce_add_norm_triton
+
+    return reduce_add_norm_triton(peers, place, residual, norm_weight, eps)
+
+
+def reduce_parts(peers: Peers, place: int, num_rows: int) -> Tensor:
+    """The sum [T, N] of all ranks' parts, under the conditions of `reduce_add_norm`."""
+    from specdec_kernels.comm.peers_triton import reduce_parts_triton
+
+    return reduce_parts_triton(peers, place, num_rows)
+
+
+def gather_columns(peers: Peers, num_rows: int) -> Tensor:
+    """All ranks' parts in `peers.take(0, num_rows, N)`, side by side: [T, size * N].
+
+    CUDA only. Every rank of the group calls it. Before a rank writes a new part, it must take part
+    in `reduce_add_norm` or synchronise with the group in another way.
+    """
+    from specdec_kernels.comm.peers_triton import gather_columns_triton
+
+    return gather_columns_triton(peers, num_rows)

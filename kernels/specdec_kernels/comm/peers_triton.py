@@ -1,0 +1,271 @@
+"""Kernels that read other GPUs' memory over NVLink: sums of all ranks' parts, and gathers.
+
+The sum is a one-shot all-reduce with the residual and the norm in the same kernel. Every rank reads
+the parts of all others and adds them up in the order of ranks, so that all hold the same bits. A
+program handles one tile. It announces to its counterpart on every other rank that this rank's part
+is written, and waits until all have announced theirs. Flags count and are never reset: the k-th
+call of a tile waits for k. Calls must alternate between two places: when all have announced one
+place, all have read the other, so no second wait is needed. Programs start in order and wait for
+their counterparts alone, so the first unfinished program is running on every rank.
+
+The gather puts the ranks' shares of the logits side by side. A program copies some tiles of one
+rank's share. It announces its own share to that rank, and waits for the announcement of the
+counterpart there. A share must not be overwritten before the group has synchronised again, which
+the sums of the next pass do.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.comm.peers import (
+    GATHER_COLUMNS,
+    GATHER_GROUPS,
+    GATHER_ROWS,
+    SUM_COLUMNS,
+    SUM_ROWS,
+    Peers,
+)
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.linear.norm_triton import rms_norm_triton
+from specdec_kernels.linear.reference import Normed
+from specdec_kernels.linear.tiles import FEW_ROWS
+
+
+@triton.jit
+def read_flags(flags, INTERPRETED: tl.constexpr):
+    """int32 counters at addresses [SIZE], with acquire semantics."""
+    if INTERPRETED:
+        found = tl.load(flags)
+    else:
+        found = tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.s32 $0, [$1];",
+            "=r,l",
+            [flags.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return found
+
+
+@triton.jit
+def part_of(addresses_ptr, rank, like_ptr):
+    """Pointer to a rank's parts, of the type of `like_ptr`."""
+    found = tl.load(addresses_ptr + rank).to(tl.pointer_type(like_ptr.dtype.element_ty))
+    return tl.multiple_of(found, 16)  # without this, loads are of two bytes
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def reduce_add_norm_kernel(
+    addresses_ptr,  # [SIZE] int64
+    flags_ptr,  # [SIZE] int64
+    epochs_ptr,  # [F] int32, in and out
+    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
+    norm_ptr,  # [N], with FOR_NORM
+    hidden_ptr,  # [T, N], out
+    scaled_ptr,  # [T, N], out, with FOR_NORM
+    squares_ptr,  # [T, N / BLOCK_N] fp32, out, with FOR_NORM
+    num_rows,
+    place,  # elements before the part in each rank's memory
+    residual_stride,
+    N: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_RANKS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FOR_NORM: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    column_block = tl.program_id(0)
+    program = tl.program_id(1) * tl.num_programs(0) + column_block
+    column = column_block * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    mask = (row < num_rows)[:, None] & (column < N)[None, :]
+    inside = row[:, None] * N + column[None, :]
+    if FOR_NORM:
+        norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
+    peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
+    pads = tl.load(flags_ptr + peer)
+    own = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + program * SIZE
+    after_predecessor(DEPENDENT)
+
+    epoch = tl.load(epochs_ptr + program) + 1
+    theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
+    announce = tl.arange(0, BLOCK_RANKS) < SIZE
+    tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
+    if HAS_RESIDUAL:
+        residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
+    # The difference, since counters wrap around.
+    behind = tl.min(read_flags(own + peer, INTERPRETED) - epoch, axis=0)
+    while behind < 0:
+        behind = tl.min(read_flags(own + peer, INTERPRETED) - epoch, axis=0)
+    tl.debug_barrier()
+    tl.store(epochs_ptr + program, epoch)
+
+    summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for rank in tl.static_range(SIZE):
+        part_ptr = part_of(addresses_ptr, rank, hidden_ptr) + place + inside
+        part = tl.load(part_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+        summed += part.to(tl.float32)
+    # The sum is rounded first, as by an all-reduce that returns a tensor.
+    hidden = summed.to(hidden_ptr.dtype.element_ty)
+    if HAS_RESIDUAL:
+        hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
+    tl.store(hidden_ptr + inside, hidden, mask=mask)
+    if FOR_NORM:
+        wide = tl.where(mask, hidden.to(tl.float32), 0.0)
+        tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
+        squares_at = row * tl.num_programs(0) + column_block
+        tl.store(squares_ptr + squares_at, tl.sum(wide * wide, axis=1), mask=row < num_rows)
+
+
+def reduce_add_norm_triton(
+    peers: Peers, place: int, residual: Tensor, norm_weight: Tensor, eps: float
+) -> Normed:
+    """See `ops.reduce_add_norm`."""
+    num_rows, width = residual.shape
+    assert norm_weight.shape == (width,) and residual.stride(1) == 1
+    assert residual.dtype == peers.parts.dtype
+    if num_rows > FEW_ROWS:
+        # The library computes products of many rows, and takes no unfinished norm.
+        hidden = _reduce(peers, place, num_rows, residual)
+        return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
+    scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
+    blocks = triton.cdiv(width, SUM_COLUMNS)
+    squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
+    hidden = _reduce(peers, place, num_rows, residual, (norm_weight, scaled, squares))
+    return Normed(hidden, scaled, squares, eps)
+
+
+def reduce_parts_triton(peers: Peers, place: int, num_rows: int) -> Tensor:
+    """See `ops.reduce_parts`."""
+    return _reduce(peers, place, num_rows)
+
+
+def _reduce(
+    peers: Peers,
+    place: int,
+    num_rows: int,
+    residual: Tensor | None = None,
+    norm: tuple[Tensor, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """The sum (+ residual) [T, N]. norm: its weight, and outputs `scaled` and `squares`."""
+    parts = peers.parts
+    width = parts.shape[2]
+    assert peers.take(place, num_rows, width) is not None
+    blocks = triton.cdiv(width, SUM_COLUMNS)
+    assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
+    hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
+    norm_weight, scaled, squares = norm or (hidden, hidden, hidden)
+    dependent = dependent_launch(parts)
+    # Flags belong to tiles, so tiles are the same for any number of rows above two.
+    reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
+        peers.addresses,
+        peers.flags,
+        peers.epochs,
+        hidden if residual is None else residual,
+        norm_weight,
+        hidden,
+        scaled,
+        squares,
+        num_rows,
+        place * parts.stride(0),
+        0 if residual is None else residual.stride(0),
+        N=width,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        BLOCK_RANKS=triton.next_power_of_2(peers.size),
+        BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
+        BLOCK_N=SUM_COLUMNS,
+        HAS_RESIDUAL=residual is not None,
+        FOR_NORM=norm is not None,
+        DEPENDENT=dependent,
+        INTERPRETED=not parts.is_cuda,
+        num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
+        **launch_options(dependent),
+    )
+    return hidden
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gather_columns_kernel(
+    addresses_ptr,  # [SIZE] int64
+    flags_ptr,  # [SIZE] int64
+    epochs_ptr,  # [F, SIZE] int32, in and out
+    out_ptr,  # [T, SIZE * SHARE], out
+    num_rows,
+    SHARE: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUPS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    source = tl.program_id(0)
+    group = tl.program_id(2)
+    pair = tl.program_id(1) * GROUPS + group
+    own = tl.load(flags_ptr + RANK).to(tl.pointer_type(tl.int32)) + pair * SIZE
+    theirs = tl.load(flags_ptr + source).to(tl.pointer_type(tl.int32)) + pair * SIZE
+    part = part_of(addresses_ptr, source, out_ptr)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = column < SHARE
+    after_predecessor(DEPENDENT)
+
+    if source != RANK:
+        epoch = tl.load(epochs_ptr + pair * SIZE + source) + 1
+        tl.atomic_add(theirs + RANK, 1, sem="release", scope="sys")
+        # The difference, since counters wrap around.
+        one = tl.arange(0, 1)
+        behind = tl.min(read_flags(own + source + one, INTERPRETED) - epoch, axis=0)
+        while behind < 0:
+            behind = tl.min(read_flags(own + source + one, INTERPRETED) - epoch, axis=0)
+        tl.debug_barrier()
+        tl.store(epochs_ptr + pair * SIZE + source, epoch)
+
+    for first in range(group * BLOCK_M, num_rows, GROUPS * BLOCK_M):
+        row = (first + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+        mask = (row < num_rows) & inside[None, :]
+        found = tl.load(part + row * SHARE + column[None, :], mask=mask, cache_modifier=".cg")
+        out = out_ptr + (row * SIZE + source) * SHARE + column[None, :]
+        tl.store(out, found, mask=mask)
+
+
+def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
+    """See `ops.gather_columns`."""
+    share = peers.parts.shape[2]
+    assert num_rows and peers.take(0, num_rows, share) is not None
+    out = peers.parts.new_empty(num_rows, peers.size * share)
+    blocks = triton.cdiv(share, GATHER_COLUMNS)
+    assert peers.epochs.numel() >= blocks * GATHER_GROUPS * peers.size
+    dependent = dependent_launch(out)
+    block_m = min(GATHER_ROWS, triton.next_power_of_2(num_rows))
+    groups = min(GATHER_GROUPS, triton.cdiv(num_rows, block_m))
+    # Ranks are the first grid dimension, so that programs that wait for each other start together.
+    gather_columns_kernel[(peers.size, blocks, groups)](
+        peers.addresses,
+        peers.flags,
+        peers.epochs,
+        out,
+        num_rows,
+        SHARE=share,
+        RANK=peers.rank,
+        SIZE=peers.size,
+        BLOCK_M=block_m,
+        BLOCK_N=GATHER_COLUMNS,
+        GROUPS=groups,
+        DEPENDENT=dependent,
+        INTERPRETED=not out.is_cuda,
+        num_warps=4,
+        **launch_options(dependent),
+    )
+    return out

@@ -1,0 +1,431 @@
+"""A product of few rows with norm, gate, bias and residual, bound by reading the weight once.
+
+A program holds all rows and BLOCK_N features, and streams its rows of the weight through shared
+memory. The norm needs no pass of its own, since its factor is one number a row: the kernel that
+writes the residual stream also writes it times the norm's weight, and sums of squares, and the next
+kernel scales its product at the end. Before a program waits for its predecessor, it prefetches its
+first weights and may load its last ones into registers, so that memory stays busy between kernels.
+
+The depth of a tile can be cut into slices, each for some warps: products of one warp on one sum
+wait for each other, which can take longer than loading the weights. Sums of slices stay apart until
+all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with more
+than one slice.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.gpu import CACHE_LINE
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    dependent_launch,
+    is_last,
+    launch_options,
+    prefetch_l2,
+)
+from specdec_kernels.linear.norm_triton import activate
+from specdec_kernels.linear.reference import ACTIVATIONS
+from specdec_kernels.linear.tiles import Tiles
+
+LINE = tl.constexpr(CACHE_LINE)
+
+
+def linear_outputs(
+    x: Tensor,
+    weight: Tensor,
+    block_n: int,
+    *,
+    squares: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    into: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Check a product's operands and allocate its results.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K], contiguous; [2N, K] with an activation.
+        block_n: Features of a program.
+        squares: [T, P] fp32, sums of squares of x.
+        bias: [N].
+        activation: "" or one of ACTIVATIONS.
+        residual: [T, N], rows contiguous.
+        norm_weight: [N], of the norm that follows.
+        into: [T, N], contiguous, where to write the first result.
+
+    Returns:
+        [T, N], which is `into` if given; with `norm_weight` also [T, N] for the product times it,
+        and [T, ceil(N / block_n)] fp32 for sums of squares, else the first result in their place.
+    """
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if activation else 1)
+    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
+    assert activation in ("", *ACTIVATIONS)
+    assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
+    assert bias is None or bias.shape == (num_features,)
+    assert norm_weight is None or norm_weight.shape == (num_features,)
+    out = into
+    if out is None:
+        out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    assert out.shape == (num_rows, num_features) and out.is_contiguous()
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    if norm_weight is None:
+        return out, out, out
+    blocks = -(-num_features // block_n)
+    out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
+    return out, torch.empty_like(out), out_squares
+
+
+@triton.jit
+def depth_of(start, SIZE: tl.constexpr, SLICES: tl.constexpr):
+    """The SIZE features from `start` on: [SIZE], or [SLICES, SIZE / SLICES]."""
+    if SLICES == 1:
+        return start + tl.arange(0, SIZE)
+    else:
+        WIDTH: tl.constexpr = SIZE // SLICES
+        slices = tl.arange(0, SLICES)[:, None] * WIDTH
+        return start + slices + tl.arange(0, WIDTH)[None, :]
+
+
+@triton.jit
+def along_rows(value, SLICES: tl.constexpr):
+    """Values of a tile's rows, [R], in a shape that broadcasts over its features."""
+    if SLICES == 1:
+        return value[:, None]
+    else:
+        return value[None, :, None]
+
+
+@triton.jit
+def along_depth(value, SLICES: tl.constexpr):
+    """Values of a tile's features, as from `depth_of`, in a shape that broadcasts over its rows."""
+    if SLICES == 1:
+        return value[None, :]
+    else:
+        return value[:, None, :]
+
+
+@triton.jit
+def tile_at(rows_ptr, depth, SLICES: tl.constexpr):
+    """Addresses of a tile, from the pointers to its rows, [R], and features from `depth_of`."""
+    return along_rows(rows_ptr, SLICES) + along_depth(depth, SLICES)
+
+
+@triton.jit
+def zero_sums(
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SLICES: tl.constexpr, SWAP: tl.constexpr
+):
+    """Initial fp32 sums of `add_product`."""
+    if SWAP:
+        sums = tl.zeros([SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        sums = tl.zeros([SLICES, BLOCK_M, BLOCK_N], tl.float32)
+    if SLICES == 1:
+        sums = tl.reshape(sums, sums.shape[1:])
+    return sums
+
+
+@triton.jit
+def add_product(
+    x,  # [M, K] or [SLICES, M, K]
+    weight,  # [N, K] or [SLICES, N, K]
+    sums,  # [M, N] or [SLICES, M, N]; with SWAP [N, M] or [SLICES, N, M]
+    SLICES: tl.constexpr,
+    SWAP: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """sums + x @ weight.T, slice by slice; with SWAP its transpose."""
+    if UPCAST:
+        x = x.to(tl.float32)
+        weight = weight.to(tl.float32)
+    if SWAP:
+        sums = tl.dot(weight, transposed(x, SLICES), sums, input_precision=PRECISION)
+    else:
+        sums = tl.dot(x, transposed(weight, SLICES), sums, input_precision=PRECISION)
+    return sums
+
+
+@triton.jit
+def transposed(tile, SLICES: tl.constexpr):
+    """A matrix, or SLICES of them, transposed."""
+    if SLICES == 1:
+        return tl.trans(tile)
+    else:
+        return tl.permute(tile, (0, 2, 1))
+
+
+@triton.jit
+def whole_sums(sums, sums_up, SLICES: tl.constexpr, SWAP: tl.constexpr):
+    """Two results of `add_product` as [M, N] each: slices added up, transposed back with SWAP.
+
+    Both together, so that the exchanges between warps for one do not wait for the other's.
+    """
+    if SLICES > 1:
+        sums = tl.sum(sums, axis=0)
+        sums_up = tl.sum(sums_up, axis=0)
+    if SWAP:
+        sums = tl.trans(sums)
+        sums_up = tl.trans(sums_up)
+    return sums, sums_up
+
+
+@triton.jit
+def prefetch_rows(rows_ptr, first, COUNT: tl.constexpr):
+    """Prefetch COUNT numbers of each row of the weight, [N] pointers, from the `first` on."""
+    PER_LINE: tl.constexpr = LINE * 8 // rows_ptr.dtype.element_ty.primitive_bitwidth
+    ahead = first + tl.arange(0, COUNT // PER_LINE) * PER_LINE
+    prefetch_l2(rows_ptr[:, None] + ahead[None, :])
+
+
+@triton.jit
+def load_squares(squares_ptr, row, row_live, PARTS: tl.constexpr, BLOCK_P: tl.constexpr):
+    """[M, BLOCK_P] fp32, sums of squares of PARTS parts of each row of x."""
+    part = tl.arange(0, BLOCK_P)
+    return tl.load(
+        squares_ptr + row[:, None] * PARTS + part[None, :],
+        mask=row_live[:, None] & (part < PARTS)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def load_weight(at, mask, EVEN: tl.constexpr):
+    """A tile of the weight, from its addresses; EVEN tiles need no mask."""
+    if EVEN:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=mask, other=0.0)
+
+
+@triton.jit
+def sum_of_splits(partial_ptr, place, mask, size, SPLITS: tl.constexpr):
+    """The sum [M, N] of the results of SPLITS programs, stored `size` numbers apart."""
+    acc = tl.zeros(place.shape, tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = partial_ptr + split * size + place
+        acc += tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
+    return acc
+
+
+@triton.jit
+def store_for_norm(scaled_ptr, squares_ptr, out, norm, place, mask, row, row_live):
+    """Store `out` times the next norm's weight [N], and sums of squares of this part.
+
+    Both use the rounded values, as the next kernel reads them.
+    """
+    wide = tl.where(mask, out.to(tl.float32), 0.0)
+    scaled = (wide * norm.to(tl.float32)[None, :]).to(out.dtype)
+    tl.store(scaled_ptr + place, scaled, mask=mask)
+    at = row * tl.num_programs(0) + tl.program_id(0)
+    tl.store(squares_ptr + at, tl.sum(wide * wide, axis=1), mask=row_live)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def few_rows_linear_kernel(
+    x_ptr,  # [T, K]
+    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
+    bias_ptr,  # [N]; only with HAS_BIAS
+    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
+    norm_ptr,  # [N]; only with FOR_NORM
+    out_ptr,  # [T, N], out
+    scaled_ptr,  # [T, N], out times norm, out; only with FOR_NORM
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with FOR_NORM
+    partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
+    counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    num_rows,
+    num_features,  # N
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
+    ACTIVATION: tl.constexpr,  # "" for a plain product
+    HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    FOR_NORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    SLICES: tl.constexpr,  # of BLOCK_K, one a group of warps
+    SPLITS: tl.constexpr,
+    PREFETCH: tl.constexpr,  # features of every weight row to prefetch before the wait
+    EARLY: tl.constexpr,  # number of last features, loaded before the wait and used at the end
+    DEPENDENT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION != ""
+    SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
+    SHARE: tl.constexpr = (K + SPLITS * BLOCK_K - 1) // (SPLITS * BLOCK_K) * BLOCK_K
+    EVEN: tl.constexpr = K % (SPLITS * BLOCK_K) == 0
+    tl.static_assert(EARLY == 0 or (EVEN and SPLITS == 1 and not GATED and EARLY % BLOCK_K == 0))
+    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+
+    split = tl.program_id(1)
+    first = split * SHARE
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_live = column < num_features
+    weight_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * K
+    up_ptr = weight_ptr + num_features.to(tl.int64) * K
+    if PREFETCH > 0:
+        prefetch_rows(weight_ptr, first, PREFETCH)
+        if GATED:
+            prefetch_rows(up_ptr, first, PREFETCH)
+    if EARLY > 0:
+        early = depth_of(K - EARLY, EARLY, SLICES)
+        early_weight = tl.load(tile_at(weight_ptr, early, SLICES))
+    row = tl.arange(0, BLOCK_M)
+    row_live = row < num_rows
+    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    mask = row_live[:, None] & column_live[None, :]
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
+    if FOR_NORM:
+        norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
+    after_predecessor(DEPENDENT)
+
+    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    if HAS_RESIDUAL:
+        residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+        residual = tl.load(residual_ptr, mask=mask, other=0.0)
+    if PARTS > 0:
+        squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
+
+    x_ptr += row.to(tl.int64) * x_stride
+    inside = depth_of(0, BLOCK_K, SLICES)
+    acc = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    acc_up = acc
+    if EARLY > 0:
+        early_x = tl.load(
+            tile_at(x_ptr, early, SLICES), mask=along_rows(row_live, SLICES), other=0.0
+        )
+    for start in range(first, first + SHARE - EARLY, BLOCK_K):
+        # Addresses and masks of all tiles come first; the tiles were measured in this order.
+        k = start + inside
+        x_at = tile_at(x_ptr, k, SLICES)
+        x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
+        weight_at = tile_at(weight_ptr, k, SLICES)
+        up_at = tile_at(up_ptr, k, SLICES)
+        weight_mask = along_depth(k < K, SLICES)
+        x = tl.load(x_at, mask=x_mask, other=0.0)
+        weight = load_weight(weight_at, weight_mask, EVEN)
+        acc = add_product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        if GATED:
+            up = load_weight(up_at, weight_mask, EVEN)
+            acc_up = add_product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
+    if EARLY > 0:
+        acc = add_product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+    acc, acc_up = whole_sums(acc, acc_up, SLICES, SWAP)
+
+    if SPLITS > 1:
+        size = num_rows.to(tl.int64) * num_features
+        tl.store(partial_ptr + split * size + place, acc, mask=mask)
+        if not is_last(counters_ptr + tl.program_id(0), SPLITS):
+            return
+        acc = sum_of_splits(partial_ptr, place, mask, size, SPLITS)
+    if PARTS > 0:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
+        acc *= factor
+        acc_up *= factor
+    if HAS_BIAS:
+        acc += bias.to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        acc += residual.to(tl.float32)
+    if GATED:
+        acc = activate(acc, ACTIVATION) * acc_up
+    out = acc.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, out, mask=mask)
+    if FOR_NORM:
+        store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+
+
+def few_rows_linear(
+    x: Tensor,
+    weight: Tensor,
+    tiles: Tiles,
+    *,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+    bias: Tensor | None = None,
+    activation: str = "",
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    into: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel; arguments and results are those of `linear_outputs`."""
+    out, scaled, out_squares = linear_outputs(
+        x,
+        weight,
+        tiles.block_n,
+        squares=squares,
+        bias=bias,
+        activation=activation,
+        residual=residual,
+        norm_weight=norm_weight,
+        into=into,
+    )
+    num_rows, width = x.shape
+    num_features = out.shape[1]
+    blocks = triton.cdiv(num_features, tiles.block_n)
+    assert num_rows <= tiles.block_m
+    partial = counts = out
+    if tiles.splits > 1:
+        assert not activation and blocks <= COUNTERS
+        partial = torch.empty((tiles.splits, *out.shape), dtype=torch.float32, device=x.device)
+        counts = counters(x.device)
+    parts = 0 if squares is None else squares.shape[1]
+    # A prefetch must not reach past the end of the weight.
+    share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
+    prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
+    dependent = dependent_launch(x)
+    few_rows_linear_kernel[(blocks, tiles.splits)](
+        x,
+        x if squares is None else squares,
+        weight,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        x if norm_weight is None else norm_weight,
+        out,
+        scaled,
+        out_squares,
+        partial,
+        counts,
+        num_rows,
+        num_features,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        float(eps),
+        K=width,
+        PARTS=parts,
+        ACTIVATION=activation,
+        HAS_BIAS=bias is not None,
+        HAS_RESIDUAL=residual is not None,
+        FOR_NORM=norm_weight is not None,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=tiles.block_k,
+        BLOCK_P=triton.next_power_of_2(max(parts, 1)),
+        SLICES=tiles.slices,
+        SPLITS=tiles.splits,
+        PREFETCH=prefetch if dependent else 0,
+        EARLY=tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
+        DEPENDENT=dependent,
+        PRECISION="ieee",
+        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
+        UPCAST=not x.is_cuda,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **launch_options(dependent),
+    )
+    return out, scaled, out_squares

@@ -1,0 +1,157 @@
+"""RMS norms and gates as kernels of their own, for products that run on cuBLAS or are summed over
+ranks."""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.linear.reference import ACTIVATIONS, Normed
+
+
+@triton.jit
+def activate(gate, ACTIVATION: tl.constexpr):
+    """SiLU, or GELU in its tanh form; tanh(x) = 2 sigmoid(2x) - 1, which cannot overflow."""
+    if ACTIVATION == "silu":
+        slope = 1.0
+    else:
+        slope = 1.5957691216057308 * (1.0 + 0.044715 * gate * gate)
+    return gate * tl.sigmoid(slope * gate)
+
+
+@triton.jit
+def normed_row(x, norm, eps, K: tl.constexpr):
+    """RMS norm of one row of K numbers; x is zero past them."""
+    wide = x.to(tl.float32)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / K + eps)
+    return (wide * norm.to(tl.float32)).to(x.dtype)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr,  # [T, K]
+    residual_ptr,  # [T, K]; only with HAS_RESIDUAL
+    post_ptr,  # [K], weight of a norm of x before it is added; only with HAS_POST
+    norm_ptr,  # [K]
+    hidden_ptr,  # [T, K], x + residual, out; only with HAS_RESIDUAL
+    out_ptr,  # [T, K], out
+    x_stride,
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr,
+    HAS_POST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    eps = tl.full([], eps, tl.float32)
+    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    if HAS_POST:
+        post = tl.load(post_ptr + k, mask=k < K, other=0.0)
+    after_predecessor(DEPENDENT)
+    x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
+    if HAS_POST:
+        x = normed_row(x, post, eps, K)
+    if HAS_RESIDUAL:
+        residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(hidden_ptr + row * K + k, x, mask=k < K)
+    tl.store(out_ptr + row * K + k, normed_row(x, norm, eps, K), mask=k < K)
+
+
+@triton.jit
+def gate_kernel(
+    gate_up_ptr,  # [T, 2 F], gate first
+    out_ptr,  # [T, F], out
+    num_features,
+    gate_up_stride,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    feature = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    after_predecessor(DEPENDENT)
+    at = gate_up_ptr + row * gate_up_stride + feature
+    gate = tl.load(at, mask=feature < num_features, other=0.0).to(tl.float32)
+    up = tl.load(at + num_features, mask=feature < num_features, other=0.0).to(tl.float32)
+    out = (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * num_features + feature, out, mask=feature < num_features)
+
+
+def add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """x (+ residual) [T, K], with `post_norm` of x normed first, and the RMS norm of the sum."""
+    num_rows, width = x.shape
+    assert x.stride(1) == 1 and norm_weight.shape == (width,)
+    assert post_norm is None or post_norm.shape == (width,)
+    assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
+    out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
+    hidden = x if residual is None else torch.empty_like(out)
+    dependent = dependent_launch(x)
+    block = triton.next_power_of_2(width)
+    rms_norm_kernel[(num_rows,)](
+        x,
+        x if residual is None else residual,
+        norm_weight if post_norm is None else post_norm,
+        norm_weight,
+        hidden,
+        out,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        float(eps),
+        K=width,
+        HAS_RESIDUAL=residual is not None,
+        HAS_POST=post_norm is not None,
+        BLOCK=block,
+        DEPENDENT=dependent,
+        num_warps=max(1, min(16, block // 512)),
+        **launch_options(dependent),
+    )
+    return hidden, out
+
+
+def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.rms_norm`."""
+    return add_norm(x.reshape(-1, x.shape[-1]), None, weight, eps)[1].view(x.shape)
+
+
+def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.gate`."""
+    num_rows, num_features = gate_up.shape[0], gate_up.shape[1] // 2
+    assert gate_up.stride(1) == 1 and activation in ACTIVATIONS
+    out = torch.empty((num_rows, num_features), dtype=gate_up.dtype, device=gate_up.device)
+    dependent = dependent_launch(gate_up)
+    gate_kernel[(num_rows, triton.cdiv(num_features, 1024))](
+        gate_up,
+        out,
+        num_features,
+        gate_up.stride(0),
+        ACTIVATION=activation,
+        BLOCK=1024,
+        DEPENDENT=dependent,
+        **launch_options(dependent),
+    )
+    return out
+
+
+def add_norm_triton(
+    x: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    post_norm: Tensor | None = None,
+) -> Normed:
+    """See `ops.add_norm`."""
+    hidden, scaled = add_norm(x, residual, norm_weight, eps, post_norm)
+    return Normed(hidden, scaled, None, eps)

@@ -1,0 +1,75 @@
+"""The products of a decoder layer on CUDA: choose a kernel, or the library.
+
+Norm, gate and sum are fused into the products around them.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.linear.few_rows_triton import few_rows_linear
+from specdec_kernels.linear.norm_triton import add_norm, gate_triton
+from specdec_kernels.linear.one_row_triton import one_row_linear
+from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
+from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
+
+Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def kernel_for(kind: str, x: Tensor, weight: Tensor) -> Product | None:
+    """The kernel for a product of `kind` "norm", "gate" or "add", configured; None for cuBLAS."""
+    row_tiles = choose_row_tiles(kind, x, weight)
+    if row_tiles is not None:
+        return partial(one_row_linear, tiles=row_tiles)
+    tiles = choose_tiles(kind, x, weight)
+    return None if tiles is None else partial(few_rows_linear, tiles=tiles)
+
+
+def norm_linear_triton(
+    x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
+    """See `ops.norm_linear`."""
+    product = kernel_for("norm", x.scaled, weight)
+    if product is None:
+        return norm_linear_reference(x, weight, bias, into)
+    return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
+
+
+def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
+    """See `ops.norm_gate_up`."""
+    product = kernel_for("gate", x.scaled, weight)
+    if product is None:
+        assert x.squares is None
+        return gate_triton(F.linear(x.scaled, weight), activation)
+    return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
+
+
+def linear_triton(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
+) -> Tensor:
+    """See `ops.linear`."""
+    product = kernel_for("add", x, weight)
+    if product is None:
+        return linear_reference(x, weight, bias, into)
+    return product(x, weight, bias=bias, into=into)[0]
+
+
+def linear_add_norm_triton(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """See `ops.linear_add_norm`."""
+    product = kernel_for("add", x, weight)
+    if product is None:
+        hidden, scaled = add_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
+        return Normed(hidden, scaled, None, eps)
+    hidden, scaled, squares = product(
+        x, weight, bias=bias, residual=residual, norm_weight=norm_weight
+    )
+    return Normed(hidden, scaled, squares, eps)

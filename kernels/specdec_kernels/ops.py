@@ -1,0 +1,82 @@
+"""The public functions: CUDA tensors go to Triton kernels, all others to torch.
+
+Triton is imported when the first CUDA tensor arrives, so CPU use needs no Triton. No function reads
+device data on the host when its tensors are on CUDA, so all can be captured in a CUDA graph; the
+exception is `gather_plan`, which is meant for CPU. `ops.NAME.reference` is the torch implementation
+on any device.
+
+Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
+"""
+
+from specdec_kernels.attention.cache import slot_mapping, write_kv
+from specdec_kernels.attention.paged import (
+    GatherPlan,
+    gather_attention,
+    gather_plan,
+    paged_attention,
+)
+from specdec_kernels.attention.rope import rope_attention
+from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
+from specdec_kernels.linear.cpu import (
+    PackedWeight,
+    Weight,
+    add_norm,
+    forms_of,
+    linear,
+    linear_add_norm,
+    norm_gate_up,
+    norm_linear,
+    pack_weight,
+    rms_norm,
+)
+from specdec_kernels.linear.embed import embed
+from specdec_kernels.linear.reference import Normed, gate
+from specdec_kernels.round.ngram import ngram_lookup
+from specdec_kernels.round.steps import accept, advance, padded_pass, stamp
+from specdec_kernels.sampling.block_verify import block_verify_logits
+from specdec_kernels.sampling.logits import (
+    LogitRows,
+    greedy_argmax,
+    logit_rows,
+    reject_logits,
+    sample_logits,
+)
+from specdec_kernels.sampling.noise import uniform_rows
+
+__all__ = [
+    "GatherPlan",
+    "LogitRows",
+    "Normed",
+    "PackedWeight",
+    "Weight",
+    "accept",
+    "add_norm",
+    "advance",
+    "block_verify_logits",
+    "embed",
+    "forms_of",
+    "gate",
+    "gather_attention",
+    "gather_columns",
+    "gather_plan",
+    "greedy_argmax",
+    "linear",
+    "linear_add_norm",
+    "logit_rows",
+    "ngram_lookup",
+    "norm_gate_up",
+    "norm_linear",
+    "pack_weight",
+    "padded_pass",
+    "paged_attention",
+    "reduce_add_norm",
+    "reduce_parts",
+    "reject_logits",
+    "rms_norm",
+    "rope_attention",
+    "sample_logits",
+    "slot_mapping",
+    "stamp",
+    "uniform_rows",
+    "write_kv",
+]

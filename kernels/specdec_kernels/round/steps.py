@@ -1,0 +1,160 @@
+"""A round on the device: inputs of a pass, greedy acceptance, state update, time stamps.
+
+Legend: B sequences, K proposal length, Q tokens that a pass feeds of each sequence, MB block-table
+columns. Block 0 is the trash block.
+"""
+
+import time
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.dispatch import kernel
+
+
+@kernel("specdec_kernels.round.steps_triton:padded_pass_triton")
+def padded_pass(
+    tokens: Tensor,
+    length: Tensor,
+    lens: Tensor,
+    active: Tensor,
+    block_tables: Tensor,
+    offset: int,
+    margin: int,
+    block_size: int,
+    max_len: int,
+    num_ids: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs of a pass that feeds Q tokens of each of B sequences, from length + offset on.
+
+    Token j of a sequence is live iff the sequence is active, its position is within the model,
+    and lens >= offset + j + margin; the others are padding, whose keys go to the trash block.
+
+    Args:
+        tokens: [B, Q] int64; clamped into 0..num_ids - 1.
+        length, lens: [B] int64.
+        active: [B] bool.
+        block_tables: [B, MB] int32.
+        offset, margin: See above.
+        block_size: Slots a block.
+        max_len: Positions the model knows.
+        num_ids: Size of its vocabulary.
+
+    Returns:
+        ids [B * Q] int64; positions [B * Q] int64, clamped into the model's; slots [B * Q] int64;
+        context_lens [B] int32, one more than the last token's unclamped position.
+    """
+    place = offset + torch.arange(tokens.shape[1], device=tokens.device)
+    at = length[:, None] + place
+    live = (at >= 0) & (at < max_len) & (lens[:, None] >= place + margin) & active[:, None]
+    position = at.clamp(0, max_len - 1)
+    column = (position // block_size).clamp(max=block_tables.shape[1] - 1)
+    block = block_tables.gather(1, column).long() * live
+    slots = block * block_size + position % block_size
+    context = (at[:, -1] + 1).to(torch.int32)
+    ids = tokens.clamp(0, num_ids - 1)
+    return ids.reshape(-1), position.view(-1), slots.view(-1), context
+
+
+@kernel("specdec_kernels.round.steps_triton:accept_triton")
+def accept(
+    proposed: Tensor,
+    best: Tensor,
+    lens: Tensor,
+    accept_noise: Tensor | None = None,
+    rates: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Greedy verification: proposals stand while they are the target's own choice.
+
+    The one-hot case of `reject_logits`. With rates, a proposal stands iff its noise is below
+    the rate of its place, whatever the target says.
+
+    Args:
+        proposed: [B, K] int64, -1 where the draft's logits were not finite.
+        best: [B, K + 1] int64, the target's choice at each place, -1 where it has none.
+        lens: [B] int64, proposals of each row.
+        accept_noise: [B, K] fp32 in [0, 1).
+        rates: [K] fp32.
+
+    Returns:
+        tokens [B, K + 1] int64, of which the first accepted + 1 count, and accepted [B] int64: -2
+        where a proposal is -1, else -1 where `best` is -1 at a place up to `lens`.
+    """
+    if rates is None or accept_noise is None:
+        stands = proposed == best[:, : proposed.shape[1]]
+    else:
+        stands = accept_noise < rates
+    # A loop over tokens: for a few sequences tensor operations would cost more.
+    tokens, accepted = [], []
+    rows = zip(*(t.tolist() for t in (proposed, best, lens, stands)), strict=True)
+    for drafted, own, length, stood in rows:
+        count = 0
+        while count < length and stood[count]:
+            count += 1
+        tokens.append([*drafted[:count], own[count], *drafted[count + 1 :], 0][: len(own)])
+        if min(drafted[:length], default=0) < 0:
+            count = -2
+        elif min(own[: length + 1]) < 0:
+            count = -1
+        accepted.append(count)
+    return proposed.new_tensor(tokens).view(best.shape), proposed.new_tensor(accepted)
+
+
+@kernel("specdec_kernels.round.steps_triton:advance_triton")
+def advance(
+    tokens: Tensor,
+    accepted: Tensor,
+    lens: Tensor,
+    tail: Tensor,
+    length: Tensor,
+    limit: Tensor,
+    active: Tensor,
+    eos_ids: Tensor,
+    record: Tensor,
+    history: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> None:
+    """Append what a round decided to every active sequence, in place, and record it.
+
+    accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
+    that meets one, or reaches its limit, becomes inactive.
+
+    Args:
+        tokens: [B, K + 1] int64. accepted, lens: [B] int64.
+        tail: [B, 2] int64, the last two tokens.
+        length, limit: [B] int64, a sequence's number of tokens, and the number at which it ends.
+        active: [B] bool.
+        eos_ids: [E] int64, or empty.
+        record: [B, K + 3] int64: tokens, accepted and lens of every row, active or not.
+        history: [R, L] int32, for proposers that look tokens up; appended tokens are written there
+            too, from place `length` on.
+        rows: [B] int64, each sequence's row of `history`, all different.
+    """
+    # A loop over sequences: for a few of them the dozen tensor operations would take longer.
+    ends = set(eos_ids.tolist())
+    told = zip(
+        *(x.tolist() for x in (tokens, accepted, lens, length, limit, active, tail)), strict=True
+    )
+    noted, lengths, still, tails = [], [], [], []
+    for b, (decided, count, proposed, at, most, is_active, last) in enumerate(told):
+        noted.append([*decided, count, proposed])
+        new = [max(0, token) for token in decided[: max(0, count) + 1]] if is_active else []
+        end = next((i for i, token in enumerate(decided[: len(new)]) if token in ends), None)
+        new = new if end is None else new[: end + 1]
+        if new and history is not None and rows is not None:
+            history[rows[b], at : at + len(new)] = history.new_tensor(new)
+        lengths.append(at + len(new))
+        still.append(is_active and end is None and lengths[-1] < most)
+        tails.append([*last, *new][-2:])
+    for held, values in ((record, noted), (length, lengths), (active, still), (tail, tails)):
+        held.copy_(held.new_tensor(values))
+
+
+@kernel("specdec_kernels.round.steps_triton:stamp_triton")
+def stamp(out: Tensor, place: int) -> None:
+    """Write the time in nanoseconds into `out[place]`, int64, after the kernels before it.
+
+    On CUDA it is the device's own clock, which graphs read anew in every replay; its ticks may be
+    a microsecond apart. Only differences mean anything.
+    """
+    out[place] = time.perf_counter_ns()

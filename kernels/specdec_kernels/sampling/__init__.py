@@ -1,0 +1,1 @@
+"""From logits to tokens: distributions, draws, rejection sampling, block verification, noise."""

@@ -1,0 +1,94 @@
+"""Greedy choice of a token: each program reads a part of a row, the last one compares the parts."""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    dependent_launch,
+    is_last,
+    launch_options,
+)
+
+PARTS = 32
+BLOCK = 4096
+
+
+@triton.jit
+def first_maximum(value, index):
+    """The largest of pairs (value [N], index [N]), with the smallest index of equal ones."""
+    top = tl.max(value, axis=0)
+    return top, tl.min(tl.where(value == top, index, 2**31 - 1), axis=0)
+
+
+@triton.jit
+def greedy_argmax_kernel(
+    logits_ptr,  # [R, V]
+    tops_ptr,  # [R, PARTS] fp32, out
+    indices_ptr,  # [R, PARTS] int32, out
+    counters_ptr,  # [>= R] int32, zeros
+    out_ptr,  # [R] int64, out
+    stride,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    SHARE: tl.constexpr = (V + PARTS * BLOCK - 1) // (PARTS * BLOCK) * BLOCK
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    after_predecessor(DEPENDENT)
+
+    logits_ptr += row * stride
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    index = part * SHARE + lane
+    for start in range(0, SHARE, BLOCK):
+        at = part * SHARE + start + lane
+        value = tl.load(logits_ptr + at, mask=at < V, other=float("-inf")).to(tl.float32)
+        # A NaN counts as more than any number, and a later one does not replace it.
+        better = (value > best) | ((value != value) & (best == best))
+        best = tl.where(better, value, best)
+        index = tl.where(better, at, index)
+    top, first = first_maximum(tl.where(best != best, float("inf"), best), index)
+    tl.store(tops_ptr + row * PARTS + part, top)
+    tl.store(indices_ptr + row * PARTS + part, first)
+
+    if is_last(counters_ptr + row, PARTS):
+        every = tl.arange(0, PARTS)
+        tops = tl.load(tops_ptr + row * PARTS + every, cache_modifier=".cg")
+        indices = tl.load(indices_ptr + row * PARTS + every, cache_modifier=".cg")
+        top, first = first_maximum(tops, indices)
+        first = tl.where(tl.abs(top) == float("inf"), -1, first)  # a NaN counts as inf by now
+        tl.store(out_ptr + row, first.to(tl.int64))
+
+
+def greedy_argmax_triton(logits: Tensor) -> Tensor:
+    """See `ops.greedy_argmax`."""
+    num_rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1 and num_rows <= COUNTERS
+    device = logits.device
+    out = torch.empty(num_rows, dtype=torch.int64, device=device)
+    tops = torch.empty((num_rows, PARTS), dtype=torch.float32, device=device)
+    indices = torch.empty((num_rows, PARTS), dtype=torch.int32, device=device)
+    dependent = dependent_launch(logits)
+    greedy_argmax_kernel[(num_rows, PARTS)](
+        logits,
+        tops,
+        indices,
+        counters(device),
+        out,
+        logits.stride(0),
+        V=vocabulary,
+        PARTS=PARTS,
+        BLOCK=BLOCK,
+        DEPENDENT=dependent,
+        **launch_options(dependent),
+    )
+    return out

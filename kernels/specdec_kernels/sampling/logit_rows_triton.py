@@ -1,0 +1,351 @@
+"""Softmax statistics of rows of logits, with temperature, top-k and top-p: Triton kernels.
+
+A row is cut into parts, a program each, so that few rows use the whole GPU. The last program of a
+row combines its parts. The normaliser is computed online by parts (Milakov and Gimelshein, arXiv
+1805.02867). Top-k and top-p need no sorting: a logit has few possible values (65281 in bf16), and
+each pass of a search counts, for several of them at once, the tokens or the mass at or above that
+value. Probabilities are never stored.
+"""
+# mypy: disable-error-code="untyped-decorator, no-untyped-def"
+# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    counters,
+    dependent_launch,
+    is_last,
+    launch_options,
+)
+from specdec_kernels.sampling.logits import TINY, LogitRows
+
+BLOCKS = (1024, 4096)  # tokens a program, for few and for many programs
+FEW_PROGRAMS = 264
+# Ranges that a search pass distinguishes, for few and for many programs: with few rows the number
+# of passes costs time, with many the sums of a pass.
+WAYS = (16, 4)
+# Low bits that are zero in a dtype's numbers as fp32, and the number of bits that differ.
+SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+BITS = {torch.bfloat16: 16, torch.float16: 19, torch.float32: 32}
+
+
+@triton.jit
+def key_of(value, SHIFT: tl.constexpr):
+    """Integers in the order of fp32 values, consecutive for neighbours; both zeros are 0."""
+    bits = value.to(tl.int32, bitcast=True)
+    magnitude = (bits & 0x7FFFFFFF) >> SHIFT
+    return tl.where(bits < 0, -magnitude, magnitude).to(tl.int64)
+
+
+@triton.jit
+def value_of(key, SHIFT: tl.constexpr):
+    """The fp32 value of a key, +0 for 0."""
+    key = key.to(tl.int32)
+    magnitude = tl.where(key < 0, -key, key) << SHIFT
+    value = magnitude.to(tl.float32, bitcast=True)
+    return tl.where(key < 0, -value, value)
+
+
+@triton.jit
+def kept_weight(x, at, row_ptr, mask, scale):
+    """exp((x - maximum) / T) of logits x at places `at`; 0 for tokens that the row drops.
+
+    row_ptr: pointer to the four numbers of the row, or one for each x.
+    """
+    maximum = tl.load(row_ptr, mask=mask, other=0.0)
+    threshold = tl.load(row_ptr + 2, mask=mask, other=0.0)
+    first = tl.load(row_ptr + 3, mask=mask, other=0.0).to(tl.int32)
+    kept = (x > threshold) | ((x == threshold) & (at >= first))
+    return tl.where(kept, tl.exp2((x - maximum) * scale), 0.0)
+
+
+@triton.jit
+def row_sums_kernel(
+    logits_ptr,  # [R, V]
+    tops_ptr,  # [R, PARTS] fp32, out
+    parts_ptr,  # [R, PARTS] fp32, out
+    rows_ptr,  # [R, 4] fp32, out
+    counters_ptr,  # [>= R] int32, zeros
+    stride,
+    scale,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Maximum and normaliser of rows without top-k and top-p."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    after_predecessor(DEPENDENT)
+    # A Python float reaches a kernel inside torch.compile as fp64.
+    scale = tl.full([], scale, tl.float32)
+
+    at = part * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    top = tl.max(x, axis=0)
+    # A part of -inf alone gives no NaN here. NaN and +inf make the sum NaN.
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2((x - base) * scale), axis=0)
+    tl.store(tops_ptr + row * PARTS + part, top)
+    tl.store(parts_ptr + row * PARTS + part, total)
+
+    if is_last(counters_ptr + row, PARTS):
+        every = tl.arange(0, BLOCK_PARTS)
+        here = every < PARTS
+        cell = row * PARTS + every
+        tops = tl.load(tops_ptr + cell, mask=here, other=float("-inf"), cache_modifier=".cg")
+        parts = tl.load(parts_ptr + cell, mask=here, other=0.0, cache_modifier=".cg")
+        maximum = tl.max(tops, axis=0)
+        parts *= tl.exp2((tops - maximum) * scale)
+        tl.store(parts_ptr + cell, parts, mask=here)
+        tl.store(rows_ptr + row * 4, maximum)
+        tl.store(rows_ptr + row * 4 + 1, tl.sum(parts, axis=0))
+        tl.store(rows_ptr + row * 4 + 2, float("-inf"))
+        tl.store(rows_ptr + row * 4 + 3, 0.0)
+
+
+@triton.jit
+def search_kernel(
+    logits_ptr,  # [R, V]
+    rows_ptr,  # [R, 4] fp32
+    keys_ptr,  # [R, 2] int32, in and out: the threshold's key is in [lo, hi)
+    sums_ptr,  # [R, 2] fp32, in and out: count or mass at hi or more, and what is to be reached
+    partial_ptr,  # [R, PARTS, WAYS] fp32, scratch
+    counters_ptr,  # [>= R] int32, zeros
+    stride,
+    scale,
+    goal,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WAYS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    FIRST: tl.constexpr,
+    AFTER_TOP_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Narrow down the largest threshold with `goal` tokens, or that share of the mass, at or above.
+
+    A call keeps one of WAYS parts of the range. It does nothing once the range is one value, and in
+    void rows.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    after_predecessor(DEPENDENT)
+    scale = tl.full([], scale, tl.float32)
+    goal = tl.full([], goal, tl.float32)
+
+    maximum = tl.load(rows_ptr + row * 4)
+    total = tl.load(rows_ptr + row * 4 + 1)
+    lowest = -(tl.full([], 0x7F800000, tl.int64) >> SHIFT)
+    low = lowest
+    high = key_of(maximum, SHIFT) + 1
+    above = tl.full([], 0.0, tl.float32)
+    target = goal
+    is_open = total == total
+    if FIRST:
+        if AFTER_TOP_K:
+            low = tl.load(keys_ptr + row * 2).to(tl.int64)
+        elif BY_MASS:
+            target = goal * total
+            # V tokens at or below this bound hold at most half of the mass that may be dropped.
+            share = (1.0 - goal) * total / V
+            bound = maximum + (tl.log2(share) - 1.0) / scale
+            low = tl.maximum(key_of(bound, SHIFT) - 1, lowest)
+    else:
+        low = tl.load(keys_ptr + row * 2).to(tl.int64)
+        high = tl.load(keys_ptr + row * 2 + 1).to(tl.int64)
+        above = tl.load(sums_ptr + row * 2)
+        target = tl.load(sums_ptr + row * 2 + 1)
+        is_open = is_open & (high - low > 1)
+
+    if is_open:
+        at = part * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
+        x = x.to(tl.float32)
+        weight = tl.exp2((x - maximum) * scale)
+        way = tl.arange(0, WAYS)
+        found = tl.zeros([WAYS], tl.float32)
+        for n in tl.static_range(0 if FIRST and AFTER_TOP_K else 1, WAYS):
+            border = value_of(low + (high - low) * n // WAYS, SHIFT)
+            if BY_MASS:
+                reached = tl.sum(tl.where(x >= border, weight, 0.0), axis=0)
+            else:
+                reached = tl.sum((x >= border).to(tl.int32), axis=0).to(tl.float32)
+            found = tl.where(way == n, reached, found)
+        tl.store(partial_ptr + (row * PARTS + part) * WAYS + way, found)
+
+        if is_last(counters_ptr + row, PARTS):
+            every = tl.arange(0, BLOCK_PARTS)[:, None]
+            partial = tl.load(
+                partial_ptr + (row * PARTS + every) * WAYS + way[None, :],
+                mask=every < PARTS,
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            sums = tl.sum(partial, axis=0)
+            if FIRST and AFTER_TOP_K:
+                target = goal * tl.sum(tl.where(way == 0, sums, 0.0), axis=0)
+            # Sums fall from way to way, since all are rounded alike. The lowest way counts as
+            # reaching the target even if rounding says otherwise.
+            last = tl.sum(((sums >= target) & (way > 0)).to(tl.int32), axis=0)
+            beyond = tl.sum(tl.where(way == last + 1, sums, 0.0), axis=0)
+            above = tl.where(last + 1 < WAYS, beyond, above)
+            tl.store(keys_ptr + row * 2, (low + (high - low) * last // WAYS).to(tl.int32))
+            tl.store(keys_ptr + row * 2 + 1, (low + (high - low) * (last + 1) // WAYS).to(tl.int32))
+            tl.store(sums_ptr + row * 2, above)
+            tl.store(sums_ptr + row * 2 + 1, target)
+
+
+@triton.jit
+def settle_kernel(
+    logits_ptr,  # [R, V]
+    keys_ptr,  # [R, 2] int32
+    sums_ptr,  # [R, 2] fp32
+    equals_ptr,  # [R, PARTS] int32, scratch
+    parts_ptr,  # [R, PARTS] fp32, out
+    rows_ptr,  # [R, 4] fp32, in and out
+    counters_ptr,  # [>= R] int32, zeros
+    stride,
+    scale,
+    V: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BY_MASS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """Normaliser over the kept tokens, and the first kept token at the threshold."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    after_predecessor(DEPENDENT)
+    scale = tl.full([], scale, tl.float32)
+
+    maximum = tl.load(rows_ptr + row * 4)
+    total = tl.load(rows_ptr + row * 4 + 1)
+    if total == total:
+        threshold = value_of(tl.load(keys_ptr + row * 2), SHIFT)
+        lane = tl.arange(0, BLOCK)
+        at = part * BLOCK + lane
+        x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
+        x = x.to(tl.float32)
+        more = tl.sum(tl.where(x > threshold, tl.exp2((x - maximum) * scale), 0.0), axis=0)
+        equal = tl.sum(((x == threshold) & (at < V)).to(tl.int32), axis=0)
+        tl.store(parts_ptr + row * PARTS + part, more)
+        tl.store(equals_ptr + row * PARTS + part, equal)
+
+        if is_last(counters_ptr + row, PARTS):
+            every = tl.arange(0, BLOCK_PARTS)
+            here = every < PARTS
+            cell = row * PARTS + every
+            parts = tl.load(parts_ptr + cell, mask=here, other=0.0, cache_modifier=".cg")
+            equals = tl.load(equals_ptr + cell, mask=here, other=0, cache_modifier=".cg")
+            kept = equals
+            first = tl.full([], 0, tl.int32)
+            weight = tl.exp2((threshold - maximum) * scale)
+            if BY_MASS:
+                # Keep the last of the equal tokens, as many as the target still needs.
+                ties = tl.sum(equals, axis=0)
+                missing = tl.load(sums_ptr + row * 2 + 1) - tl.load(sums_ptr + row * 2)
+                need = tl.where(weight > 0.0, tl.ceil(missing / weight), ties.to(tl.float32))
+                need = tl.minimum(tl.maximum(need, 1.0), ties.to(tl.float32)).to(tl.int32)
+                later = ties - tl.cumsum(equals, axis=0)
+                kept = tl.minimum(tl.maximum(need - later, 0), equals)
+                at_border = (later < need) & (need <= later + equals)
+                border = tl.max(tl.where(at_border, every, 0), axis=0)
+                skipped = tl.sum(tl.where(every == border, equals - kept, 0), axis=0)
+                at = border * BLOCK + lane
+                x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
+                x = x.to(tl.float32)
+                tied = (x == threshold) & (at < V)
+                rank = tl.cumsum(tied.to(tl.int32), axis=0)
+                first = tl.min(tl.where(tied & (rank > skipped), at, V), axis=0)
+            parts += kept.to(tl.float32) * weight
+            tl.store(parts_ptr + cell, parts, mask=here)
+            tl.store(rows_ptr + row * 4 + 1, tl.sum(parts, axis=0))
+            tl.store(rows_ptr + row * 4 + 2, threshold)
+            tl.store(rows_ptr + row * 4 + 3, first.to(tl.float32))
+
+
+def exponent_scale(temperature: float) -> float:
+    """Factor log2(e) / T on logits, for exponents of 2."""
+    assert temperature > 0.0
+    return math.log2(math.e) / max(temperature, TINY)
+
+
+def cut(vocabulary: int, parts: int) -> dict[str, int]:
+    """Constants for rows that are cut into `parts`."""
+    block = next(size for size in BLOCKS if triton.cdiv(vocabulary, size) == parts)
+    return {
+        "V": vocabulary,
+        "PARTS": parts,
+        "BLOCK_PARTS": triton.next_power_of_2(parts),
+        "BLOCK": block,
+    }
+
+
+def dependence(logits: Tensor) -> dict[str, bool]:
+    dependent = dependent_launch(logits)
+    return {"DEPENDENT": dependent, **launch_options(dependent)}
+
+
+def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:
+    """See `ops.logit_rows`."""
+    num_rows, vocabulary = logits.shape
+    assert logits.stride(1) == 1 and num_rows <= COUNTERS and logits.dtype in SHIFT
+    is_many = num_rows * triton.cdiv(vocabulary, BLOCKS[1]) > FEW_PROGRAMS
+    parts = triton.cdiv(vocabulary, BLOCKS[is_many])
+    device, scale = logits.device, exponent_scale(temperature)
+    constants = cut(vocabulary, parts) | dependence(logits)
+    found = LogitRows(
+        torch.empty((num_rows, 4), dtype=torch.float32, device=device),
+        torch.empty((num_rows, parts), dtype=torch.float32, device=device),
+    )
+    grid = (num_rows, parts)
+    count = counters(device)
+    tops = torch.empty((num_rows, parts), dtype=torch.float32, device=device)
+    row_sums_kernel[grid](
+        logits, tops, found.parts, found.rows, count, logits.stride(0), scale, **constants
+    )
+    has_top_k, has_top_p = 0 < top_k < vocabulary, top_p < 1.0
+    if not (has_top_k or has_top_p):
+        return found
+
+    keys = torch.empty((num_rows, 2), dtype=torch.int32, device=device)
+    sums = torch.empty((num_rows, 2), dtype=torch.float32, device=device)
+    ways, shift = WAYS[is_many], SHIFT[logits.dtype]
+    passes = math.ceil(BITS[logits.dtype] / math.log2(ways))
+    partial = torch.empty((num_rows, parts, ways), dtype=torch.float32, device=device)
+    goals = [(False, float(top_k))] * has_top_k + [(True, float(top_p))] * has_top_p
+    for by_mass, goal in goals:
+        for step in range(passes):
+            search_kernel[grid](
+                *(logits, found.rows, keys, sums, partial, count),
+                *(logits.stride(0), scale, goal),
+                WAYS=ways,
+                SHIFT=shift,
+                BY_MASS=by_mass,
+                FIRST=step == 0,
+                AFTER_TOP_K=by_mass and has_top_k,
+                **constants,
+            )
+    equals = torch.empty((num_rows, parts), dtype=torch.int32, device=device)
+    settle_kernel[grid](
+        *(logits, keys, sums, equals, found.parts, found.rows, count),
+        *(logits.stride(0), scale),
+        SHIFT=shift,
+        BY_MASS=has_top_p,
+        **constants,
+    )
+    return found
