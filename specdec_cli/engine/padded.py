@@ -206,7 +206,7 @@ def _propose(
             margin=2,
             max_len=rule.draft_max_len,
             last_only=True,
-        )[:, 0, : draft.target_vocab]
+        ).logits[:, 0, : draft.target_vocab]
         if rule.is_greedy:
             tokens.append(greedy_pick(logits))
         else:
@@ -238,7 +238,7 @@ def _score(
         margin=1,
         max_len=rule.max_model_len,
         last_only=False,
-    )
+    ).logits
 
 
 def _decide(

@@ -30,7 +30,7 @@ class TargetScorer:
         ]
         # A -1, from a draft whose logits are not finite, is reported by verification.
         proposed = proposal.token_ids.clamp(min=0) if k else None
-        logits = self.model.forward(spans, [n + 1 for n in proposal.lens], proposed)
+        logits = self.model.forward(spans, [n + 1 for n in proposal.lens], proposed).logits
         if params.is_greedy:
             return Scores(best=_by_sequence(ops.greedy_argmax(logits), proposal.lens, k))
         return Scores(_by_sequence(to_probs(logits, params), proposal.lens, k))

@@ -61,13 +61,13 @@ class DraftWorker:
                 rows = torch.tensor(active).to(device, non_blocking=True)
             if step == 0:
                 spans = [Span(seqs[b], seqs[b].draft_kv, len(seqs[b].tokens)) for b in active]
-                logits = self.model.forward(spans, [1] * len(active))
+                logits = self.model.forward(spans, [1] * len(active)).logits
             else:
                 ends = [len(seqs[b].tokens) + step - 1 for b in active]
                 spans = [Span(seqs[b], end, end, 1) for b, end in zip(active, ends, strict=True)]
                 # A -1, from logits that are not finite, is reported by verification.
                 last = token_ids[rows, step - 1 : step].clamp(min=0)
-                logits = self.model.forward(spans, [1] * len(active), last)
+                logits = self.model.forward(spans, [1] * len(active), last).logits
             logits = self.fit(logits)
             if params.is_greedy:
                 token_ids[rows, step] = ops.greedy_argmax(logits)

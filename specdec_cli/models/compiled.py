@@ -20,10 +20,12 @@ import torch
 import torch._dynamo
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.hidden import HiddenStates
 from specdec_cli.text import first_line
 
 CompileError = torch._dynamo.exc.TorchDynamoException
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Forward = Callable[[torch.Tensor, torch.Tensor, HiddenStates | None], Outputs]
 
 
 class CompiledForward:
@@ -52,8 +54,12 @@ class CompiledForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """token_ids, positions: int64 [T]. Logits [T, V], or [M, V] of `logit_rows` int64 [M].
+        states: HiddenStates | None = None,
+    ) -> Outputs:
+        """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
+
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: keeps hidden states of the
+        same module; the same object, or None, in every call.
 
         Compiles at the first call with one token, and at the first with more. Raises what Dynamo
         raises when the model is no whole graph, or would have to be compiled again.
@@ -65,9 +71,9 @@ class CompiledForward:
             for tensor in () if one else (ids, places):
                 torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=one in self._ready), _no_advice():
-            logits = (self._one if one else self._many)(ids, places)
+            logits, hidden = (self._one if one else self._many)(ids, places, states)
         self._ready.add(one)
-        return logits if logit_rows is None else logits[logit_rows]
+        return logits if logit_rows is None else logits[logit_rows], hidden
 
 
 @contextlib.contextmanager
@@ -94,10 +100,11 @@ def cannot_compile(problem: CompileError) -> SetupError:
 
 
 def _compiled(module: Any, name: str, backend: str) -> Forward:
-    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        token_ids: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None
+    ) -> Outputs:
         out = module(input_ids=token_ids, position_ids=positions, use_cache=False)
-        logits: torch.Tensor = out.logits[0]
-        return logits
+        return out.logits[0], None if states is None else states.take()
 
     own = types.FunctionType(
         forward.__code__.replace(co_name=name), globals(), name, None, forward.__closure__

@@ -79,8 +79,15 @@ class FusedForward:
         found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
         return found | {id(weight): weight.num_bytes for weight in packed}
 
-    def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows, and
+        the hidden states of `hidden_layers`, as in `models.hidden`, of all rows: [T, L * H]."""
         first = self.layers[0]
         x, cos, sin = ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
@@ -92,7 +99,10 @@ class FusedForward:
         else:
             rotations = [Rotation.of(*turn) for turn in turns]
             attend = partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
+        states: dict[int, Tensor] = {}
         for layer in self.layers:
+            if layer.index in hidden_layers:
+                states[layer.index] = x.hidden
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = attend(layer, qkv, cache, batch)
             x = self._add_norm(
@@ -104,12 +114,22 @@ class FusedForward:
                 *(1, inner, layer.down, None, layer.post_mlp_norm),
                 *(x.hidden, layer.following_norm, layer.eps),
             )
+        hidden = self._hidden(x, states, hidden_layers) if hidden_layers else None
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
         logits = self._logits(x)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
-        return logits
+        return logits, hidden
+
+    def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
+        """[T, L * H] of `layers`, from the inputs of layers and what the last of them gives."""
+        count, last = len(self.layers), self.layers[-1]
+        if count in layers and x.squares is None:
+            states[count] = x.scaled
+        elif count in layers:
+            states[count] = ops.rms_norm(x.hidden, last.following_norm, last.eps)
+        return torch.cat([states[layer] for layer in layers], dim=1)
 
     def _logits(self, x: Normed) -> Tensor:
         """[M, V] on every rank; each computes a share of the vocabulary."""

@@ -1,6 +1,6 @@
-"""A transformers model bound to a paged cache: spans in, logits out."""
+"""A transformers model bound to a paged cache: spans in, logits and hidden states out."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from specdec_kernels import ops
@@ -11,6 +11,19 @@ from specdec_cli.core.state import Slots
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward
+from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
+
+
+class PassOutput(NamedTuple):
+    """What a pass returns, in the model's dtype.
+
+    logits: [M, V] of the rows that were asked for, or [B, Q or 1, V] of a padded pass. hidden: the
+    hidden states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H];
+    None where no layer is asked for.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class PagedModel:
@@ -19,7 +32,9 @@ class PagedModel:
     vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
     (a draft beside a target with more padding); they are fed as the last id, which can only make
     proposals worse, never the output wrong. fused: runs all passes in place of `module`.
-    compiled: runs padded passes in place of `module`.
+    compiled: runs padded passes in place of `module`. hidden_layers: whose hidden states passes
+    return too, in any order, counted as in `models.hidden`; it may be set until a pass is compiled
+    or captured, and setting it raises `SetupError` for what the model does not have.
     """
 
     def __init__(
@@ -28,6 +43,7 @@ class PagedModel:
         cache: KVCache,
         foreign_ids: bool = False,
         fused: FusedForward | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
         self.module = module
         self.cache = cache
@@ -38,6 +54,21 @@ class PagedModel:
         self._rectangles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
+        self._states: HiddenStates | None = None
+        self.hidden_layers = hidden_layers
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self._hidden_layers
+
+    @hidden_layers.setter
+    def hidden_layers(self, layers: tuple[int, ...]) -> None:
+        check_hidden_layers(self.module, layers)
+        if self._states is not None:
+            self._states.remove()
+        self._hidden_layers = layers
+        is_hooked = bool(layers) and self.fused is None
+        self._states = HiddenStates(self.module, layers) if is_hooked else None
 
     @property
     def device(self) -> torch.device:
@@ -61,10 +92,10 @@ class PagedModel:
         spans: list[Span],
         logits_per_span: list[int],
         extra_tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Feed `spans`; logits [M, V] of the last rows of each span, in the model's dtype.
+    ) -> PassOutput:
+        """Feed `spans`; logits [M, V] of the last rows of each, hidden states of all rows.
 
-        Arguments as in `engine.batch.make_batch`.
+        Arguments as in `core.batch.make_batch`.
         """
         return self._run(
             make_batch(spans, logits_per_span, self.cache.block_size, self.device, extra_tokens)
@@ -81,12 +112,13 @@ class PagedModel:
         margin: int,
         max_len: int,
         last_only: bool,
-    ) -> torch.Tensor:
+    ) -> PassOutput:
         """Feed Q tokens of every slot at positions length + offset + 0..Q-1.
 
         token_ids: int64 [B, Q]. lens: int64 [B], proposal lengths. Which tokens are padding
-        follows from lens and `margin`, see `ops.padded_pass`; their logits mean nothing. max_len:
-        positions the model knows. Returns logits [B, Q, V], or [B, 1, V] of the last tokens.
+        follows from lens and `margin`, see `ops.padded_pass`; their outputs mean nothing. max_len:
+        positions the model knows. Returns logits [B, Q, V], or [B, 1, V] of the last tokens, and
+        hidden states of all tokens.
         """
         batch, width = token_ids.shape
         block_size = self.cache.block_size
@@ -106,7 +138,7 @@ class PagedModel:
         plan = None
         if self.device.type == "cpu":
             plan = ops.gather_plan(slots.block_tables, query_start, context_lens, block_size)
-        logits = self._run(
+        logits, hidden = self._run(
             ForwardBatch(
                 token_ids=ids,
                 positions=positions,
@@ -120,7 +152,10 @@ class PagedModel:
             ),
             self.compiled,
         )
-        return logits.view(batch, -1, logits.shape[-1])
+        return PassOutput(
+            logits.view(batch, -1, logits.shape[-1]),
+            None if hidden is None else hidden.view(batch, width, hidden.shape[-1]),
+        )
 
     def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each sequence's queries begin, int32 [B + 1], and their last rows, int64 [B]."""
@@ -129,17 +164,18 @@ class PagedModel:
             self._rectangles[batch, width] = (starts.to(torch.int32), starts[1:] - 1)
         return self._rectangles[batch, width]
 
-    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> torch.Tensor:
-        """Logits [M, V] of the rows that `batch` wants."""
+    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> PassOutput:
+        """Logits [M, V] of the rows that `batch` wants, hidden states of all."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
         if self.fused is not None:
-            return self.fused(token_ids, batch, self.cache)
+            return PassOutput(*self.fused(token_ids, batch, self.cache, self.hidden_layers))
         self._attention.batch = batch
         try:
             if compiled is not None:
-                return compiled(token_ids, batch.positions, batch.logit_rows)
+                rows = batch.logit_rows
+                return PassOutput(*compiled(token_ids, batch.positions, rows, self._states))
             out = self.module(
                 input_ids=token_ids[None],
                 position_ids=batch.positions[None],
@@ -148,5 +184,4 @@ class PagedModel:
             )
         finally:
             self._attention.batch = None
-        logits: torch.Tensor = out.logits[0]
-        return logits
+        return PassOutput(out.logits[0], None if self._states is None else self._states.take())

@@ -11,7 +11,7 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
-from tests.engine.test_families import BLOCK, TOLERANCE, Driver, drive, plain_reference
+from tests.engine.test_families import BLOCK, STATES, TOLERANCE, Driver, drive, plain_reference
 from tests.support import description, paged_model, save_tiny
 
 WIDE = {
@@ -55,10 +55,10 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_logits_match_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
+def test_passes_match_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
     family, changes = FUSED[case]
     folder = save_tiny(tmp_path, family, **changes)
-    model = paged_model(folder, 120, BLOCK, device, fused=True)
+    model = paged_model(folder, 120, BLOCK, device, fused=True, hidden_layers=STATES)
     assert model.fused is not None
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
     assert max(errors.values()) < TOLERANCE, errors

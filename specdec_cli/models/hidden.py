@@ -1,0 +1,94 @@
+"""Hidden states of transformers' own modules, for proposers that read them.
+
+They are counted as transformers counts them: state 0 is the embedding output, state i the input of
+layer i, and the state after the last layer is the output of the final norm. `models.fused` has the
+same states at hand and does not need this.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_cli.errors import SetupError
+
+States = dict[int, Tensor]
+
+
+def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
+    """Check that `module`, which needs no weights, has the hidden states of `layers`.
+
+    Raises `SetupError` for a layer out of range, and for models whose hidden states are not one
+    vector of `hidden_size` numbers a token: gemma3n carries several streams, and OPT-350m embeds
+    tokens in another width.
+    """
+    if not layers:
+        return
+    config = module.config
+    kind, last = config.model_type, config.num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise SetupError(
+                f"there is no hidden state {layer}: this {kind} has {last} layers",
+                f"0 is the embedding output and {last} the output of the final norm",
+            )
+    if getattr(config, "altup_num_inputs", 1) > 1:
+        raise SetupError(f"hidden states of {kind} cannot be used: each is several vectors a token")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        raise SetupError(f"hidden states of this {kind} cannot be used: their widths differ")
+
+
+class HiddenStates:
+    """Keeps the hidden states of `layers` while `module` runs, by hooks on its layers.
+
+    Compiled passes trace the hooks: register them before the first pass.
+    """
+
+    def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
+        decoder, stack = _decoder_of(module)
+        last = len(stack)
+        self._layers = layers
+        self._states: States = {}
+        self._hooks = [
+            stack[layer].register_forward_pre_hook(_input_hook(self._states, layer))
+            for layer in sorted(set(layers) - {last})
+        ]
+        if last in layers:
+            self._hooks.append(decoder.register_forward_hook(_output_hook(self._states, last)))
+
+    def take(self) -> Tensor:
+        """The states [T, L * H] of the pass that just ran, side by side in the order asked for."""
+        taken = torch.cat([self._states[layer] for layer in self._layers], dim=-1)
+        self._states.clear()
+        return taken[0]
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The submodule that runs the layers and the final norm, and the layers."""
+    count = module.config.num_hidden_layers
+    return next(
+        (owner, child)
+        for owner in module.modules()
+        for child in owner.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    )
+
+
+def _input_hook(states: States, layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
+    def keep(_: Any, args: tuple[Any, ...]) -> None:
+        states[layer] = args[0]
+
+    return keep
+
+
+def _output_hook(states: States, layer: int) -> Callable[[Any, tuple[Any, ...], Any], None]:
+    def keep(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
+        states[layer] = output.last_hidden_state
+
+    return keep
