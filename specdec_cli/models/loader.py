@@ -50,7 +50,7 @@ class Description:
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads.
+    heads. hidden_layers: those whose hidden states the run needs, see `PagedModel`.
     """
 
     spec: ModelSpec
@@ -62,6 +62,7 @@ class Description:
     eos_ids: frozenset[int]
     parallel: TensorParallel = ALONE
     shards: Shards = field(default=WHOLE)
+    hidden_layers: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
