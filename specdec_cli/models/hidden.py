@@ -5,15 +5,13 @@ layer i, and the state after the last layer is the output of the final norm. `mo
 same states at hand and does not need this.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from specdec_cli.errors import SetupError
-
-States = dict[int, Tensor]
 
 
 def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
@@ -49,13 +47,13 @@ class HiddenStates:
         decoder, stack = _decoder_of(module)
         last = len(stack)
         self._layers = layers
-        self._states: States = {}
+        self._states: dict[int, Tensor] = {}
         self._hooks = [
-            stack[layer].register_forward_pre_hook(_input_hook(self._states, layer))
+            stack[layer].register_forward_pre_hook(partial(_keep, self._states, layer))
             for layer in sorted(set(layers) - {last})
         ]
         if last in layers:
-            self._hooks.append(decoder.register_forward_hook(_output_hook(self._states, last)))
+            self._hooks.append(decoder.register_forward_hook(partial(_keep, self._states, last)))
 
     def take(self) -> Tensor:
         """The states [T, L * H] of the pass that just ran, side by side in the order asked for."""
@@ -80,15 +78,8 @@ def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
     )
 
 
-def _input_hook(states: States, layer: int) -> Callable[[Any, tuple[Any, ...]], None]:
-    def keep(_: Any, args: tuple[Any, ...]) -> None:
-        states[layer] = args[0]
-
-    return keep
-
-
-def _output_hook(states: States, layer: int) -> Callable[[Any, tuple[Any, ...], Any], None]:
-    def keep(_module: Any, _args: tuple[Any, ...], output: Any) -> None:
-        states[layer] = output.last_hidden_state
-
-    return keep
+def _keep(
+    states: dict[int, Tensor], layer: int, _: Any, args: tuple[Any, ...], output: Any = None
+) -> None:
+    """The hook before a layer, whose input it keeps, or after the decoder."""
+    states[layer] = args[0] if output is None else output.last_hidden_state

@@ -15,7 +15,7 @@ from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
 
 
 class PassOutput(NamedTuple):
-    """What a pass returns, in the model's dtype.
+    """The results of a pass, in the model's dtype.
 
     logits: [M, V] of the rows that were asked for, or [B, Q or 1, V] of a padded pass. hidden: the
     hidden states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H];
@@ -29,12 +29,12 @@ class PassOutput(NamedTuple):
 class PagedModel:
     """Runs ragged passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
-    (a draft beside a target with more padding); they are fed as the last id, which can only make
-    proposals worse, never the output wrong. fused: runs all passes in place of `module`.
-    compiled: runs padded passes in place of `module`. hidden_layers: whose hidden states passes
-    return too, in any order, counted as in `models.hidden`; it may be set until a pass is compiled
-    or captured, and setting it raises `SetupError` for what the model does not have.
+    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary (a
+    draft beside a target with more padding). They are fed as the last id, which may make proposals
+    worse but never the output wrong. fused: runs all passes in place of `module`. compiled: runs
+    padded passes in place of `module`. hidden_layers: whose hidden states passes return too, in any
+    order, counted as in `models.hidden`; it may be set until a pass is compiled or captured, and
+    setting it raises `SetupError` for what the model does not have.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class PagedModel:
         return self.cache.device
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on; what was captured over another is void."""
+        """Keep keys and values in `cache` from now on; graphs captured over another are void."""
         self.cache = self._attention.cache = cache
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each piece of memory that holds weights and tables, by its address."""
+        """Bytes of each block of memory that holds weights and tables, by its address."""
         held = [*self.module.parameters(), *self.module.buffers()]
         pieces = [tensor.untyped_storage() for tensor in held]
         found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
@@ -158,7 +158,7 @@ class PagedModel:
         )
 
     def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each sequence's queries begin, int32 [B + 1], and their last rows, int64 [B]."""
+        """Rows where each sequence's queries begin, int32 [B + 1], and its last row, int64 [B]."""
         if (batch, width) not in self._rectangles:
             starts = width * torch.arange(batch + 1, device=self.device)
             self._rectangles[batch, width] = (starts.to(torch.int32), starts[1:] - 1)
