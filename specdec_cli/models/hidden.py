@@ -58,8 +58,12 @@ class HiddenStates:
     def take(self) -> Tensor:
         """The states [T, L * H] of the pass that just ran, side by side in the order asked for."""
         taken = torch.cat([self._states[layer] for layer in self._layers], dim=-1)
-        self._states.clear()
+        self.forget()
         return taken[0]
+
+    def forget(self) -> None:
+        """Let go of the states of a pass that failed: the next compiled one expects none."""
+        self._states.clear()
 
     def remove(self) -> None:
         """Take the hooks off the module."""

@@ -182,6 +182,8 @@ class PagedModel:
                 use_cache=False,
                 logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
             )
+            return PassOutput(out.logits[0], None if self._states is None else self._states.take())
         finally:
             self._attention.batch = None
-        return PassOutput(out.logits[0], None if self._states is None else self._states.take())
+            if self._states is not None:
+                self._states.forget()

@@ -1,6 +1,8 @@
 """Hidden states: rows, refusals and what they cost. Their values are compared with transformers'
 wherever logits are, in test_families and test_fused; split ones in tests/dist."""
 
+import gc
+import weakref
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -69,6 +71,24 @@ def test_hidden_states_cost_nothing_when_nobody_asks(fused: bool, tmp_path: Path
     assert operators(model) == before
     hooks = [m for m in model.module.modules() if m._forward_hooks or m._forward_pre_hooks]
     assert not hooks
+
+
+def test_a_failed_pass_keeps_nothing(tmp_path: Path) -> None:
+    """It may have run out of memory, and a compiled pass would be compiled again."""
+    model = paged_model(save_tiny(tmp_path, "llama"), 9, BLOCK, hidden_layers=(0,))
+    kept = []
+
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    first = model.module.model.layers[0]
+    first.register_forward_pre_hook(lambda _, args: kept.append(weakref.ref(args[0])))
+    hook = model.module.lm_head.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError):
+        feed(model, 1)
+    hook.remove()
+    gc.collect()
+    assert kept[0]() is None
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
