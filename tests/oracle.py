@@ -98,7 +98,7 @@ def draft_tokens(
             start = seqs[b].draft_kv if step == 0 else len(seqs[b].tokens) + step - 1
             longer = extended(seqs[b], drawn)
             spans.append(Span(longer, start, len(longer.tokens)))
-        logits = fit(model.forward(spans, [1] * len(active)), vocab)
+        logits = fit(model.forward(spans, [1] * len(active)).logits, vocab)
         if params.is_greedy:
             token_ids[active, step] = greedy_pick(logits)
             continue
@@ -129,7 +129,7 @@ def score(seqs: list[Sequence], proposal: Proposal, parts: RoundParts) -> list[t
         longer = extended(seq, proposed)
         spans.append(Span(longer, seq.target_kv, len(longer.tokens)))
     counts = [n + 1 for n in proposal.lens]
-    return list(parts.target.forward(spans, counts).split(counts))
+    return list(parts.target.forward(spans, counts).logits.split(counts))
 
 
 def by_sequence(rows: list[torch.Tensor], k: int) -> torch.Tensor:

@@ -302,10 +302,12 @@ def paged_model(
     foreign_ids: bool = False,
     fused: bool = False,
     parallel: TensorParallel = ALONE,
+    hidden_layers: tuple[int, ...] = (),
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
-    fused: with the layers that a built engine has, where the family has them.
+    fused: with the layers that a built engine has, where the family has them. hidden_layers: whose
+    hidden states passes return too.
     """
     found = description(folder, device, dtype, parallel)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
@@ -314,7 +316,7 @@ def paged_model(
             tensor.fill_(float("nan"))
     module = load(found, device)
     form = fuse(module, found.max_len, parallel) if fused else None
-    return PagedModel(module, cache, foreign_ids, form)
+    return PagedModel(module, cache, foreign_ids, form, hidden_layers)
 
 
 def make_engine(

@@ -4,7 +4,9 @@ Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from specdec_kernels import ops
@@ -109,14 +111,24 @@ class Rectangle:
     cached: torch.Tensor | None = None
 
 
+class LiveRows(NamedTuple):
+    """Places of what a pass over live tokens alone gives among what a whole one would give.
+
+    logits: int64 [M], among [B * Q], or [B] where only the last tokens' are wanted. tokens: int64
+    [T], among [B * Q].
+    """
+
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
-) -> tuple[ForwardBatch, torch.Tensor | None]:
+) -> tuple[ForwardBatch, LiveRows]:
     """A pass over the live tokens of `what` alone, for a CPU: there reading tensors costs nothing,
     and feeding padding would.
 
-    num_ids: size of the model's vocabulary; token ids are clamped into it. Returns the pass, and
-    the places among [B * Q], or [B] where `last_only`, of its logits, int64; None for all places.
+    num_ids: size of the model's vocabulary; token ids are clamped into it.
     """
     batch, width = what.token_ids.shape
     lengths, lens, active = (x.tolist() for x in (state.length, what.lens, state.active))
@@ -144,11 +156,11 @@ def live_batch(
             places.append(b * width + j)
         query_start.append(len(fed))
         contexts[b] = first + count
-    rows = None
+    rows, logit_places = None, places
     if what.last_only:
-        fed_any = [b for b in range(batch) if query_start[b + 1] > query_start[b]]
-        rows = [query_start[b + 1] - 1 for b in fed_any]
-        rows, places, width = (None if len(rows) == len(fed) else rows), fed_any, 1
+        logit_places = [b for b in range(batch) if query_start[b + 1] > query_start[b]]
+        if len(logit_places) < len(fed):
+            rows = torch.tensor([query_start[b + 1] - 1 for b in logit_places])
     query_start_t = torch.tensor(query_start, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32)
     block_tables = state.block_tables[:, : -(-max(contexts) // block_size)]
@@ -160,7 +172,8 @@ def live_batch(
         context_lens=context_lens,
         block_tables=block_tables,
         max_query_len=width,
-        logit_rows=None if rows is None else torch.tensor(rows),
+        logit_rows=rows,
         plan=ops.gather_plan(block_tables, query_start_t, context_lens, block_size),
     )
-    return found, None if len(places) == batch * width else torch.tensor(places)
+    as_tensor = partial(torch.tensor, dtype=torch.int64)
+    return found, LiveRows(as_tensor(logit_places), as_tensor(places))

@@ -108,7 +108,7 @@ def load_models(
             fused = fuse(module, plan.max_model_len, held.parallel)
         is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
         cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, device)
-        models.append(PagedModel(module, cache, is_narrower, fused))
+        models.append(PagedModel(module, cache, is_narrower, fused, held.hidden_layers))
         if role in plan.compiled:
             models[-1].compiled = CompiledForward(module, role, on_compile=on_stage)
     release(device)  # what was larger before it was split or merged

@@ -211,8 +211,14 @@ def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: 
     if is_fusable(model.module) and not is_compiled:
         layer = _fused_layer(model)
         numbers = tokens * (layer.common + max(layer.attention, layer.mlp))
-        return max(numbers * itemsize, logits)
-    return max(_live_bytes(model, tokens), logits)
+        return _hidden_bytes(model, tokens) + max(numbers * itemsize, logits)
+    return _hidden_bytes(model, tokens) + max(_live_bytes(model, tokens), logits)
+
+
+def _hidden_bytes(model: Description, tokens: int) -> int:
+    """Bytes of the hidden states that a pass returns: [T, L * H], kept while it runs."""
+    numbers = tokens * len(model.hidden_layers) * int(model.module.config.hidden_size)
+    return numbers * model.dtype.itemsize
 
 
 class _LayerNumbers(NamedTuple):
@@ -253,7 +259,8 @@ def _prefill_bytes(model: Description, is_compiled: bool, tokens: int, is_cuda: 
         return _pass_bytes(model, is_compiled, tokens, 0)
     layer = _fused_layer(model)
     # Blocks of attention's sizes and of the MLP's are not joined by the allocator: both count.
-    return tokens * (layer.common + layer.gathered + layer.mlp) * model.dtype.itemsize
+    numbers = tokens * (layer.common + layer.gathered + layer.mlp)
+    return _hidden_bytes(model, tokens) + numbers * model.dtype.itemsize
 
 
 class _Stub:

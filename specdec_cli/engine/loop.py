@@ -260,10 +260,9 @@ class Engine:
 
     def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
         """Feed a chunk, see `_missing`. start: of the step, on the host's clock, seconds."""
-        if targets:
-            self.target.forward(targets, [0] * len(targets))
+        features = self.target.forward(targets, [0] * len(targets)).hidden if targets else None
         if proposers and self.proposer is not None:
-            self.proposer.prefill(proposers, None)
+            self.proposer.prefill(proposers, features)
         for span in targets:
             span.seq.target_kv = span.stop
         for span in proposers:

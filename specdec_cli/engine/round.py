@@ -157,7 +157,7 @@ def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> Targ
     """One pass over the last token and the proposals of every slot."""
     fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
-    return TargetOutput(parts.target.forward_slots(what, state))
+    return TargetOutput(*parts.target.forward_slots(what, state))
 
 
 def _decide(

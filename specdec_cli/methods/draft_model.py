@@ -49,7 +49,7 @@ class DraftModel:
         fed, offset = state.tail, -2
         while not draft.is_over:
             what = Rectangle(fed, draft.lens, offset, 2, self.max_len, True, state.draft_kv)
-            token = draft.draw(self.model.forward_slots(what, state)[:, 0])
+            token = draft.draw(self.model.forward_slots(what, state).logits[:, 0])
             fed, offset = token[:, None], 0 if offset < 0 else offset + 1
         return draft.candidates()
 

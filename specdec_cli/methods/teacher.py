@@ -99,7 +99,7 @@ def _compare(
 
 
 def _logits(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
-    return model.forward([Span(seq, start, stop)], [stop - start])
+    return model.forward([Span(seq, start, stop)], [stop - start]).logits
 
 
 def _prefill(model: PagedModel, seq: Sequence, stop: int, chunk: int) -> None:

@@ -1,6 +1,6 @@
-"""What a folder tells of a model before ranks are started for it, which takes seconds.
+"""Checks of a model's folder before ranks are started, which takes seconds.
 
-The ranks would find the same. Imports nothing heavy, and asks no hub.
+The ranks would find the same problems. Imports nothing heavy and does not ask the hub.
 """
 
 import json
@@ -11,9 +11,9 @@ from specdec_cli.recipe import DraftSection, ModelSection, Recipe
 
 
 def check_ahead(recipe: Recipe) -> None:
-    """Look at the models that a recipe runs.
+    """Check the models that a recipe runs.
 
-    Raises `SetupError` for one that is not there, `Indivisible` for heads that cannot be split.
+    Raises `SetupError` for a missing model, and `Indivisible` for heads that cannot be split.
     """
     _check(recipe.target)
     speculation = recipe.speculation
@@ -28,6 +28,6 @@ def _check(section: ModelSection | DraftSection | None) -> None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         heads = config["num_attention_heads"]
     except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        return  # damaged, or of another form: the ranks say how
+        return  # damaged or unusual: the ranks report it
     if type(heads) is int and heads % section.tensor_parallel_size:
         raise Indivisible(section.model, f"{heads} attention heads", section.tensor_parallel_size)

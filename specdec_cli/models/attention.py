@@ -1,4 +1,4 @@
-"""The attention function that transformers' models call, and what it delegates to.
+"""The attention function that transformers' models call, and the paged attention behind it.
 
 transformers looks up one function by name. That function asks the calling module for the object
 attached to its model, so two models, or a probe and a run, never share state.
@@ -18,8 +18,8 @@ from specdec_cli.core.kv_cache import KVCache
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"
 
-# What models hand on to attention without changing what it computes. `position_ids` is for
-# kernels that look for packed sequences.
+# Arguments that models pass to attention and that do not change its result. `position_ids` is for
+# kernels that detect packed sequences.
 _WITHOUT_EFFECT = {
     "dropout",
     "output_attentions",
@@ -31,11 +31,11 @@ _WITHOUT_EFFECT = {
 
 
 class NotPlainAttention(Exception):
-    """A layer asked for attention that a paged pass would not give it; says what for."""
+    """A layer asked for attention that paged passes do not compute; the message says which."""
 
 
 class Attention(Protocol):
-    """What a model's attention layers call.
+    """The object that a model's attention layers call.
 
     query: [H, T, Dk]; key: [Hkv, T, Dk]; value: [Hkv, T, Dv], after rotary embedding. Returns
     [T, H, Dv].
@@ -107,17 +107,17 @@ def _dispatch(
     return out[None], None
 
 
-# Only the attention function is registered, no mask function: an unknown mask name makes
-# transformers skip building masks, which a paged pass has no use for.
+# Only the attention function is registered, no mask function: for an unknown mask name transformers
+# builds no masks, and paged passes need none.
 AttentionInterface.register(ATTENTION_NAME, _dispatch)
 
 
-# A compiled graph can hold numbers, not objects: it names its attention by number.
+# A compiled graph can hold numbers but no objects, so it names its attention by number.
 _handles = itertools.count()
 _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakValueDictionary()
 
 
-# The cache is written too, but no graph holds it: the data dependence between layers keeps order.
+# The operator also writes the cache, which no graph holds: data dependences keep the order.
 @torch.library.custom_op("specdec::attend", mutates_args=())
 def attend_by_handle(
     handle: int,
@@ -130,7 +130,7 @@ def attend_by_handle(
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """`PagedAttention.attend` as an operator that compiled graphs call and do not look into."""
+    """`PagedAttention.attend` as an opaque operator for compiled graphs."""
     return _by_handle[handle].attend(
         layer,
         query,

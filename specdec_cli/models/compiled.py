@@ -1,11 +1,11 @@
 """Compiled forward passes: one callable for each model and kind of shape, never eager by accident.
 
-Draft and target share one `forward` code object, and Dynamo gives up, without a word, on code that
-has been compiled for too many callers. So each callable here is code of its own, whole graphs only,
-and a second compilation of one is an error. Passes of one token are compiled by themselves; all
-others share one graph with a variable number of tokens, so that a sweep over proposal lengths
-compiles nothing new. What inductor makes is kept on disk, under the content of the graph: shapes,
-dtypes, constants and the handle of the model's attention are part of it.
+Draft and target share one `forward` code object, and Dynamo silently stops compiling code that has
+too many callers. So each callable here has a code object of its own, has to be a whole graph, and
+is compiled once: a second compilation is an error. Passes of one token have their own graph. All
+others share one graph with a variable number of tokens, so a sweep over proposal lengths compiles
+nothing new. Inductor keeps its output on disk. The key is the content of the graph: shapes, dtypes,
+constants and the handle of the model's attention.
 """
 
 import contextlib
@@ -20,17 +20,19 @@ import torch
 import torch._dynamo
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.hidden import HiddenStates
 from specdec_cli.text import first_line
 
 CompileError = torch._dynamo.exc.TorchDynamoException
-Forward = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Outputs = tuple[torch.Tensor, torch.Tensor | None]
+Forward = Callable[[torch.Tensor, torch.Tensor, HiddenStates | None], Outputs]
 
 
 class CompiledForward:
     """`module`'s forward over packed tokens, with logits of every token.
 
-    name: tells this model's callables from others' in logs and errors. on_compile: told of each
-    compilation, which takes seconds to a minute where nothing is kept of an earlier one.
+    name: identifies this model's callables in logs and errors. on_compile: called before each
+    compilation, which takes seconds to a minute when nothing is cached.
     """
 
     def __init__(
@@ -52,11 +54,15 @@ class CompiledForward:
         token_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """token_ids, positions: int64 [T]. Logits [T, V], or [M, V] of `logit_rows` int64 [M].
+        states: HiddenStates | None = None,
+    ) -> Outputs:
+        """Logits [T, V], or [M, V] of `logit_rows`, and the hidden states [T, L * H] of `states`.
 
-        Compiles at the first call with one token, and at the first with more. Raises what Dynamo
-        raises when the model is no whole graph, or would have to be compiled again.
+        token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: keeps hidden states of the
+        same module; the same object, or None, in every call.
+
+        Compiles at the first call with one token, and at the first with more. Raises Dynamo's
+        exceptions when the model is not a whole graph or would be compiled again.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
@@ -65,27 +71,27 @@ class CompiledForward:
             for tensor in () if one else (ids, places):
                 torch._dynamo.mark_dynamic(tensor, 1)
         with torch._dynamo.config.patch(error_on_recompile=one in self._ready), _no_advice():
-            logits = (self._one if one else self._many)(ids, places)
+            logits, hidden = (self._one if one else self._many)(ids, places, states)
         self._ready.add(one)
-        return logits if logit_rows is None else logits[logit_rows]
+        return logits if logit_rows is None else logits[logit_rows], hidden
 
 
 @contextlib.contextmanager
 def _no_advice() -> Iterator[None]:
-    """Inductor recommends TF32 to users of fp32, which is what they want to avoid here."""
+    """Silence inductor's advice to use TF32: runs in fp32 avoid it on purpose."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32")
         yield
 
 
 def keep_artifacts() -> None:
-    """Keep what is compiled for the next run, beside the user's other caches."""
+    """Keep compiled code for the next run, in the user's cache folder."""
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(root) / "specdec" / "inductor"))
 
 
 def cannot_compile(problem: CompileError) -> SetupError:
-    """The error for a model that is no whole graph: running it slowly instead would mislead."""
+    """The error for a model that is not a whole graph: its timings in eager mode would mislead."""
     reason = (first_line(problem) or type(problem).__name__)[:200]
     return SetupError(
         f"a model cannot be compiled: {reason}",
@@ -94,10 +100,11 @@ def cannot_compile(problem: CompileError) -> SetupError:
 
 
 def _compiled(module: Any, name: str, backend: str) -> Forward:
-    def forward(token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def forward(
+        token_ids: torch.Tensor, positions: torch.Tensor, states: HiddenStates | None
+    ) -> Outputs:
         out = module(input_ids=token_ids, position_ids=positions, use_cache=False)
-        logits: torch.Tensor = out.logits[0]
-        return logits
+        return out.logits[0], None if states is None else states.take()
 
     own = types.FunctionType(
         forward.__code__.replace(co_name=name), globals(), name, None, forward.__closure__

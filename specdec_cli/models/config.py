@@ -1,4 +1,4 @@
-"""What a model's own files say of it: its config, dtype, length and what ends a text."""
+"""A model's settings from its own files: config, dtype, longest sequence, end-of-text ids."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from specdec_cli.models.refusals import Unsupported
 
 
 def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
-    """transformers' config. Raises `SetupError` for what cannot be read or is not known."""
+    """Read transformers' config. Raises `SetupError` if it is unreadable or of an unknown type."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as problem:
@@ -30,7 +30,10 @@ def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
-    """`auto` is the checkpoint's on CUDA and float32 on CPU, where halves are slow."""
+    """Resolve a dtype's name.
+
+    `auto` is the checkpoint's dtype on CUDA, and float32 on a CPU, where 16-bit types are slow.
+    """
     if wanted != "auto":
         named: torch.dtype = getattr(torch, wanted)
         return named
@@ -41,7 +44,7 @@ def dtype_of(wanted: str, config: Any, device: torch.device) -> torch.dtype:
 
 
 def max_len_of(config: Any) -> int:
-    """Most tokens of a sequence; where the config has no limit, more than anybody asks for."""
+    """The most tokens of a sequence; 2**20 where the config has no limit."""
     for key in ("max_position_embeddings", "n_positions"):
         value = getattr(config, key, None)
         if isinstance(value, int) and value > 0:
@@ -50,7 +53,7 @@ def max_len_of(config: Any) -> int:
 
 
 def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
-    """Ids that end a text: the generation config's, else the model config's."""
+    """The ids that end a text: the generation config's, else the model config's."""
     eos = getattr(config, "eos_token_id", None)
     file = folder / "generation_config.json"
     if file.is_file():
@@ -72,7 +75,7 @@ def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
 
 
 def line_of(problem: Exception) -> str:
-    """What went wrong: the first line, and the next one where that only announces it."""
+    """The first line of an error's message, and the second where the first ends with a colon."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     told = lines[:2] if lines and lines[0].endswith(":") else lines[:1]
     return (" ".join(told) or type(problem).__name__)[:200]

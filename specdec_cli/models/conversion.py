@@ -1,8 +1,8 @@
-"""From the tensors of a checkpoint to those of the module, by transformers' own tables.
+"""Conversion of a checkpoint's tensors to the module's, by transformers' own tables.
 
-Files keep names that the classes have given up, and hold one by one the experts that the classes
-stack. transformers describes both as data, renamings and operations such as stack and concatenate;
-they are followed here for any family. Knows nothing of files.
+Files keep older names, and hold separately the experts that the classes stack. transformers
+describes both as data: renamings, and operations such as stack and concatenate. They are applied
+here for any family. Does not know files.
 """
 
 import re
@@ -22,15 +22,16 @@ from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from specdec_cli.models.weights import Part, Read
 
-# Stored by earlier versions of transformers, and computed by each since.
+# Buffers that earlier versions of transformers stored and later ones compute.
 _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
 
 
 def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], list[str]]:
-    """Readers for the tensors of `module` by its own names, over the readers of a file's; and the
-    file's names of those that the module has no place for, but for what its family leaves out.
+    """Readers for the tensors of `module` by its names, and the file's names that have no use.
 
-    A reader raises `ValueError` when the parts of a tensor do not go together.
+    tensors: readers by the file's names. Names that the model's family is known not to use are left
+    out of the second result. A reader raises `ValueError` when the parts of a tensor do not fit
+    together.
     """
     table = get_model_conversion_mapping(module, hf_quantizer=_dequantiser(module.config))
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
@@ -40,7 +41,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
     unused: list[str] = []
-    # In the order of their numbers: parts are put together in the order in which they come.
+    # In the order of their numbers, since parts are joined in the order in which they are added.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
             key, renamings, converters, module.base_model_prefix, wanted
@@ -62,7 +63,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
 
 
 def _dequantiser(config: Any) -> Any:
-    """What adds to the table how quantised weights become plain ones; None for plain weights."""
+    """The quantizer whose table turns quantised weights into plain ones; None for plain weights."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -72,7 +73,7 @@ def _dequantiser(config: Any) -> Any:
 
 
 class _Group:
-    """Tensors of a file that become one tensor of the module, or several, together.
+    """Tensors of a file that are converted together, to one or several tensors of the module.
 
     name: the first of the module's tensors; names: all of them.
     """
@@ -84,7 +85,7 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Each of `names` can be read once; the parts are read with the first of them."""
+        """Read one of `names`, each at most once; the first call reads and converts all parts."""
         if not self._made:
             try:
                 made = self.converter.convert(

@@ -1,4 +1,4 @@
-"""Telling a model's folder from another one with the same name, at the price of a few reads."""
+"""A fingerprint that tells model folders of the same name apart, at the cost of a few reads."""
 
 import hashlib
 from collections.abc import Iterator
@@ -9,15 +9,16 @@ from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
 _PIECES = 65  # odd, so that one of them lies in the middle
-_CONFIGS = ("config.json", "generation_config.json")  # the second may say what ends a text
+_CONFIGS = ("config.json", "generation_config.json")  # the second may name the ids that end a text
 
 
 def fingerprint(folder: Path, load_format: str) -> str:
-    """The same for copies of a folder, wherever they are; another one for other weights.
+    """A hash of a model's folder: the same for copies of it, another for other weights.
 
-    Of each weight file its name, size, header and pieces spread evenly over it are read: training
-    changes weights everywhere. Times of files are not, since a copy has others. Random weights are
-    not read from the folder at all. Raises `SetupError` for files that cannot be read.
+    It covers each weight file's name, size and header, and pieces spread evenly over the file,
+    since training changes weights everywhere. It leaves out file times, which differ between
+    copies, and all weight files where the weights are random. Raises `SetupError` for files that
+    cannot be read.
     """
     found = hashlib.sha256()
     files = [folder / name for name in _CONFIGS]
@@ -40,7 +41,7 @@ def _pieces(file: Path) -> Iterator[bytes]:
         begin = 0
         if file.suffix == ".safetensors":
             length = int.from_bytes(stream.read(8), "little")
-            begin = 8 + length if 8 + length <= size else 0  # a damaged file is loading's matter
+            begin = 8 + length if 8 + length <= size else 0  # loading reports damaged files
             stream.seek(0)
             yield stream.read(begin)
         last = max(begin, size - _PIECE)

@@ -1,12 +1,12 @@
 """Forward passes of llama-like decoders in few, large kernels.
 
-Which models those are, and how their layers differ, is in `models.fused_layer`. A layer is five
-kernels: norm and merged q, k, v; rotary embedding, KV write and attention; output projection and
-residual; norm and gated MLP; down projection and residual. Where what is added has a norm of its
-own the two sums are kernels, too. On CUDA the module itself stays whole: its weights become
-views of the merged ones. On a CPU large ones are packed, and the module's own given up. Split over
-ranks, the two projections that end in the residual stream are plain products, whose sum over ranks
-is added to it once. Legend: T packed tokens, D features of a head.
+`models.fused_layer` has the families and how their layers differ. A layer is five kernels: norm and
+merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
+gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
+adding them have two more kernels. On CUDA the module keeps working: its weights become views of the
+merged ones. On a CPU large weights are packed, and the module gives up its own. With several ranks,
+the two projections that end in the residual stream are plain products, summed over ranks and then
+added once. Legend: T packed tokens, D features of a head.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def is_fusable(module: Any) -> bool:
 class FusedForward:
     """A model's forward pass; made by `fuse`.
 
-    max_len: positions that passes will ask for. parallel: the ranks that the module is split over.
+    max_len: positions that passes may use. parallel: the ranks that the module is split over.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -51,9 +51,9 @@ class FusedForward:
         for index, (call, turn) in enumerate(zip(_recorded_calls(module), turns, strict=True)):
             self.layers.append(FusedLayer.of(module, family, index, call, turn))
             if module.device.type == "cuda":
-                # As in the loader: pieces of what merging frees would hold the next layer's.
+                # As in the loader: fragments of freed memory would otherwise hold the next layer.
                 torch.cuda.empty_cache()
-        # The head is looked up as an embedding where it is tied, and lent to drafts.
+        # Kept, since a tied head is also the embedding, and drafts may borrow any head.
         self.head = merged([module.lm_head.weight], keep=True)
         self.head_bias: Tensor | None = module.lm_head.bias
         self.embedding: Tensor = module.model.embed_tokens.weight
@@ -70,7 +70,7 @@ class FusedForward:
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each piece of memory that is held, by its address or another number."""
+        """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.cos, self.sin, self.head, self.embedding]
         held += [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
         packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
@@ -79,8 +79,17 @@ class FusedForward:
         found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
         return found | {id(weight): weight.num_bytes for weight in packed}
 
-    def __call__(self, token_ids: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
-        """token_ids: int64 [T], in place of the batch's own. Logits [M, V] of the wanted rows."""
+    def __call__(
+        self,
+        token_ids: Tensor,
+        batch: ForwardBatch,
+        cache: KVCache,
+        hidden_layers: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [M, V] of the rows that the batch wants, and hidden states [T, L * H] of all rows.
+
+        token_ids: int64 [T], in place of the batch's own. hidden_layers: as in `PagedModel`.
+        """
         first = self.layers[0]
         x, cos, sin = ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
@@ -92,7 +101,10 @@ class FusedForward:
         else:
             rotations = [Rotation.of(*turn) for turn in turns]
             attend = partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
+        states: dict[int, Tensor] = {}
         for layer in self.layers:
+            if layer.index in hidden_layers:
+                states[layer.index] = x.hidden
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = attend(layer, qkv, cache, batch)
             x = self._add_norm(
@@ -104,15 +116,25 @@ class FusedForward:
                 *(1, inner, layer.down, None, layer.post_mlp_norm),
                 *(x.hidden, layer.following_norm, layer.eps),
             )
+        hidden = self._hidden(x, states, hidden_layers) if hidden_layers else None
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
         logits = self._logits(x)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
-        return logits
+        return logits, hidden
+
+    def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
+        """[T, L * H] of `layers`, from the inputs of layers and what the last of them gives."""
+        count, last = len(self.layers), self.layers[-1]
+        if count in layers and x.squares is None:
+            states[count] = x.scaled
+        elif count in layers:
+            states[count] = ops.rms_norm(x.hidden, last.following_norm, last.eps)
+        return torch.cat([states[layer] for layer in layers], dim=1)
 
     def _logits(self, x: Normed) -> Tensor:
-        """[M, V] on every rank; each computes a share of the vocabulary."""
+        """Logits [M, V] on every rank; each rank computes a part of the vocabulary."""
         peers = None if self.shared is None else self.shared.logits
         num_rows = len(x.hidden)
         if peers is not None and num_rows:
@@ -135,9 +157,10 @@ class FusedForward:
         norm_weight: Tensor,
         eps: float,
     ) -> Normed:
-        """`ops.linear_add_norm` of the whole product, of which each rank holds a part.
+        """`ops.linear_add_norm` of a product that is split over ranks.
 
-        place: 0 for what attention adds, 1 for the MLP. post_norm: of a norm before it is added.
+        place: 0 for the output of attention, 1 for that of the MLP. post_norm: the weight of a norm
+        that the product passes before it is added.
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
@@ -155,10 +178,11 @@ class FusedForward:
 
 
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
-    """The fused form of a loaded model, None where it has none.
+    """The fused form of a loaded model, or None where it has none.
 
-    Weights are held once. On CUDA `module` keeps working, on views of what is merged here; on a CPU
-    large ones are packed, and the module's are NaN from then on but for the embedding and the head.
+    Weights are held once. On CUDA `module` keeps working, on views of the merged weights. On a CPU
+    large weights are packed, and the module's own become NaN, except for the embedding and the
+    head.
     """
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
@@ -199,7 +223,7 @@ def _attend_by_plan(
     rotations: Sequence[Rotation],
     plan: ops.GatherPlan,
 ) -> Tensor:
-    """The same on a CPU, where what all layers share is worth preparing once."""
+    """`_attend` on a CPU, where rotations and gather plan are prepared once for all layers."""
     key_cache, value_cache = cache.layers[layer.index]
     query, key, value = split_heads_reference(
         qkv,
@@ -225,7 +249,7 @@ def bytes_held_twice(module: Any) -> int:
 
 
 class _Recorder:
-    """Attention that notes what each layer asks for."""
+    """Attention that records the arguments of each layer's call."""
 
     def __init__(self) -> None:
         self.calls: dict[int, Call] = {}
@@ -249,7 +273,7 @@ class _Recorder:
 
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[Call]:
-    """What the original layers ask of attention: attributes of their modules may be stale."""
+    """The arguments of the original layers' calls; attributes of their modules may be stale."""
     recorder = _Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)

@@ -1,7 +1,7 @@
-"""What a fused pass needs of a decoder layer: its weights, merged, and what is its family's own.
+"""Decoder layers as fused passes take them: merged weights, and what differs by family.
 
-A model's meaning stays transformers': only classes whose code is known to compute what
-`models.fused` computes have a fused form, and it is tested against the original.
+transformers defines what a model computes. Only classes whose code is known to compute the same as
+`models.fused` have a fused form, which is tested against the original.
 """
 
 from dataclasses import dataclass, replace
@@ -16,12 +16,12 @@ _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How layers differ from Llama's, beyond biases, norms of heads, windows and softcaps.
+    """Differences of layers from Llama's, beyond biases, norms of heads, windows and softcaps.
 
-    activation: the config's name for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
-    embeddings are multiplied by the root of their width. has_post_norms: what attention and the MLP
-    give is normed before it is added. turns_by_type: each type of layer has a rotary embedding.
-    caps_logits: a config may name a softcap of the logits.
+    activation: the config's key for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
+    embeddings are multiplied by the root of their width. has_post_norms: outputs of attention and
+    MLP are normed before they are added. turns_by_type: each type of layer has its own rotary
+    embedding. caps_logits: a config may set a softcap of the logits.
     """
 
     activation: str = "hidden_act"
@@ -44,7 +44,7 @@ _FAMILIES = {
 
 
 def family_of(module: Any) -> Family | None:
-    """The family of a model that has a fused form; needs no weights."""
+    """The family of a model, or None where it has no fused form; needs no weights."""
     layers = getattr(getattr(module, "model", None), "layers", None) or ()
     names = {type(layer).__name__ for layer in layers}
     family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
@@ -60,7 +60,7 @@ def family_of(module: Any) -> Family | None:
 
 
 class Call(NamedTuple):
-    """What a layer asks of attention, as in `ops.paged_attention`."""
+    """A layer's arguments to attention, as in `ops.paged_attention`."""
 
     scale: float
     sliding_window: int
@@ -69,11 +69,11 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
-    """One decoder layer's weights, merged, and what it asks of attention.
+    """One decoder layer: its merged weights and its arguments to attention.
 
-    turn: which of the model's rotary embeddings is its own. post_attention_norm, post_mlp_norm: of
-    what attention and the MLP give, before it is added. following_norm: the weight of the norm that
-    the next layer begins with, or of the last one.
+    turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
+    weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
+    the weight of the next layer's first norm, or of the final norm.
     """
 
     index: int
@@ -97,7 +97,7 @@ class FusedLayer:
 
     @classmethod
     def of(cls, module: Any, family: Family, index: int, call: Call, turn: int) -> Self:
-        """Of a model's layer `index`, whose matrices become views of the merged ones."""
+        """Layer `index` of a model, whose matrices become views of the merged ones."""
         layers, config = module.model.layers, module.config
         layer = layers[index]
         is_last = index + 1 == len(layers)
@@ -136,13 +136,13 @@ class FusedLayer:
 
 
 def _norm(norm: Any, family: Family) -> Tensor:
-    """What a norm multiplies by."""
+    """The factors that a norm multiplies by."""
     weight: Tensor = norm.weight.data
     return 1.0 + weight.float() if family.is_gemma else weight
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """What is merged of a layer: queries, keys and values; output; gate and up; down."""
+    """A layer's weights in groups that are merged: q, k and v; output; gate and up; down."""
     attention, mlp = layer.self_attn, layer.mlp
     groups = [
         [attention.q_proj, attention.k_proj, attention.v_proj],
@@ -154,10 +154,10 @@ def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
 
 
 def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weight:
-    """The weights [N_i, K] below each other; the parameters become views of it.
+    """One weight of the rows of all [N_i, K]; the parameters become views of it.
 
-    What is packed has no plain form that they could be views of. They are then given up, of which
-    shapes remain, or left as they are with `keep`.
+    A packed weight has no plain form to view: the parameters then keep only their shapes, or with
+    `keep` stay as they are.
     """
     whole = parameters[0].data
     if len(parameters) > 1:

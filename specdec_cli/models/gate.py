@@ -1,7 +1,7 @@
-"""Which models the engine can run, decided before any weight is read.
+"""The check that the engine can run a model, made before any weight is read.
 
 A model passes when every layer asks our attention function for plain causal or sliding-window
-attention. Models that fail would not crash: most would write wrong text.
+attention. Most models that fail it would not crash but write wrong text.
 """
 
 from typing import Any
@@ -14,16 +14,16 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their tables follow the longest position in the batch, so a sequence's logits would depend on
-# its neighbours.
+# Tables of these depend on the longest position in the batch, so a sequence's logits would depend
+# on its neighbours.
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
-# Stored forms of weights that transformers turns back into plain ones, in torch alone.
+# Quantisation methods that transformers can undo with torch alone.
 _DEQUANTISED = {"fp8", "mxfp4"}
 _PROBE_TOKENS = 3
 
 
 def check_config(config: Any, name: str) -> None:
-    """Refuse what the configuration alone shows to be unsupported. Raises `Unsupported`."""
+    """Refuse a model that its configuration shows to be unsupported. Raises `Unsupported`."""
     if getattr(config, "is_encoder_decoder", False):
         raise Unsupported(name, f"{config.model_type} is an encoder-decoder model")
     if any(hasattr(config, key) for key in ("vision_config", "audio_config", "text_config")):
@@ -50,7 +50,7 @@ def check_config(config: Any, name: str) -> None:
 
 
 def quantisation(config: Any) -> str | None:
-    """How a config says that its weights are stored; None when they are plain numbers."""
+    """The quantisation method that a config names; None for plain weights."""
     stored = getattr(config, "quantization_config", None)
     if stored is None:
         return None
@@ -69,7 +69,7 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 class _Recorder:
-    """Attention that only notes who called and with which shapes."""
+    """Attention that only records which layers call it and with which shapes."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, LayerShape]] = []
@@ -90,10 +90,10 @@ class _Recorder:
 
 @torch.inference_mode()
 def probe(model: Any, name: str) -> list[LayerShape]:
-    """Run a pass on the meta device; returns what each layer caches, in layer order.
+    """Run a pass on the meta device; returns the cache shapes of the layers, in order.
 
-    Raises `Unsupported` unless every layer calls the registered attention exactly once, and
-    nothing else lets a token see others.
+    Raises `Unsupported` unless every layer calls the registered attention exactly once and nothing
+    else mixes tokens.
     """
     kind = model.config.model_type
     if not getattr(model, "_supports_attention_backend", False):
@@ -118,12 +118,12 @@ def probe(model: Any, name: str) -> list[LayerShape]:
 
 
 def _trial_pass(model: Any, name: str) -> None:
-    """A pass over a few tokens. Raises `Unsupported` where it cannot be run without values."""
+    """Run a pass over a few tokens. Raises `Unsupported` if it fails or depends on values."""
     kind = model.config.model_type
     device = next(model.parameters()).device
     ids = torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device)
     positions = torch.arange(_PROBE_TOKENS, device=device)[None]
-    # Of the ways to run experts only this one has shapes that do not follow from values.
+    # The only expert implementation whose shapes do not depend on the routing.
     chosen = model.get_experts_implementation()
     model.set_experts_implementation(dict.fromkeys(chosen, "batched_mm"))
     try:
@@ -131,7 +131,7 @@ def _trial_pass(model: Any, name: str) -> None:
     except NotPlainAttention as problem:
         raise Unsupported(name, str(problem)) from None
     except NotImplementedError as problem:
-        # The meta device's answer to code that looks at values; it would also stall a GPU.
+        # The meta device raises this where code reads values, which would also stall a GPU.
         raise Unsupported(
             name, f"{kind} looks at values in the middle of a pass to decide what to compute"
         ) from problem

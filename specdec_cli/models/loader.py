@@ -1,7 +1,7 @@
 """Loading a transformers model for the engine: config, gate, weights, buffers.
 
-The module is built on the meta device, so that what the gate refuses costs nothing, and then
-filled tensor by tensor from safetensors, or with random numbers for `load_format: dummy`.
+The module is built on the meta device, so that refusing a model costs nothing. It is then filled
+tensor by tensor from safetensors, or with random numbers for `load_format: dummy`.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Which model to load and how; `role` ("target", "draft") names it in messages."""
+    """The model to load and how to; `role` ("target", "draft") names it in messages."""
 
     role: str
     name: str
@@ -50,7 +50,7 @@ class Description:
     """A model that passed the gate and holds no weights yet (its tensors are on meta).
 
     With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads.
+    heads. hidden_layers: those whose hidden states the run needs, see `PagedModel`.
     """
 
     spec: ModelSpec
@@ -62,6 +62,7 @@ class Description:
     eos_ids: frozenset[int]
     parallel: TensorParallel = ALONE
     shards: Shards = field(default=WHOLE)
+    hidden_layers: tuple[int, ...] = ()
 
     @property
     def vocab_size(self) -> int:
@@ -73,7 +74,7 @@ class Description:
 
     @property
     def stored_as(self) -> str | None:
-        """How the checkpoint's weights are quantised; they are dequantised on loading."""
+        """The quantisation of the checkpoint, or None; weights are dequantised on loading."""
         return quantisation(self.module.config)
 
     @property
@@ -89,7 +90,7 @@ def describe(
     """Read the config, build the module on meta, pass it through the gate and take this rank's
     part of it.
 
-    Raises `SetupError` for what cannot be found, read or supported.
+    Raises `SetupError` for a model that cannot be found or read, or is not supported.
     """
     folder = model_folder(
         spec.name,
@@ -108,8 +109,8 @@ def describe(
                 dtype=dtype,
                 trust_remote_code=spec.trust_remote_code,
             )
-        # With a padding id, gpt2 looks for it in every input, which waits for the device. Written
-        # past the config's own check, since some families insist on a number.
+        # gpt2 searches every input for a padding id if it has one, which waits for the device. This
+        # assignment bypasses the config's own check, since some families require a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
         layers, shards = probe(module, spec.name), WHOLE
@@ -144,9 +145,10 @@ def load(
 ) -> Any:
     """Fill the described module with its weights on `device` and return it.
 
-    borrowed: parameters of another model that take the place of its own; they are not read, and
-    need not be in the checkpoint. A tied parameter is borrowed under the names given only.
-    Raises `SetupError` naming the file or tensor when the checkpoint does not fit the config.
+    borrowed: parameters of another model, by name, that replace its own; they are not read, and
+    need not be in the checkpoint. A tied parameter is replaced only under the names given.
+    Raises `SetupError`, which names the file or tensor, when the checkpoint does not fit the
+    config.
     """
     module, spec, borrowed = description.module, description.spec, borrowed or {}
     if spec.load_format == "dummy":
@@ -168,11 +170,10 @@ def _fill(
     source: Source,
     borrowed: dict[str, torch.nn.Parameter],
 ) -> None:
-    """Replace every meta parameter and stored buffer by the tensor, or this rank's part of it, that
-    `source` gives for its name.
+    """Fill every parameter and stored buffer from `source`, with this rank's part of each.
 
     A tied parameter is one object under several names and is read once; a head that is a part of
-    the embedding becomes a view of it. Where the source has nothing, the tensor is left to
+    the embedding becomes a view of it. A tensor that the source does not have is left to
     transformers' own initialisation (`_restore_buffers`).
     """
     module, shards = description.module, description.shards
@@ -192,7 +193,7 @@ def _fill(
             if id(meta) not in done:
                 value = source(origin, meta, part)
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
-                # Zeros: that initialisation does not reach everything (activations of apertus).
+                # Zeros, since that initialisation misses some tensors (activations of apertus).
                 make = torch.zeros if value is None else torch.empty
                 filled = make(meta.shape, dtype=kind, device=device)
                 if leaf in owner._parameters:
@@ -202,8 +203,8 @@ def _fill(
                     filled._is_hf_initialized = True  # type: ignore[attr-defined]
                 done[id(meta)] = filled
                 if device.type == "cuda":
-                    # Later weights would lie in pieces of what the source made there, and keep the
-                    # whole of it: 17 GiB of a 70B over two GPUs.
+                    # Otherwise later weights lie in fragments of the source's buffers and keep
+                    # those reserved: 17 GiB with a 70B model on two GPUs.
                     del value
                     torch.cuda.empty_cache()
             held = owner._parameters if leaf in owner._parameters else owner._buffers
@@ -211,8 +212,10 @@ def _fill(
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
-    """What a checkpoint holds, as (name, owning module, name there, tensor); a tied tensor comes
-    once for each name."""
+    """The tensors that a checkpoint holds, as (name, owning module, name there, tensor).
+
+    A tied tensor is listed once for each name.
+    """
     found = []
     for name, tensor in module.state_dict(keep_vars=True).items():
         prefix, _, leaf = name.rpartition(".")
@@ -221,8 +224,10 @@ def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:
 
 
 def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
-    """The tensors that the family keeps in float32 whatever the model's dtype, or None: the
-    biases that choose experts, for one, choose others when rounded."""
+    """Names of the tensors that the family keeps in float32 whatever the model's dtype, or None.
+
+    Biases of routers, for example, choose other experts when they are rounded.
+    """
     globs = [glob for glob, kept in module._get_dtype_plan(dtype).items() if kept == torch.float32]
     return re.compile("|".join(glob.replace("*", ".*") for glob in globs)) if globs else None
 
@@ -230,7 +235,7 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 def _checkpoint_source(
     description: Description, tensors: dict[str, Read], borrowed: Set[str]
 ) -> Source:
-    """The module's tensors by name; refuses a checkpoint that lacks some of them."""
+    """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     try:
         readers, unused = converted(module, tensors)
@@ -292,10 +297,10 @@ def _checkpoint_source(
 
 
 def _same(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> Read:
-    """The reader of a tensor that the weights hold under these names.
+    """The reader of one tensor that the weights hold under these names.
 
-    Raises `SetupError` where config.json has as one what the weights have as different ones: with
-    either alone the model would write another text than the one that was trained.
+    Raises `SetupError` if the weights differ although config.json ties them: with either one alone
+    the model would not be the one that was trained.
     """
     if len(names) == 1:
         return readers[names[0]]
@@ -318,10 +323,10 @@ def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int
 
 
 def _dummy_source(module: Any, device: torch.device) -> Source:
-    """Random matrices seeded by parameter name, of which a rank takes its part.
+    """Random matrices, seeded by parameter name; each rank takes its part of them.
 
-    The rest is left to its own initialisation, which makes norms neutral and biases zero. (Norms
-    of each head and biases of each expert come stacked, as matrices.)
+    Norms and biases are left to transformers' initialisation, which makes them neutral and zero.
+    (Norms of heads and biases of experts are stacked, as matrices.)
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
@@ -333,7 +338,7 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
         generator = torch.Generator(device).manual_seed(seed)
         count = math.prod(shape)
         if device.type == "cpu":
-            # Drawing billions of numbers takes minutes on a CPU; repeating a tile takes none.
+            # Drawing billions of numbers takes minutes on a CPU, repeating a tile does not.
             tile = torch.empty(min(count, _DUMMY_TILE)).normal_(0.0, std, generator=generator)
             repeats = -(-count // tile.numel())
             value = tile.repeat(repeats)[:count].view(shape)
@@ -348,9 +353,9 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
 def _restore_buffers(module: Any, device: torch.device) -> None:
     """Give buffers (rotary tables, embedding scales) and unread vectors their initial values.
 
-    They are computed in code, not stored, and a meta build leaves them empty. transformers'
-    `initialize_weights` skips what is marked as initialised. Its seed is fixed, because some
-    families draw vectors at random (attention sinks).
+    They are computed in code, not stored, and a build on meta leaves them empty. transformers'
+    `initialize_weights` skips tensors that are marked as initialised. The seed is fixed because
+    some families draw vectors at random (attention sinks).
     """
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):

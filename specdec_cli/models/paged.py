@@ -1,6 +1,6 @@
-"""A transformers model bound to a paged cache: tokens in, logits out."""
+"""A transformers model bound to a paged cache: tokens in, logits and hidden states out."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from specdec_kernels import ops
@@ -11,15 +11,30 @@ from specdec_cli.core.state import BatchState
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward
+from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
+
+
+class PassOutput(NamedTuple):
+    """The results of a pass, in the model's dtype.
+
+    logits: [M, V] of the rows that were asked for, or [B, Q or 1, V] of a padded pass. hidden: the
+    hidden states of `PagedModel.hidden_layers`, [T, L * H] of all packed tokens or [B, Q, L * H];
+    None where no layer is asked for.
+    """
+
+    logits: torch.Tensor
+    hidden: torch.Tensor | None
 
 
 class PagedModel:
     """Runs passes through `module`, keeping keys and values in `cache`.
 
-    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary
-    (a draft beside a target with more padding); they are fed as the last id, which can only make
-    proposals worse, never the output wrong. fused: runs all passes in place of `module`.
-    compiled: runs padded passes in place of `module`.
+    vocab_size: width of the logits. foreign_ids: whether passes may hold ids past the vocabulary (a
+    draft beside a target with more padding). They are fed as the last id, which may make proposals
+    worse but never the output wrong. fused: runs all passes in place of `module`. compiled: runs
+    padded passes in place of `module`. hidden_layers: whose hidden states passes return too, in any
+    order, counted as in `models.hidden`; it may be set until a pass is compiled or captured, and
+    setting it raises `SetupError` for what the model does not have.
     """
 
     def __init__(
@@ -28,6 +43,7 @@ class PagedModel:
         cache: KVCache,
         foreign_ids: bool = False,
         fused: FusedForward | None = None,
+        hidden_layers: tuple[int, ...] = (),
     ) -> None:
         self.module = module
         self.cache = cache
@@ -38,48 +54,86 @@ class PagedModel:
         self._rectangles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
+        self._states: HiddenStates | None = None
+        self.hidden_layers = hidden_layers
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...]:
+        return self._hidden_layers
+
+    @hidden_layers.setter
+    def hidden_layers(self, layers: tuple[int, ...]) -> None:
+        check_hidden_layers(self.module, layers)
+        if self._states is not None:
+            self._states.remove()
+        self._hidden_layers = layers
+        is_hooked = bool(layers) and self.fused is None
+        self._states = HiddenStates(self.module, layers) if is_hooked else None
 
     @property
     def device(self) -> torch.device:
         return self.cache.device
 
     def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on; what was captured over another is void."""
+        """Keep keys and values in `cache` from now on; graphs captured over another are void."""
         self.cache = self._attention.cache = cache
 
     @property
     def storages(self) -> dict[int, int]:
-        """Bytes of each piece of memory that holds weights and tables, by its address."""
+        """Bytes of each block of memory that holds weights and tables, by its address."""
         held = [*self.module.parameters(), *self.module.buffers()]
         pieces = [tensor.untyped_storage() for tensor in held]
         found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
         return found if self.fused is None else found | self.fused.storages
 
     @torch.inference_mode()
-    def forward(self, spans: list[Span], logits_per_span: list[int]) -> torch.Tensor:
-        """Feed `spans`; logits [M, V] of the last rows of each span, in the model's dtype.
+    def forward(self, spans: list[Span], logits_per_span: list[int]) -> PassOutput:
+        """Feed `spans`; logits [M, V] of the last rows of each, hidden states of all rows.
 
         Arguments as in `core.batch.make_batch`.
         """
         return self._run(make_batch(spans, logits_per_span, self.cache.block_size, self.device))
 
     @torch.inference_mode()
-    def forward_slots(self, what: Rectangle, state: BatchState) -> torch.Tensor:
+    def forward_slots(self, what: Rectangle, state: BatchState) -> PassOutput:
         """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
 
-        Returns logits [B, Q, V], or [B, 1, V] of the last tokens; those of padding mean nothing.
+        Returns logits [B, Q, V], or [B, 1, V] of the last tokens, and hidden states [B, Q, F].
+        Those of padding mean nothing.
         """
         batch, width = what.token_ids.shape
-        block_size = self.cache.block_size
         if self.device.type == "cpu" and self.compiled is None:
-            found, places = live_batch(what, state, block_size, self.vocab_size)
-            if places is None:
-                return self._run(found).view(batch, -1, self.vocab_size)
-            num_rows = batch * (1 if what.last_only else width)
-            whole = torch.zeros(num_rows, self.vocab_size, dtype=self.module.dtype)
-            if len(places):
-                whole.index_copy_(0, places, self._run(found))
-            return whole.view(batch, -1, self.vocab_size)
+            logits, hidden = self._run_live(what, state)
+        else:
+            logits, hidden = self._run(self._padded_batch(what, state), self.compiled)
+        return PassOutput(
+            logits.view(batch, -1, logits.shape[-1]),
+            None if hidden is None else hidden.view(batch, width, hidden.shape[-1]),
+        )
+
+    def _run_live(self, what: Rectangle, state: BatchState) -> PassOutput:
+        """The live tokens alone; zeros in the place of what padding would have."""
+        found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
+        batch, width = what.token_ids.shape
+        num_rows = batch * (1 if what.last_only else width)
+        if len(found.token_ids) == batch * width:
+            return self._run(found)
+        if len(found.token_ids):
+            logits, hidden = self._run(found)
+        else:  # every slot is idle, as in a round that was launched before the last one was read
+            width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
+            logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
+            hidden = logits.new_zeros(0, width_of_states) if self.hidden_layers else None
+        whole = logits.new_zeros(num_rows, self.vocab_size)
+        whole.index_copy_(0, live.logits, logits)
+        if hidden is not None:
+            states = hidden.new_zeros(batch * width, hidden.shape[-1])
+            hidden = states.index_copy_(0, live.tokens, hidden)
+        return PassOutput(whole, hidden)
+
+    def _padded_batch(self, what: Rectangle, state: BatchState) -> ForwardBatch:
+        batch, width = what.token_ids.shape
+        block_size = self.cache.block_size
         ids, positions, kv_slots, context_lens = ops.padded_pass(
             what.token_ids,
             state.length,
@@ -93,7 +147,10 @@ class PagedModel:
             self.vocab_size,
         )
         query_start, last_rows = self._rectangle(batch, width)
-        padded = ForwardBatch(
+        plan = None
+        if self.device.type == "cpu":
+            plan = ops.gather_plan(state.block_tables, query_start, context_lens, block_size)
+        return ForwardBatch(
             token_ids=ids,
             positions=positions,
             slots=kv_slots,
@@ -102,38 +159,36 @@ class PagedModel:
             block_tables=state.block_tables,
             max_query_len=width,
             logit_rows=last_rows if what.last_only and width > 1 else None,
-            plan=None
-            if self.device.type != "cpu"
-            else ops.gather_plan(state.block_tables, query_start, context_lens, block_size),
+            plan=plan,
         )
-        logits = self._run(padded, self.compiled)
-        return logits.view(batch, -1, logits.shape[-1])
 
     def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where each sequence's queries begin, int32 [B + 1], and their last rows, int64 [B]."""
+        """Rows where each sequence's queries begin, int32 [B + 1], and its last row, int64 [B]."""
         if (batch, width) not in self._rectangles:
             starts = width * torch.arange(batch + 1, device=self.device)
             self._rectangles[batch, width] = (starts.to(torch.int32), starts[1:] - 1)
         return self._rectangles[batch, width]
 
-    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> torch.Tensor:
-        """Logits [M, V] of the rows that `batch` wants."""
+    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> PassOutput:
+        """Logits [M, V] of the rows that `batch` wants, hidden states of all."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
         if self.fused is not None:
-            return self.fused(token_ids, batch, self.cache)
+            return PassOutput(*self.fused(token_ids, batch, self.cache, self.hidden_layers))
         self._attention.batch = batch
         try:
             if compiled is not None:
-                return compiled(token_ids, batch.positions, batch.logit_rows)
+                rows = batch.logit_rows
+                return PassOutput(*compiled(token_ids, batch.positions, rows, self._states))
             out = self.module(
                 input_ids=token_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
             )
+            return PassOutput(out.logits[0], None if self._states is None else self._states.take())
         finally:
             self._attention.batch = None
-        logits: torch.Tensor = out.logits[0]
-        return logits
+            if self._states is not None:
+                self._states.forget()

@@ -1,4 +1,4 @@
-"""Models that cannot run in this engine: what is said of them. Imports nothing heavy."""
+"""Errors for models that cannot run in this engine. Imports nothing heavy."""
 
 from specdec_cli.errors import ExitCode, SetupError
 
@@ -10,7 +10,7 @@ _WHAT_WORKS = (
 
 
 class Unsupported(SetupError):
-    """The model cannot run in this engine, with the reason."""
+    """The model cannot run in this engine; the message gives the reason."""
 
     is_common = True
 
@@ -19,9 +19,9 @@ class Unsupported(SetupError):
 
 
 class Indivisible(Unsupported):
-    """The model cannot be split over so many ranks: what the recipe asks is at fault.
+    """The model cannot be split over so many ranks: the recipe is at fault.
 
-    what: of the model, such as its heads.
+    what: the part of the model that does not divide, such as its heads.
     """
 
     code = ExitCode.USAGE

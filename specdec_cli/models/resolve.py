@@ -1,4 +1,4 @@
-"""From a model's name in a recipe to a folder on disk.
+"""The folder on disk for a model's name in a recipe.
 
 A name is a folder, one of the bundled demo models (`demo:target`), or a hub id. Reads no weights.
 """
@@ -9,8 +9,8 @@ from specdec_cli import demo
 from specdec_cli.errors import SetupError
 from specdec_cli.text import one_line
 
-# What is read of a repository on the hub. Weights for other engines lie in folders of their own or
-# are called consolidated.
+# Files that are downloaded from the hub. Weights for other engines lie in subfolders or are called
+# consolidated.
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
 _WEIGHTS = ("*.safetensors",)
 _PICKLES = ("*.bin",)
@@ -20,7 +20,7 @@ _FOR_OTHERS = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin
 def model_folder(
     name: str, revision: str | None, *, weights: bool = True, allow_pickle: bool = False
 ) -> Path:
-    """The folder that holds `name`'s config and its `weights`, pickled ones if `allow_pickle`.
+    """The folder of a model's config and, with `weights`, its weights, or pickled ones if allowed.
 
     A hub id is taken from the local cache, or downloaded where that is possible. Raises
     `SetupError` when there is no such model.
@@ -35,9 +35,9 @@ def model_folder(
 
 
 def local_folder(name: str) -> Path | None:
-    """The folder of a model that is on this machine by its name, None for a hub id.
+    """The folder of a model that is on this machine, or None for a hub id.
 
-    Raises `SetupError` for a name that can only be a folder's, and is not.
+    Raises `SetupError` for a name that can only be a path, and leads to no model.
     """
     if name.startswith(demo.PREFIX):
         folder = demo.demo_path(name)
@@ -51,7 +51,7 @@ def local_folder(name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         is_folder, is_there = path.is_dir(), path.exists()
-    except (OSError, RuntimeError, ValueError) as problem:  # too long, or nobody's home
+    except (OSError, RuntimeError, ValueError) as problem:  # too long, or an unknown user's home
         why = getattr(problem, "strerror", None) or problem
         raise SetupError(f"no such model: {one_line(name)}: {why}", "is the path right?") from None
     if is_folder:

@@ -1,4 +1,4 @@
-"""Cosines and sines of every position, looked up by fused passes instead of computed."""
+"""Tables of cosines and sines by position, which fused passes look up."""
 
 from typing import Any, NamedTuple
 
@@ -13,8 +13,8 @@ _CHUNK = 1 << 16  # positions
 class Turns(NamedTuple):
     """A model's rotary embeddings.
 
-    cos, sin: [L, R * D] of every position, R embeddings side by side. by_layer: which of them each
-    layer has.
+    cos, sin: [L, R * D] of every position, R embeddings side by side. by_layer: the index of each
+    layer's embedding.
     """
 
     cos: Tensor
@@ -36,12 +36,12 @@ def turns_of(module: Any, max_len: int) -> Turns:
 
 
 def num_turns(module: Any) -> int:
-    """How many rotary embeddings a fusable model has; needs no weights."""
+    """The number of rotary embeddings of a fusable model; needs no weights."""
     return len(set(_kinds(module)))
 
 
 def _kinds(module: Any) -> list[str | None]:
-    """What names each layer's rotary embedding: its type, or None where all have the same."""
+    """The type of each layer, where that selects its rotary embedding, else None."""
     family = family_of(module)
     assert family is not None
     count = len(module.model.layers)

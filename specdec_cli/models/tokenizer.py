@@ -1,4 +1,4 @@
-"""Text to ids and back, and whether two models speak of the same ids."""
+"""Tokenizers, and a check that two models use the same token ids."""
 
 import signal
 import threading
@@ -18,7 +18,7 @@ TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
 
 
 class Tokenizer(Protocol):
-    """What commands need of a tokenizer."""
+    """The tokenizer that commands use."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -37,15 +37,15 @@ class PretrainedTokenizer:
         self._name = name
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # Not verbose: of a text that is too long it would foretell errors that we see to ourselves.
+        # Not verbose: it would warn of texts that are too long, which we report ourselves.
         found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
         ids: list[int] = found["input_ids"]
         return ids
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The model's chat template filled with a conversation, up to where the answer begins.
+        """Fill the model's chat template with a conversation, up to where the answer begins.
 
-        The text has its special tokens, the first one too: encode it without adding any. Raises
+        The text includes special tokens, also the first one: encode it without adding any. Raises
         `UsageError` when there is no template or it refuses these messages, and `SetupError` when
         the template itself is at fault.
         """
@@ -72,7 +72,7 @@ class PretrainedTokenizer:
 
 
 class ByteTokenizer:
-    """Stands in where a config-only folder has no tokenizer: UTF-8 bytes are the ids.
+    """A stand-in for config-only folders without a tokenizer: UTF-8 bytes are the ids.
 
     Only for dummy weights, whose output means nothing anyway.
     """
@@ -104,12 +104,12 @@ def load_tokenizer(
     if not any(any(folder.glob(pattern)) for pattern in _FILES):
         if is_dummy:
             return ByteTokenizer(vocab_size)
-        # Of some families transformers makes one up that knows no words.
+        # For some families transformers would make up a tokenizer that knows no words.
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
     from transformers import AutoTokenizer
 
     try:
-        # Left unsaid, transformers asks on the terminal whether to run a repository's code.
+        # Without the option transformers asks on the terminal whether to run remote code.
         return PretrainedTokenizer(
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), name
         )
@@ -126,7 +126,7 @@ def load_tokenizer(
 
 
 def _no_template(name: str) -> SpecdecError:
-    # Bad usage: a base model lacks nothing, and what helps is another command line.
+    # A usage error: the base model is complete, and another command line helps.
     return UsageError(
         f"the model {name} has no chat template",
         "take a model tuned for chat, or give plain text without --chat, --system and messages",
@@ -134,8 +134,8 @@ def _no_template(name: str) -> SpecdecError:
 
 
 def _template_problem(problem: Exception, name: str) -> SpecdecError:
-    """Whose fault it is that a template gave no text."""
-    if type(problem) is TemplateError:  # what a template raises itself, by `raise_exception`
+    """The error for a chat template that gave no text, by whose fault that is."""
+    if type(problem) is TemplateError:  # raised by the template, with `raise_exception`
         return UsageError(f"the chat template of {name} refuses these messages: {_reason(problem)}")
     hint = "the template comes with the model's tokenizer (chat_template)"
     if isinstance(problem, TemplateSyntaxError):
@@ -148,7 +148,7 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
 
 
 def _reason(problem: Exception) -> str:
-    """The first line of what an exception says, or more where that announces a list."""
+    """The first line of an exception's message, or all of it where that line ends with a colon."""
     first = first_line(problem) or type(problem).__name__
     said = " ".join(str(problem).split()) if first.rstrip().endswith(":") else first
     return said[:200]
@@ -156,11 +156,11 @@ def _reason(problem: Exception) -> str:
 
 @contextmanager
 def _processor_time(seconds: float) -> Iterator[None]:
-    """Raises `TimeoutError` inside once so much of it is used; in the main thread only.
+    """Raise `TimeoutError` inside after so much processor time; works in the main thread only.
 
-    A template is a program that came with a model: it can loop for ever.
+    A template is a program that comes with a model, and may never end.
     """
-    if threading.current_thread() is not threading.main_thread():  # where no signal arrives
+    if threading.current_thread() is not threading.main_thread():  # signals arrive in that one
         yield
         return
 
@@ -181,8 +181,8 @@ def check_same_vocabulary(
 ) -> None:
     """Refuse a pair whose tokenizers give a token different ids, or whose draft lacks some.
 
-    sizes: of the models' own vocabularies. They may differ by padding; the ids that stand for text
-    may not. Raises `SetupError` naming the first id that differs.
+    sizes: the models' vocabulary sizes. They may differ by padding, but not in ids that stand for
+    text. Raises `SetupError` naming the first id that differs.
     """
     by_id = {i: t for t, i in target.vocabulary().items()}
     other = {i: t for t, i in draft.vocabulary().items()}

@@ -1,10 +1,10 @@
 """Tensor parallelism: each rank holds a part of a model's matrices.
 
-transformers says of each family, as data (`_tp_plan`), which products are split by the features
-they write (colwise) and which by those they read (rowwise); its own machinery splits over the whole
-world, so the splitting and the collectives here are ours, over a group that is handed in. Attention
-is split by whole heads, and key and value heads are held more than once where there are fewer than
-ranks. Embeddings are whole on every rank. Works on a module on the meta device.
+transformers' plan for a family (`_tp_plan`) says which products are split by the features they
+write (colwise) and which by those they read (rowwise). Its own machinery splits over the whole
+world, so the splitting and the collectives here are ours, over a given group. Attention is split by
+whole heads; key and value heads are replicated where there are fewer than ranks. Embeddings are
+whole on every rank. Works on a module on the meta device.
 """
 
 import re
@@ -24,12 +24,12 @@ _ROWS = "rowwise"
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
-# Held whole by every rank. (An embedding could be split too, for an all-reduce a pass.)
+# Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
-# A plan does not say that a family looks at all of a layer's features together (gemma3n does, for
-# the sparsity of its activations) and would write other text without a word. So these are the ones
-# whose logits the tests compare, split over 4 ranks.
+# A plan does not show that a family uses statistics over all of a layer's features (gemma3n does,
+# for sparse activations), which would silently change its text when split. So these are the
+# families whose logits the tests compare, split over 4 ranks.
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4
@@ -41,9 +41,9 @@ FAMILIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """What a rank holds of a module's stored tensors; those not named are whole.
+    """The parts of a module's stored tensors that a rank holds; tensors not named are whole.
 
-    parts: by parameter name. tied: parameters that are a part of another one, whose name is given.
+    parts: by parameter name. tied: parameters that are a part of another one, with that one's name.
     """
 
     parts: dict[str, Part]
@@ -58,8 +58,8 @@ def shard(
 ) -> tuple[Shards, list[LayerShape]]:
     """Reduce `module`, on meta, to this rank's part; returns the parts and what its layers cache.
 
-    Afterwards the module computes, with the others of its group, what it computed alone. layers:
-    what they cache when whole. name: for messages.
+    Afterwards the modules of the group compute together what one computed alone. layers: cache
+    shapes of the whole model's layers. name: the model's, for messages.
 
     Raises `Unsupported` for a family without a plan, or whose split form is not tested, for kinds
     of splitting that are not built here, and where heads or features do not divide.
@@ -103,12 +103,12 @@ def shard(
 
 
 def _pattern(name: str) -> str:
-    """How a plan names what `name` is in every layer."""
+    """A submodule's name as plans have it, with `*` for the layer."""
     return ".".join("*" if step.isdigit() else step for step in name.split("."))
 
 
 def _names(module: Any) -> list[str]:
-    """Of submodules, and of parameters: stacked experts are planned by theirs."""
+    """Names of submodules and parameters; plans list stacked experts by parameter."""
     return [n for n, _ in (*module.named_modules(), *module.named_parameters()) if n]
 
 
@@ -130,9 +130,10 @@ def _share(
     parallel: TensorParallel,
     name: str,
 ) -> tuple[int, int]:
-    """This rank's features of a product: whole heads in attention, else an even share.
+    """This rank's range of a product's features: whole heads in attention, else an even share.
 
-    What is gathered at once may be cut anywhere. Raises `Unsupported` for what does not divide.
+    Outputs that are gathered at once may be cut anywhere. Raises `Unsupported` where features or
+    heads do not divide.
     """
     if style in _GATHERED:
         return parallel.share(linear.out_features)
@@ -146,7 +147,7 @@ def _share(
             if heads % size and size % heads:
                 raise Indivisible(name, f"{heads} key and value heads", size)
             if heads < size:
-                # Query heads of several ranks attend to the same one.
+                # Query heads of several ranks attend to the same key and value head.
                 start = parallel.rank * heads // size * (width // heads)
                 return start, start + width // heads
     if width % size:
@@ -158,7 +159,7 @@ def _share(
 def _split(
     path: str, linear: nn.Linear, style: str, share: tuple[int, int], parallel: TensorParallel
 ) -> dict[str, Part]:
-    """Cut one product down to the features in `share`, and let it meet the others' where needed."""
+    """Cut one product down to the features in `share`, and hook in its collective, if any."""
     (start, stop), width = share, linear.out_features
     if style == _COLUMNS or style in _GATHERED:
         weight = Part(0, start, stop, tuple(linear.weight.shape))

@@ -1,7 +1,7 @@
-"""Reading checkpoints: which file holds which tensor, and what is wrong with it if it won't open.
+"""Checkpoint files: which of them holds which tensor, and errors for those that do not open.
 
-Safetensors only, unless pickle is allowed explicitly; then tensors alone are unpickled. Knows
-nothing of models.
+Safetensors only, unless pickle is allowed explicitly; then only tensors are unpickled. Does not
+know models.
 """
 
 import json
@@ -34,14 +34,14 @@ class Part:
         return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Raises `WrongShape` when `whole` is not of the shape."""
+        """This part of `whole`. Raises `WrongShape` when that has another shape."""
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
         return whole.narrow(self.dim, self.start, self.stop - self.start)
 
 
 class WrongShape(Exception):
-    """A tensor that was to be read in part has another shape, which is given."""
+    """A tensor that was to be read in part has another shape, `found`."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class WrongShape(Exception):
 
 
 class Read(Protocol):
-    """Reads one tensor, or the part of it that is asked for and no more where the file can."""
+    """Reads one tensor, or only a part of it where the file's format can."""
 
     def __call__(self, part: Part | None = None) -> torch.Tensor: ...
 
 
 @contextmanager
 def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read]]:
-    """Tensors of the checkpoint in `folder` by name, each read when called.
+    """Readers of the tensors in the checkpoint of `folder`, by name.
 
     Raises `SetupError` for a folder without weights, one with pickled weights only (unless
     `allow_pickle`), a missing shard, or a damaged file.
@@ -147,7 +147,7 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
 
 def _open_pickle(file: Path) -> dict[str, Read]:
     try:
-        # Files of before torch 1.6 are no zip archives and cannot be mapped.
+        # Files from before torch 1.6 are not zip archives and cannot be mapped.
         loaded = torch.load(
             file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file)
         )

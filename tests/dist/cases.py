@@ -19,7 +19,7 @@ from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.errors import RunError, SpecdecError
 from specdec_cli.recipe import load_recipe
-from tests.engine.test_families import BLOCK, Driver, drive, plain_reference
+from tests.engine.test_families import BLOCK, STATES, Driver, drive, plain_reference
 from tests.support import CPU, make_engine, ngram_engine, paged_model
 
 # Not the first ranks and not neighbours: a rank's place in a group is not its place in the world.
@@ -63,21 +63,25 @@ def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
     return None
 
 
-def logit_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
-    """Against transformers' ordinary forward, which rank 0 runs for all; a family's own layers, or
-    the fused ones."""
+def pass_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
+    """Logits and hidden states against transformers' ordinary forward, which rank 0 runs for all; a
+    family's own layers, or the fused ones."""
     own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
     if own is None:
         return None
-    model = paged_model(folder, 120, BLOCK, parallel=own, fused=fused)
+    model = paged_model(folder, 120, BLOCK, parallel=own, fused=fused, hidden_layers=STATES)
     assert (model.fused is not None) == fused
     oracle = plain_reference(folder) if own.is_first else None
 
-    def told_oracle(ids: torch.Tensor) -> Any:
+    def told_oracle(ids: torch.Tensor, output_hidden_states: bool) -> Any:
+        width = model.module.config.hidden_size
         logits = torch.empty(1, ids.shape[1], model.vocab_size)
+        states = torch.empty(max(STATES) + 1, 1, ids.shape[1], width)
         if oracle is not None:
-            logits.copy_(oracle(ids).logits)
-        return SimpleNamespace(logits=own.broadcast(logits))
+            out = oracle(ids, output_hidden_states=output_hidden_states)
+            logits.copy_(out.logits)
+            states.copy_(torch.stack(out.hidden_states))
+        return SimpleNamespace(logits=own.broadcast(logits), hidden_states=own.broadcast(states))
 
     return drive(Driver(model, told_oracle, [19, 6, 33]))
 

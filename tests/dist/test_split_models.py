@@ -1,4 +1,4 @@
-"""Models split over ranks, in one world of 4: the parts, the logits, and what is refused."""
+"""Models split over ranks, in one world of 4: the parts, the logits and hidden states, and what is refused."""
 
 import json
 from pathlib import Path
@@ -65,28 +65,28 @@ def test_collectives(world: World, size: int) -> None:
         assert x["objects"] == [2 * r for r in range(size)]
 
 
-def check_logits(
+def check_passes(
     world: World, folder: Path, size: int, fused: bool, tolerance: float = TOLERANCE
 ) -> None:
-    errors = [e for e in world.run(cases.logit_errors, folder, size, fused) if e is not None]
+    errors = [e for e in world.run(cases.pass_errors, folder, size, fused) if e is not None]
     assert len(errors) == size
     assert max(max(e.values()) for e in errors) < tolerance, errors
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", SPLIT)
-def test_logits_match_transformers(world: World, family: str, size: int, tmp_path: Path) -> None:
+def test_passes_match_transformers(world: World, family: str, size: int, tmp_path: Path) -> None:
     """97 tokens divide by neither: the head's parts are padded."""
-    check_logits(world, save_tiny(tmp_path, family, **SPLIT[family]), size, False)
+    check_passes(world, save_tiny(tmp_path, family, **SPLIT[family]), size, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALSO_SPLIT)
-def test_logits_of_other_families(world: World, family: str, tmp_path: Path) -> None:
+def test_passes_of_other_families(world: World, family: str, tmp_path: Path) -> None:
     """Sums in another order cost gemma4 a little more than the families' own test
     allows; a plan that is wrong for a family costs 0.5."""
     folder = save_tiny(tmp_path, family, **ALSO_SPLIT[family])
-    check_logits(world, folder, 4, False, 2.5 * TOLERANCE)
+    check_passes(world, folder, 4, False, 2.5 * TOLERANCE)
 
 
 def test_what_may_be_split_is_what_is_tested() -> None:
@@ -96,15 +96,15 @@ def test_what_may_be_split_is_what_is_tested() -> None:
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("family", FUSED)
-def test_logits_of_fused_layers(world: World, family: str, size: int, tmp_path: Path) -> None:
-    check_logits(world, save_tiny(tmp_path, family, **FUSED[family]), size, True)
+def test_passes_of_fused_layers(world: World, family: str, size: int, tmp_path: Path) -> None:
+    check_passes(world, save_tiny(tmp_path, family, **FUSED[family]), size, True)
 
 
 def test_biases_are_added_once(world: World, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama", attention_bias=True, mlp_bias=True, num_attention_heads=8)
-    check_logits(world, folder, 4, False)
+    check_passes(world, folder, 4, False)
     folder = save_tiny(tmp_path / "fused", "llama", attention_bias=True)
-    check_logits(world, folder, 4, True)
+    check_passes(world, folder, 4, True)
 
 
 def ranks(size: int) -> list[TensorParallel]:

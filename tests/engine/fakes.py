@@ -22,6 +22,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Run
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.models.paged import PassOutput
 from tests.support import CPU, VOCAB
 
 Rule = Callable[[list[int]], int]  # the token that follows a prefix
@@ -104,7 +105,7 @@ class FakeModel:
         self.prefill_sizes: list[int] = []
         self.fed: list[int] = []
 
-    def forward(self, spans: list[Span], logits_per_span: list[int]) -> torch.Tensor:
+    def forward(self, spans: list[Span], logits_per_span: list[int]) -> PassOutput:
         """What lies before a span must be the sequence's own tokens."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
@@ -112,9 +113,9 @@ class FakeModel:
             assert self.cache.read(table, span.start) == span.seq.tokens[: span.start]
             self.cache.write(table, span.start, span.seq.tokens[span.start : span.stop])
         assert not any(logits_per_span)
-        return torch.zeros(0, VOCAB)
+        return PassOutput(torch.zeros(0, VOCAB), None)
 
-    def forward_slots(self, what: Rectangle, state: BatchState) -> torch.Tensor:
+    def forward_slots(self, what: Rectangle, state: BatchState) -> PassOutput:
         batch, width = what.token_ids.shape
         self.batch_sizes.append(int(state.active.sum()))
         self.fed = [0] * batch
@@ -133,7 +134,7 @@ class FakeModel:
                 self.cache.write(table, first + j, [token])
                 self.fed[b] += 1
                 logits[b, j, self.rule(self.cache.read(table, first + j + 1))] = 1.0
-        return logits[:, -1:] if what.last_only else logits
+        return PassOutput(logits[:, -1:] if what.last_only else logits, None)
 
 
 class FakeDraft(DraftModel):
@@ -159,10 +160,10 @@ class FakeDraft(DraftModel):
         first: list[list[int]] = []
         forward = self.fake.forward_slots
 
-        def noted(what: Rectangle, state: BatchState) -> torch.Tensor:
-            logits = forward(what, state)
+        def noted(what: Rectangle, state: BatchState) -> PassOutput:
+            found = forward(what, state)
             first.append(self.fake.fed)
-            return logits
+            return found
 
         self.fake.forward_slots = noted  # type: ignore[method-assign]
         found = super().propose(state, draft)

@@ -12,9 +12,13 @@ import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 
+from specdec_cli.core.batch import Rectangle
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.models.compiled import CompiledForward
+from specdec_cli.models.paged import PagedModel, PassOutput
+from tests.engine.test_families import STATES
 from tests.engine.test_pipeline import PROMPTS, told
 from tests.support import Request, make_engine, save_tiny
 
@@ -46,29 +50,56 @@ def run(engine: Engine, k: int, **params: Any) -> Any:
     return engine.run(requests, k, SamplingParams(max_new_tokens=9, **params))
 
 
+def compare_passes(model: PagedModel) -> set[int]:
+    """Make each padded pass run plainly too, and compare the two. The widths of the passes so far
+    are in the set that is returned."""
+    forward, widths = model.forward_slots, set()
+
+    def both(what: Rectangle, state: BatchState) -> PassOutput:
+        plain = model._run(model._padded_batch(what, state))
+        found = forward(what, state)
+        assert plain.hidden is not None and found.hidden is not None
+        assert found.hidden.shape == (*what.token_ids.shape, len(STATES) * 64)
+        torch.testing.assert_close(found.hidden.flatten(0, 1), plain.hidden, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.logits.flatten(0, 1), plain.logits, rtol=1e-5, atol=1e-5)
+        widths.add(what.token_ids.shape[1])
+        return found
+
+    model.forward_slots = both  # type: ignore[method-assign]
+    return widths
+
+
 @pytest.mark.parametrize(
     "family", [pytest.param(f, marks=pytest.mark.slow if f == "gpt2" else ()) for f in CASES]
 )
 def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
-    """Draft and target of the same class, which share their forward's code."""
+    """Draft and target of the same class, which share their forward's code. The target also returns
+    hidden states, as if a proposer read them."""
     target = save_tiny(tmp_path / "target", family)
     draft = save_tiny(tmp_path / "draft", family, seed=1)
     plain = make_engine(target, draft, batch_size=2, fused=False)
     compiled = compiled_engine(target, draft, "aot_eager", batch_size=2)
+    compiled.target.model.hidden_layers = STATES
+    widths = compare_passes(compiled.target.model)
     for k in (3, 0):
         assert told(run(compiled, k)) == told(run(plain, k))
+    assert widths == {4, 1}
 
 
 def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
-    """Whatever k and the batch's tokens; and a second run compiles none."""
+    """Whatever k and the batch's tokens; and a second run compiles none. The target's have hidden
+    states among their outputs."""
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", seed=1)
     engine = compiled_engine(target, draft, "eager")
+    engine.target.hidden_layers = STATES
+    widths = compare_passes(engine.target)
     for _ in range(2):
         for k in (4, 0, 1, 2, 3, 7):
             run(engine, k)
         assert counters["stats"]["unique_graphs"] == 4
         assert not counters["graph_break"]
+    assert widths == {5, 1, 2, 3, 4, 8}
 
 
 def test_models_of_one_shape_do_not_share_a_graph(tmp_path: Path) -> None:
@@ -100,6 +131,11 @@ def test_what_cannot_be_compiled_whole_is_an_error(tmp_path: Path) -> None:
 def test_a_second_compilation_is_an_error(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     engine = compiled_engine(folder, folder, "eager")
+    run(engine, 2)
+    engine.target.hidden_layers = (1,)  # too late
+    with pytest.raises(torch._dynamo.exc.RecompileError):
+        run(engine, 2)
+    engine.target.hidden_layers = ()
     run(engine, 2)
     engine.target.module.model.layers[0].self_attn.scaling = 0.5  # a guarded constant
     with pytest.raises(torch._dynamo.exc.RecompileError):

@@ -1,6 +1,7 @@
 """Every family: our loader, gate and paged attention against transformers' ordinary forward.
 
-Logits are compared, not tokens: the argmax alone would miss a wrong window or softcap.
+Logits and hidden states are compared, not tokens: the argmax alone would miss a wrong window or
+softcap.
 """
 
 from pathlib import Path
@@ -15,6 +16,7 @@ from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.types import Sequence
 from specdec_cli.models.attention import PagedAttention
 from specdec_cli.models.paged import PagedModel
+from tests.oracle import extended
 from tests.support import CPU, FAMILIES, VOCAB, paged_model, reference, save_tiny
 
 TOLERANCE = 2e-5
@@ -22,13 +24,16 @@ TOLERANCE = 2e-5
 # widths (nemotron), and from itself on a CPU by 4e-5 (granitemoe).
 CUDA_TOLERANCE = 5e-5
 BLOCK = 4
+# Every hidden state of two layers, out of order and one of them twice.
+STATES = (2, 0, 1, 2)
 
 
 class Driver:
-    """Feeds sequences to a paged model by hand and checks every logit row."""
+    """Feeds sequences to a paged model by hand and checks every row of logits and hidden states."""
 
     def __init__(self, model: PagedModel, oracle: object, lengths: list[int]) -> None:
         self.model, self.oracle = model, oracle
+        self.expected_layers = model.hidden_layers
         generator = torch.Generator().manual_seed(5)
         self.allocator = BlockAllocator(model.cache.num_blocks, BLOCK)
         self.seqs = []
@@ -40,32 +45,44 @@ class Driver:
             for seq in self.seqs:
                 self.allocator.extend(seq.block_table, size)
 
-    def expected(self, tokens: list[int]) -> torch.Tensor:
+    def expected(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits [T, V] and hidden states [T, L * H] by transformers."""
+        layers = self.expected_layers
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=self.model.device)
-            logits: torch.Tensor = self.oracle(ids).logits[0]  # type: ignore[operator]
-        return logits
+            out = self.oracle(ids, output_hidden_states=bool(layers))  # type: ignore[operator]
+        states = torch.cat([out.hidden_states[n][0] for n in layers], dim=1) if layers else None
+        return out.logits[0], states
 
     def feed(self, chunks: list[tuple[int, int]], extra: list[list[int]] | None = None) -> float:
-        """One ragged pass over tokens[start:stop] (+ extra); the largest logit error in it."""
+        """One ragged pass over tokens[start:stop] (+ extra); the largest error in it."""
         extra = extra or [[] for _ in chunks]
-        width = max(map(len, extra))
-        given = torch.tensor([row + [0] * (width - len(row)) for row in extra])
-        given = given.to(self.model.device)
         spans = [
-            Span(seq, start, stop, len(row))
+            Span(extended(seq, row), start, stop + len(row))
             for seq, (start, stop), row in zip(self.seqs, chunks, extra, strict=True)
         ]
-        logits = self.model.forward(spans, [s.length for s in spans], given if width else None)
+        logits, states = self.model.forward(spans, [s.length for s in spans])
         assert torch.isfinite(logits).all(), "a slot that was never written has been read"
         worst, at = 0.0, 0
-        for span, row in zip(spans, extra, strict=True):
-            tokens = span.seq.tokens[: span.stop] + row
-            want = self.expected(tokens)[span.start :]
-            got = logits[at : at + span.length]
-            worst = max(worst, float((want - got).abs().max()))
+        for span in spans:
+            want, want_states = self.expected(span.seq.tokens[: span.stop])
+            rows = slice(at, at + span.length)
+            worst = max(worst, float((want[span.start :] - logits[rows]).abs().max()))
+            assert (states is None) == (want_states is None)
+            if states is not None and want_states is not None:
+                num_states = len(self.expected_layers)
+                worst = max(worst, state_error(states[rows], want_states[span.start :], num_states))
             at += span.length
+        assert len(logits) == at and (states is None or len(states) == at)
         return worst
+
+
+def state_error(got: torch.Tensor, want: torch.Tensor, num_states: int) -> float:
+    """The largest error in hidden states [T, L * H], against the largest number of each where that
+    is more than 1: residual streams grow to 125."""
+    assert got.shape == want.shape
+    size, error = (x.unflatten(1, (num_states, -1)).abs().amax((0, 2)) for x in (want, got - want))
+    return float((error / size.clamp(min=1)).max())
 
 
 def plain_reference(folder: Path, device: torch.device = CPU) -> Any:
@@ -76,16 +93,17 @@ def plain_reference(folder: Path, device: torch.device = CPU) -> Any:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_match_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
+def test_passes_match_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, family)
-    model = paged_model(folder, 120, BLOCK, device)
+    states = () if family == "gemma3n" else STATES
+    model = paged_model(folder, 120, BLOCK, device, hidden_layers=states)
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
     assert max(errors.values()) < (CUDA_TOLERANCE if device.type == "cuda" else TOLERANCE), errors
 
 
 def drive(driver: Driver) -> dict[str, float]:
-    """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback: the logit error of
-    each. Contexts are longer than any window."""
+    """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback: the error of each.
+    Contexts are longer than any window."""
     errors = {}
     lengths = [len(s.tokens) for s in driver.seqs]
     errors["prefill, the last of the three in two chunks"] = driver.feed([(0, 18), (0, 5), (0, 20)])
@@ -104,6 +122,17 @@ def drive(driver: Driver) -> dict[str, float]:
         seq.tokens += [30, 31]
     errors["catch-up"] = driver.feed([(len(s.tokens) - 3, len(s.tokens)) for s in driver.seqs])
     return errors
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_another_layers_hidden_state_is_noticed(fused: bool, tmp_path: Path) -> None:
+    """Otherwise the comparisons of hidden states, here and of fused layers, would prove less."""
+    folder = save_tiny(tmp_path, "llama")
+    model = paged_model(folder, 120, BLOCK, fused=fused)
+    driver = Driver(model, plain_reference(folder), [19, 6])
+    for kept, expected in ((0, 1), (1, 2), (1, 0), (2, 1)):
+        model.hidden_layers, driver.expected_layers = (kept,), (expected,)
+        assert driver.feed([(0, 18), (0, 5)]) > 100 * TOLERANCE
 
 
 def sees(*keys: str) -> list[str]:

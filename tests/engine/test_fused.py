@@ -5,13 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from specdec_kernels import ops
 from specdec_kernels.linear.cpu import pays_to_pack
+from specdec_kernels.linear.reference import Normed
 
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
-from tests.engine.test_families import BLOCK, TOLERANCE, Driver, drive, plain_reference
+from tests.engine.test_families import BLOCK, STATES, TOLERANCE, Driver, drive, plain_reference
 from tests.support import description, paged_model, save_tiny
 
 WIDE = {
@@ -55,12 +57,37 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", FUSED)
-def test_logits_match_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
+def test_passes_match_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
     family, changes = FUSED[case]
     folder = save_tiny(tmp_path, family, **changes)
-    model = paged_model(folder, 120, BLOCK, device, fused=True)
+    model = paged_model(folder, 120, BLOCK, device, fused=True, hidden_layers=STATES)
     assert model.fused is not None
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
+    assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_hidden_states_where_products_finish_norms(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few rows on CUDA have no normed stream to return, only sums of squares: here by torch."""
+    add_norm, norm_linear, norm_gate_up = ops.linear_add_norm, ops.norm_linear, ops.norm_gate_up
+
+    def unfinished(*args: Any) -> Normed:
+        hidden, eps = add_norm(*args).hidden, args[4]
+        return Normed(hidden, hidden * args[3], hidden.square().sum(1, keepdim=True), eps)
+
+    def finished(x: Normed) -> Normed:
+        if x.squares is None:
+            return x
+        factor = torch.rsqrt(x.squares / x.hidden.shape[1] + x.eps)
+        return Normed(x.hidden, x.scaled * factor, None, x.eps)
+
+    folder = save_tiny(tmp_path, "llama")
+    model = paged_model(folder, 120, BLOCK, fused=True, hidden_layers=STATES)
+    monkeypatch.setattr(ops, "linear_add_norm", unfinished)
+    monkeypatch.setattr(ops, "norm_linear", lambda x, *args: norm_linear(finished(x), *args))
+    monkeypatch.setattr(ops, "norm_gate_up", lambda x, *args: norm_gate_up(finished(x), *args))
+    errors = drive(Driver(model, plain_reference(folder), [19, 6, 33]))
     assert max(errors.values()) < TOLERANCE, errors
 
 

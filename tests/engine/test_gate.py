@@ -220,7 +220,7 @@ def ungated_error(module: Any, oracle: Any, layers: list[LayerShape]) -> float:
     with torch.inference_mode():
         want = oracle(torch.tensor([seq.tokens])).logits[0, 3:]
     model.forward([Span(seq, 0, 3)], [0])
-    got = model.forward([Span(seq, 3, 5)], [2])
+    got = model.forward([Span(seq, 3, 5)], [2]).logits
     return float((got - want).abs().max())
 
 
@@ -359,8 +359,8 @@ def test_without_the_gate_neighbours_change_logits(case: str) -> None:
     seqs = [Sequence(i, list(range(3, 3 + n)), n, 64) for i, n in enumerate((5, 40))]
     for seq in seqs:
         allocator.extend(seq.block_table, len(seq.tokens))
-    alone = model.forward([Span(seqs[0], 0, 5)], [5])
-    beside = model.forward([Span(seqs[0], 0, 5), Span(seqs[1], 0, 40)], [5, 0])
+    alone = model.forward([Span(seqs[0], 0, 5)], [5]).logits
+    beside = model.forward([Span(seqs[0], 0, 5), Span(seqs[1], 0, 40)], [5, 0]).logits
     assert float((alone - beside).abs().max()) > 0.1
 
 

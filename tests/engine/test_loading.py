@@ -785,7 +785,7 @@ def logits_of(module: Any, folder: Path) -> torch.Tensor:
     model = PagedModel(module, KVCache(found.layers, 9, 4, dtype, CPU))
     seq = Sequence(0, [5, 17, 31, 60, 8], 5, 40)
     BlockAllocator(9, 4).extend(seq.block_table, 5)
-    return model.forward([Span(seq, 0, 5)], [5])
+    return model.forward([Span(seq, 0, 5)], [5]).logits
 
 
 def test_dummy_tensors_differ_from_each_other(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Memory of ranks: blocks against hand-computed bytes, estimates against measurements."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,19 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
     )
     hidden = 64 * 2
     assert large - small >= 31 * 8 * 3 * hidden
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2"])
+def test_hidden_states_are_counted(family: str, tmp_path: Path) -> None:
+    """Of a prefill chunk, and of a captured round with its warm-up."""
+    recipe = pair(tmp_path, family, "llama")
+    (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
+    asking = replace(planned.target, hidden_layers=(0, 2, 2))
+    asked = replace(planned, target=asking)
+    need = CacheNeed(2, 100, planned.k, 8)
+    without, found = estimate_passes(planned, need), estimate_passes(asked, need)
+    assert found.activation - without.activation == 2 * 99 * 3 * 64 * 2
+    assert found.graphs - without.graphs == 2 * 2 * (planned.k + 1) * 3 * 64 * 2
 
 
 def test_an_operator_that_meta_lacks_stops_nothing(

@@ -1,17 +1,26 @@
 """The tensors of a ragged pass against plain Python over the same spans."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec_cli.core.batch import ForwardBatch, Span, make_batch
+from specdec_cli.core.batch import (
+    ForwardBatch,
+    LiveRows,
+    Rectangle,
+    Span,
+    live_batch,
+    make_batch,
+)
+from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
 
 CPU = torch.device("cpu")
-Case = tuple[list[Span], list[int], torch.Tensor, int]
+Case = tuple[list[Span], list[int], int]
 
 
 @st.composite
@@ -19,24 +28,21 @@ def cases(draw: st.DrawFn) -> Case:
     """Spans of random sequences with shuffled blocks; every one feeds at least one token."""
     block_size = draw(st.integers(1, 5))
     batch = draw(st.integers(1, 5))
-    width = draw(st.integers(0, 4))
     blocks = draw(st.permutations(range(1, 200)))
     spans, logits = [], []
     for index in range(batch):
         length = draw(st.integers(1, 12))
         start = draw(st.integers(0, length))
         stop = draw(st.integers(start, length))
-        extra = draw(st.integers(0, width)) if stop == length else 0
-        if stop + extra == start:
-            start, stop, extra = 0, length, 0
+        if stop == start:
+            start, stop = 0, length
         tokens = [draw(st.integers(0, 96)) for _ in range(length)]
-        needed = -(-(stop + extra) // block_size) + draw(st.integers(0, 2))
+        needed = -(-stop // block_size) + draw(st.integers(0, 2))
         table = [blocks.pop() for _ in range(needed)]
         seq = Sequence(index, tokens, 1, 99, block_table=table)
-        spans.append(Span(seq, start, stop, extra))
+        spans.append(Span(seq, start, stop))
         logits.append(draw(st.integers(0, spans[-1].length)))
-    values = draw(st.lists(st.integers(100, 199), min_size=batch * width, max_size=batch * width))
-    return spans, logits, torch.tensor(values, dtype=torch.int64).view(batch, width), block_size
+    return spans, logits, block_size
 
 
 def wanted(batch: ForwardBatch) -> list[int]:
@@ -48,12 +54,11 @@ def wanted(batch: ForwardBatch) -> list[int]:
 @settings(max_examples=150, deadline=None)
 @given(cases())
 def test_against_plain_python(case: Case) -> None:
-    spans, logits, extra_tokens, block_size = case
-    extra = extra_tokens if extra_tokens.shape[1] else None
-    batch = make_batch(spans, logits, block_size, CPU, extra)
+    spans, logits, block_size = case
+    batch = make_batch(spans, logits, block_size, CPU)
     tokens, positions, slots, rows, starts = [], [], [], [], [0]
-    for b, (span, count) in enumerate(zip(spans, logits, strict=True)):
-        fed = span.seq.tokens[span.start : span.stop] + extra_tokens[b, : span.extra].tolist()
+    for span, count in zip(spans, logits, strict=True):
+        fed = span.seq.tokens[span.start : span.stop]
         for offset, token in enumerate(fed):
             position = span.start + offset
             tokens.append(token)
@@ -67,16 +72,15 @@ def test_against_plain_python(case: Case) -> None:
     assert batch.slots.tolist() == slots
     assert batch.query_start.tolist() == starts
     assert wanted(batch) == rows
-    assert batch.context_lens.tolist() == [s.stop + s.extra for s in spans]
+    assert batch.context_lens.tolist() == [s.stop for s in spans]
     assert batch.max_query_len == max(b - a for a, b in pairwise(starts))
     for span, row in zip(spans, batch.block_tables.tolist(), strict=True):
         table = span.seq.block_table
         assert row == table + [0] * (batch.block_tables.shape[1] - len(table))
 
 
-def one(span: Span, count: int, extra: list[int] | None = None) -> ForwardBatch:
-    given_tokens = None if extra is None else torch.tensor([extra])
-    return make_batch([span], [count], 4, CPU, given_tokens)
+def one(span: Span, count: int) -> ForwardBatch:
+    return make_batch([span], [count], 4, CPU)
 
 
 @pytest.fixture
@@ -91,19 +95,55 @@ def test_a_chunk_of_a_prompt_needs_no_logits(seq: Sequence) -> None:
     assert batch.logit_rows.tolist() == []
 
 
+def loaded(seq: Sequence) -> BatchState:
+    """Two slots, the second of them idle."""
+    state = BatchState.empty(2, 3, CPU)
+    state.load([seq], 0)
+    return state
+
+
+def fed(
+    seq: Sequence,
+    tokens: list[int],
+    length: int,
+    offset: int,
+    margin: int,
+    cached: int = 0,
+    **k: Any,
+) -> tuple[ForwardBatch, LiveRows]:
+    ids, lens = torch.tensor([tokens, tokens]), torch.tensor([length, length])
+    what = Rectangle(ids, lens, offset, margin, 20, more.get("last_only", False), lens * 0 + cached)
+    return live_batch(what, loaded(seq), 4, 95)
+
+
 def test_scoring_feeds_the_last_token_and_the_proposals(seq: Sequence) -> None:
-    batch = one(Span(seq, 5, 6, 3), 4, [90, 91, 92, 93])
-    assert batch.token_ids.tolist() == [15, 90, 91, 92]
+    """Three of four proposals are this sequence's; ids the model lacks are its last one."""
+    batch, live = fed(seq, [15, 90, 91, 99, 93], 3, -1, 1)
+    assert batch.token_ids.tolist() == [15, 90, 91, 94]
     assert batch.positions.tolist() == [5, 6, 7, 8]
     assert batch.slots.tolist() == [5, 6, 7, 8]
+    assert batch.context_lens.tolist() == [9, 0] and batch.query_start.tolist() == [0, 4, 4]
     assert batch.logit_rows is None, "all rows are wanted"
+    assert live.logits.tolist() == live.tokens.tolist() == [0, 1, 2, 3]
 
 
-def test_a_draft_step_feeds_a_token_the_host_does_not_know(seq: Sequence) -> None:
-    batch = one(Span(seq, 7, 7, 1), 1, [90])
+@pytest.mark.parametrize(("cached", "want"), [(4, [14, 15]), (5, [15]), (6, [])])
+def test_a_draft_is_not_fed_what_its_cache_holds(
+    seq: Sequence, cached: int, want: list[int]
+) -> None:
+    batch, live = fed(seq, [14, 15], 2, -2, 2, cached, last_only=True)
+    assert batch.token_ids.tolist() == want
+    assert live.logits.tolist() == ([0] if want else [])
+    assert batch.logit_rows is None or batch.logit_rows.tolist() == [1]
+
+
+def test_a_draft_step_feeds_the_token_just_drawn(seq: Sequence) -> None:
+    batch, _ = fed(seq, [90], 2, 0, 2, last_only=True)
     assert batch.token_ids.tolist() == [90]
-    assert batch.positions.tolist() == [7]
-    assert batch.context_lens.tolist() == [8]
+    assert batch.positions.tolist() == [6]
+    assert batch.context_lens.tolist() == [7, 0]
+    assert len(fed(seq, [90], 1, 0, 2, last_only=True)[0].token_ids) == 0, "one token was wanted"
+    assert len(fed(seq, [14, 15], 0, -2, 2, last_only=True)[0].token_ids) == 0, "none was"
 
 
 def test_dtypes_are_what_the_kernels_take(seq: Sequence) -> None:

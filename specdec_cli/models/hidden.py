@@ -1,0 +1,89 @@
+"""Hidden states of transformers' own modules, for proposers that read them.
+
+They are counted as transformers counts them: state 0 is the embedding output, state i the input of
+layer i, and the state after the last layer is the output of the final norm. `models.fused` has the
+same states at hand and does not need this.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec_cli.errors import SetupError
+
+
+def check_hidden_layers(module: Any, layers: tuple[int, ...]) -> None:
+    """Check that `module`, which needs no weights, has the hidden states of `layers`.
+
+    Raises `SetupError` for a layer out of range, and for models whose hidden states are not one
+    vector of `hidden_size` numbers a token: gemma3n carries several streams, and OPT-350m embeds
+    tokens in another width.
+    """
+    if not layers:
+        return
+    config = module.config
+    kind, last = config.model_type, config.num_hidden_layers
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise SetupError(
+                f"there is no hidden state {layer}: this {kind} has {last} layers",
+                f"0 is the embedding output and {last} the output of the final norm",
+            )
+    if getattr(config, "altup_num_inputs", 1) > 1:
+        raise SetupError(f"hidden states of {kind} cannot be used: each is several vectors a token")
+    if getattr(config, "word_embed_proj_dim", config.hidden_size) != config.hidden_size:
+        raise SetupError(f"hidden states of this {kind} cannot be used: their widths differ")
+
+
+class HiddenStates:
+    """Keeps the hidden states of `layers` while `module` runs, by hooks on its layers.
+
+    Compiled passes trace the hooks: register them before the first pass.
+    """
+
+    def __init__(self, module: Any, layers: tuple[int, ...]) -> None:
+        decoder, stack = _decoder_of(module)
+        last = len(stack)
+        self._layers = layers
+        self._states: dict[int, Tensor] = {}
+        self._hooks = [
+            stack[layer].register_forward_pre_hook(partial(_keep, self._states, layer))
+            for layer in sorted(set(layers) - {last})
+        ]
+        if last in layers:
+            self._hooks.append(decoder.register_forward_hook(partial(_keep, self._states, last)))
+
+    def take(self) -> Tensor:
+        """The states [T, L * H] of the pass that just ran, side by side in the order asked for."""
+        taken = torch.cat([self._states[layer] for layer in self._layers], dim=-1)
+        self.forget()
+        return taken[0]
+
+    def forget(self) -> None:
+        """Let go of the states of a pass that failed: the next compiled one expects none."""
+        self._states.clear()
+
+    def remove(self) -> None:
+        """Take the hooks off the module."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _decoder_of(module: Any) -> tuple[nn.Module, nn.ModuleList]:
+    """The submodule that runs the layers and the final norm, and the layers."""
+    count = module.config.num_hidden_layers
+    return next(
+        (owner, child)
+        for owner in module.modules()
+        for child in owner.children()
+        if isinstance(child, nn.ModuleList) and len(child) == count
+    )
+
+
+def _keep(
+    states: dict[int, Tensor], layer: int, _: Any, args: tuple[Any, ...], output: Any = None
+) -> None:
+    """The hook before a layer, whose input it keeps, or after the decoder."""
+    states[layer] = args[0] if output is None else output.last_hidden_state
