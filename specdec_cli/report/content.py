@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import Point, ReportedRun
 from specdec_cli.report.tables import Table
 from specdec_cli.report.vllm import Deployment, deployment
 
@@ -17,7 +17,7 @@ class Content:
     tables: by name, None where there is nothing to show. category_point: which point those are of.
     """
 
-    run: Run
+    run: ReportedRun
     bests: tuple[Best, ...]
     title: str
     headline: str
@@ -30,7 +30,7 @@ class Content:
     deployment: Deployment | None
 
 
-def content_of(run: Run) -> Content:
+def content_of(run: ReportedRun) -> Content:
     """A report's content, of whatever the folder had."""
     labels = findings.draft_labels(run)
     bests = findings.best_by_batch_size(run)
@@ -59,7 +59,7 @@ def content_of(run: Run) -> Content:
     )
 
 
-def _point_for_categories(run: Run, bests: list[Best]) -> Point | None:
+def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
     """The best point; where that is no speculation, the fastest with proposals."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
@@ -72,7 +72,7 @@ def _point_for_categories(run: Run, bests: list[Best]) -> Point | None:
     return run.points[max(speeds)[1]] if speeds else None
 
 
-def _setup(run: Run) -> str:
+def _setup(run: ReportedRun) -> str:
     """What was run, in a line."""
     parts = [f"target {run.setting('target', 'model') or '?'}"]
     drafts = sorted({p.draft for p in run.points if p.draft is not None})

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from specdec_cli.report.content import Content
-from specdec_cli.report.folder import Run
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
 from specdec_cli.report.tables import (
     Table,
@@ -23,7 +23,7 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
-def csv_tables(run: Run) -> dict[str, str]:
+def csv_tables(run: ReportedRun) -> dict[str, str]:
     """File names and contents: points.csv, and by position and category where there are figures."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run)]
     return {f"{table.name}.csv": _csv(table) for table in found if table.rows}

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.report.folder import Point, ReportedRun, finite
 
 _LABEL_LENGTH = 32
 # Warnings that runs record and that a report has its own words for.
@@ -16,7 +16,7 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class PlotPlace:
     """Where a point stands in a plot: the panel, the line in it, and its place on the x axis."""
 
     panel: str
@@ -40,7 +40,7 @@ class Best:
     is_recorded: bool
 
 
-def draft_labels(run: Run) -> dict[str | None, str]:
+def draft_labels(run: ReportedRun) -> dict[str | None, str]:
     """A short name for each draft: the last part of a path, or more where that is not unique."""
     names = sorted({p.draft for p in run.points if p.draft is not None})
     labels: dict[str | None, str] = {None: "no draft"}
@@ -52,7 +52,7 @@ def draft_labels(run: Run) -> dict[str | None, str]:
     return labels
 
 
-def baseline_of(run: Run, point: Point) -> Point | None:
+def baseline_of(run: ReportedRun, point: Point) -> Point | None:
     """Plain decoding to compare a point with: same batch size and target TP."""
     same = [
         p
@@ -65,7 +65,7 @@ def baseline_of(run: Run, point: Point) -> Point | None:
     return next(iter(own or same), None)
 
 
-def speedup(run: Run, point: Point) -> float | None:
+def speedup(run: ReportedRun, point: Point) -> float | None:
     """As recorded, or from decoding speeds when the run ended before it was."""
     if not point.is_ok:
         return None
@@ -79,28 +79,28 @@ def speedup(run: Run, point: Point) -> float | None:
     return speed / plain if speed is not None and plain else None
 
 
-def residual(run: Run, point: Point) -> float | None:
+def residual(run: ReportedRun, point: Point) -> float | None:
     """Predicted over measured speed-up, less one."""
     predicted, measured = point.number("predicted_speedup"), speedup(run, point)
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-def place_of(run: Run, point: Point, labels: Mapping[str | None, str]) -> Place | None:
+def place_of(run: ReportedRun, point: Point, labels: Mapping[str | None, str]) -> PlotPlace | None:
     """Where a point with proposals is drawn; None for plain decoding and incomplete records."""
     if run.kind == "compare-tp":
         if point.is_baseline or point.draft_tp is None:
             return None
-        return Place(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
+        return PlotPlace(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
     if point.k is None or point.is_baseline:
         return None
-    return Place(_batch(point.batch_size), labels[point.draft], point.k)
+    return PlotPlace(_batch(point.batch_size), labels[point.draft], point.k)
 
 
 def _batch(size: int | None) -> str:
     return f"batch size {size}"
 
 
-def best_by_batch_size(run: Run) -> list[Best]:
+def best_by_batch_size(run: ReportedRun) -> list[Best]:
     """The best point at each batch size, in order."""
     sizes = sorted({p.batch_size for p in run.points if p.batch_size is not None})
     recorded = (run.summary or {}).get("best_by_batch_size")
@@ -114,7 +114,7 @@ def best_by_batch_size(run: Run) -> list[Best]:
     return found
 
 
-def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
+def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | None:
     keys = [key for key in ("k", "draft", "target_tp", "draft_tp") if key in entry]
     points = [p for p in run.points if (p.is_ok or p.is_predicted) and p.batch_size == size]
 
@@ -156,7 +156,7 @@ def _tied_in_words(one: object) -> str:
     return f"k = {one}" if finite(one) is not None else str(one)
 
 
-def _fastest(run: Run, size: int) -> Best:
+def _fastest(run: ReportedRun, size: int) -> Best:
     points = [p for p in run.points if p.is_ok and p.batch_size == size]
     # Across target TPs a speed-up would compare with different speeds of plain decoding.
     name = "decode_tokens_per_second"
@@ -171,7 +171,7 @@ def _fastest(run: Run, size: int) -> Best:
     return Best(size, max(speeds, key=lambda item: item[:2])[2], (), "", False)
 
 
-def setting_in_words(run: Run, point: Point, labels: Mapping[str | None, str]) -> str:
+def setting_in_words(run: ReportedRun, point: Point, labels: Mapping[str | None, str]) -> str:
     """What is run at a point: `k = 4 with draft-1b`."""
     if point.is_baseline:
         is_comparison = run.kind == "compare-tp"
@@ -191,7 +191,7 @@ def interval_in_words(interval: tuple[float, float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
-def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+def answer(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at {_batch(best.batch_size)}"
@@ -218,7 +218,7 @@ def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
     return f"Best {at}: {what}{fast}.{tied}{least}"
 
 
-def _with_proposals(run: Run, best: Best) -> list[tuple[float, Point]]:
+def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
     """What was measured with proposals at a batch size, with its speed-up."""
     return [
         (s, p)
@@ -229,13 +229,13 @@ def _with_proposals(run: Run, best: Best) -> list[tuple[float, Point]]:
     ]
 
 
-def _is_within_chance(run: Run, best: Best) -> bool:
+def _is_within_chance(run: ReportedRun, best: Best) -> bool:
     """Whether plain decoding was chosen though something else was faster, by what may be chance."""
     faster = [s for s, _ in _with_proposals(run, best) if s > 1]
     return bool(faster) and best.is_recorded and run.kind == "sweep-k"
 
 
-def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+def _runner_up(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -> str:
     """How near speculation came where plain decoding won."""
     rest = _with_proposals(run, best)
     if not rest:
@@ -246,7 +246,7 @@ def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
     return f"The best with proposals, {what}."
 
 
-def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> str:
+def headline(run: ReportedRun, bests: list[Best], labels: Mapping[str | None, str]) -> str:
     """The answer of the whole run, in a line."""
     found = [best for best in bests if best.point is not None]
     if not found:
@@ -271,7 +271,7 @@ def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> s
     return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
 
 
-def warnings(run: Run) -> list[str]:
+def warnings(run: ReportedRun) -> list[str]:
     """What a reader has to know before believing the figures."""
     found = []
     if run.is_partial:

@@ -111,7 +111,7 @@ class Point:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ReportedRun:
     """What a run folder holds.
 
     kind: "sweep-k" or "compare-tp". samples: finished prompts by point and category, as (drafts,
@@ -149,7 +149,7 @@ def finite(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read_folder(path: Path) -> Run:
+def read_folder(path: Path) -> ReportedRun:
     """The run in a folder. Raises `UsageError` when it holds none that a report is about."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "no such folder"
@@ -179,7 +179,7 @@ def read_folder(path: Path) -> Run:
     if not recipe and isinstance((summary or {}).get("recipe"), dict):
         recipe = (summary or {})["recipe"]
     environment = _document(path / "environment.json", notes)
-    return Run(
+    return ReportedRun(
         path=path,
         kind="compare-tp" if is_comparison else "sweep-k",
         points=points,

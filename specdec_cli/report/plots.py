@@ -13,7 +13,7 @@ from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speedup import draw_speedup
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Run
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
 
 
@@ -31,7 +31,7 @@ class Plot:
 
 
 def plots(
-    run: Run,
+    run: ReportedRun,
     bests: Sequence[Best],
     by_category: Table | None,
     *,

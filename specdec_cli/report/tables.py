@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, draft_labels, residual, speedup
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.report.folder import Point, ReportedRun, finite
 
 STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")
@@ -47,7 +47,7 @@ def cell(value: Value, column: Column) -> str:
     return str(value)
 
 
-def setting_columns(run: Run) -> tuple[Column, ...]:
+def setting_columns(run: ReportedRun) -> tuple[Column, ...]:
     """The columns that say which point a row is about."""
     if run.kind == "compare-tp":
         return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
@@ -55,7 +55,7 @@ def setting_columns(run: Run) -> tuple[Column, ...]:
 
 
 def setting_cells(
-    run: Run, point: Point, labels: Mapping[str | None, str] | None
+    run: ReportedRun, point: Point, labels: Mapping[str | None, str] | None
 ) -> tuple[Value, ...]:
     """A point's cells under `setting_columns`; without labels drafts have their full names."""
     if run.kind == "compare-tp":
@@ -65,7 +65,7 @@ def setting_cells(
     return (name, point.batch_size, point.k)
 
 
-def results(run: Run, bests: Sequence[Best]) -> Table:
+def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     """Speed and acceptance of every point, those that failed too."""
     labels = draft_labels(run)
     columns = (
@@ -130,7 +130,7 @@ def _span(interval: tuple[float, float] | None) -> str | None:
     return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
 
 
-def times_of_a_round(run: Run) -> Table:
+def times_of_a_round(run: ReportedRun) -> Table:
     """Where a round's time goes."""
     labels = draft_labels(run)
     columns = (
@@ -153,7 +153,7 @@ def times_of_a_round(run: Run) -> Table:
     return Table("rounds", "Time of a round", columns, tuple(rows), note)
 
 
-def latencies(run: Run) -> Table:
+def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
     labels = draft_labels(run)
     columns = (
@@ -174,7 +174,7 @@ def latencies(run: Run) -> Table:
     return Table("latencies", "Latency", columns, tuple(rows), note)
 
 
-def predictions(run: Run) -> Table | None:
+def predictions(run: ReportedRun) -> Table | None:
     """Predicted speed-up beside the measured one; None without predictions."""
     labels = draft_labels(run)
     points = [
@@ -222,7 +222,7 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: Run, point: Point) -> Table | None:
+def categories(run: ReportedRun, point: Point) -> Table | None:
     """One point by category of prompt, from its record, else from the samples that there are."""
     found: list[tuple[Value, ...]] = []
     for name, row in point.categories().items():
@@ -270,7 +270,7 @@ def categories(run: Run, point: Point) -> Table | None:
 # Tables for other programs: full names, and figures as they were recorded.
 
 
-def raw_points(run: Run) -> Table:
+def raw_points(run: ReportedRun) -> Table:
     """One row a point with every figure of it."""
     names = (
         "decode_tokens_per_second",
@@ -326,7 +326,7 @@ def _as_recorded(name: str, value: float | None) -> Value:
     return int(value) if value is not None and name.startswith("num_") else value
 
 
-def raw_acceptance(run: Run) -> Table:
+def raw_acceptance(run: ReportedRun) -> Table:
     """One row a point and position."""
     titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "position")
     rates = ("acceptance_rate", "conditional_acceptance_rate")
@@ -348,7 +348,7 @@ def raw_acceptance(run: Run) -> Table:
     return Table("acceptance", "", tuple(map(Column, (*titles, *rates))), tuple(rows))
 
 
-def raw_categories(run: Run) -> Table:
+def raw_categories(run: ReportedRun) -> Table:
     """One row a point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
     titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "category", *names)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.report.folder import Point, ReportedRun, finite
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Deployment:
         }
 
 
-def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
+def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     """The config for the best point, by batch size where that matters; None without a point."""
     found = [b for b in bests if b.point is not None]
     if not found:
@@ -73,7 +73,7 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
     return Deployment(config, rehearsal, command, tuple(notes))
 
 
-def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
+def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any], list[str]]:
     config: dict[str, Any] = {"num_speculative_tokens": point.k}
     if run.setting("speculation", "method") == "ngram":
         config["method"] = "ngram"
@@ -105,7 +105,7 @@ def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
     return config, notes + _notes_on_sampling(run, config)
 
 
-def _notes_on_sampling(run: Run, config: dict[str, Any]) -> list[str]:
+def _notes_on_sampling(run: ReportedRun, config: dict[str, Any]) -> list[str]:
     notes = []
     is_sampled = (finite(run.setting("sampling", "temperature")) or 0) > 0
     if is_sampled and config["method"] == "draft_model":
@@ -169,7 +169,9 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
     }
 
 
-def _command(run: Run, target: str, point: Point | None, config: dict[str, Any] | None) -> str:
+def _command(
+    run: ReportedRun, target: str, point: Point | None, config: dict[str, Any] | None
+) -> str:
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     parts = ["vllm", "serve", target]
     if isinstance(tp, int) and tp > 1:

@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.engine.metrics import STAGES
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import Failure, Point, Sample, decode_seconds
@@ -66,7 +66,7 @@ class LiveTable(Silent):
     The ranks write to the run folder, and this reads what they have written.
     """
 
-    def __init__(self, folder: Path, records: Records, total: int) -> None:
+    def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
         self._settings = records.settings
         self._rows: dict[tuple[Pair, int], dict[int, list[float]]] = {}
         self._failures: dict[tuple[Pair, int], Failure] = {}
@@ -147,7 +147,7 @@ class _Tail:
         return found
 
 
-def watcher(folder: Path, records: Records, total: int, *, quiet: bool) -> Silent:
+def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Silent:
     """What shows a comparison's progress on this stderr."""
     if quiet:
         return Silent()

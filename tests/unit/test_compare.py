@@ -12,10 +12,15 @@ import pytest
 
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.compare.records import Records, merge_repeats
-from specdec_cli.experiment.compare.run import exit_code, run_pairs
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
-from specdec_cli.experiment.compare.setup import Plan, plan_comparison, skips_of, warnings_of
+from specdec_cli.experiment.compare.comparison_plan import (
+    ComparisonPlan,
+    plan_comparison,
+    skips_of,
+    warnings_of,
+)
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.lossless import tokens_line
@@ -28,7 +33,7 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
 
-SETTINGS = Settings(
+SETTINGS = ComparisonSettings(
     recipe={
         "run": {"seed": 0, "repeats": 1},
         "sampling": {"temperature": 0.0},
@@ -80,9 +85,11 @@ def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> 
     }
 
 
-def filled(settings: Settings = SETTINGS, **draft_ms: tuple[float, float]) -> Records:
+def filled(
+    settings: ComparisonSettings = SETTINGS, **draft_ms: tuple[float, float]
+) -> ComparisonRecords:
     """Records in which the draft takes so long by degree, at batch sizes 1 and 8."""
-    records = Records(settings, {})
+    records = ComparisonRecords(settings, {})
     for name, by_size in draft_ms.items():
         pair = Pair(2, int(name.removeprefix("tp")))
         for batch_size, spent in zip((1, 8), by_size, strict=True):
@@ -94,7 +101,7 @@ def filled(settings: Settings = SETTINGS, **draft_ms: tuple[float, float]) -> Re
     return records
 
 
-def verdict(records: Records, folder: Path) -> dict[str, Any]:
+def verdict(records: ComparisonRecords, folder: Path) -> dict[str, Any]:
     records.update_points(RunFolder(folder))
     return verdict_of(records)
 
@@ -166,7 +173,7 @@ Round = tuple[float, float, float, int]  # ms of draft, verification and host; t
 )
 def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path: Path) -> None:
     """The stages that differ most come first, whichever way they differ."""
-    records = Records(replace(SETTINGS, batch_sizes=(1,)), {})
+    records = ComparisonRecords(replace(SETTINGS, batch_sizes=(1,)), {})
     for degree, (draft, verify, host, tokens) in ((1, best), (2, rival)):
         pair, rounds = Pair(2, degree), 30 // tokens
         for index in range(10):
@@ -212,7 +219,7 @@ def test_what_failed_is_a_row_and_no_baseline(
     assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
 
 
-def spoil(records: Records, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
+def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
     """Prompts that could not run at a pair, at k = 0 as little as at k."""
     for k in (0, 2):
         found = records.samples[pair, Key("a-draft", batch_size, k)]
@@ -258,7 +265,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
 def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"target_tp": 1, "draft_tp": 1}\n')
     with pytest.raises(SetupError, match=rf"{name}:1: not a record"):
-        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+        ComparisonRecords(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -278,14 +285,14 @@ def test_a_sample_of_no_point_is_named(
     good = sample(Pair(2, 1), 1, 2, 0)
     folder.append("samples.jsonl", good, good | {field: value})
     with pytest.raises(SetupError, match=rf"samples\.jsonl:2: not a record of this run: {said}"):
-        Records(SETTINGS, {}).load(folder)
+        ComparisonRecords(SETTINGS, {}).load(folder)
 
 
 def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
     fact = {"target_tp": 1, "draft_tp": 1, "num_blocks": "9", "blocks_per_rank": [9]}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(fact) + "\n")
     with pytest.raises(SetupError, match=r"pairs\.jsonl:1: .*num_blocks is damaged"):
-        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+        ComparisonRecords(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
 def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
@@ -294,7 +301,7 @@ def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.append("samples.jsonl", first, last)
     folder.close()
-    records = Records(SETTINGS, {})
+    records = ComparisonRecords(SETTINGS, {})
     records.load(folder)
     assert records.of(Pair(2, 1), 1, 2) == {0: last} != {0: first}
 
@@ -397,7 +404,7 @@ def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path
 
 def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> None:
     """Until then the ranks of the next pair may still measure it."""
-    records = Records(SETTINGS, {})
+    records = ComparisonRecords(SETTINGS, {})
     records.failures[Pair(2, 2), 1] = Failure("failed", "rank 0: gone")
     first = records.update_points(RunFolder(tmp_path))
     assert [(p["draft_tp"], p["batch_size"], p["status"]) for p in first] == [(2, 1, "failed")]
@@ -448,9 +455,9 @@ def test_exit_codes(
     assert exit_code(planned(skips), records, codes, tokens_of(records)) == expected
 
 
-def planned(skips: dict[Pair, Skip]) -> Plan:
+def planned(skips: dict[Pair, Skip]) -> ComparisonPlan:
     """A plan of which nothing else is known."""
-    plan = Plan.__new__(Plan)
+    plan = ComparisonPlan.__new__(ComparisonPlan)
     object.__setattr__(plan, "skips", skips)
     return plan
 
@@ -482,9 +489,9 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     degrees = ((1,), (1,))
     plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
-    records, told = Records(plan.settings, plan.skips), []
+    records, told = ComparisonRecords(plan.settings, plan.skips), []
     ended = RanksOutcome(report.code, report)
-    monkeypatch.setattr("specdec_cli.experiment.compare.run.run_ranks", lambda *_, **__: ended)
+    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
     watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
     assert run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher) == [report.code]
     assert [(pair, batch_size) for pair, batch_size, _ in told] == [(Pair(1, 1), b) for b in (2, 1)]

@@ -20,9 +20,9 @@ from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
-from specdec_cli.experiment.sweep.measure import Sweep
-from specdec_cli.experiment.sweep.plan import plan_sweep
-from specdec_cli.experiment.sweep.records import Records
+from specdec_cli.experiment.sweep.runner import Sweep
+from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
@@ -139,8 +139,8 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[dict[str, An
         shard=None,
     )
     engine = KnownEngine(batch_size)
-    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", lambda *_: engine)
-    return Sweep(plan, Records(), Silent(), World(None, "cpu", 120.0)).run()
+    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", lambda *_: engine)
+    return Sweep(plan, SweepRecords(), Silent(), World(None, "cpu", 120.0)).run()
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 32])

@@ -10,8 +10,8 @@ from typing import Any
 
 from specdec_cli.engine.metrics import STAGES
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.compare.records import Records, Samples
-from specdec_cli.experiment.compare.settings import Pair, Settings
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, Samples
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.points import Point, measured_speed, without_errors
 from specdec_cli.experiment.stats import SumRatio
@@ -22,7 +22,7 @@ _NOTABLE = 0.1  # of the difference between two rounds: stages with less are not
 _SAME = 0.01  # of tokens a round
 
 
-def verdict_of(records: Records) -> Verdict:
+def verdict_of(records: ComparisonRecords) -> Verdict:
     """The part of the document that is about all points together."""
     settings = records.settings
     sizes = settings.batch_sizes
@@ -39,7 +39,9 @@ def verdict_of(records: Records) -> Verdict:
     }
 
 
-def best_of(records: Records, target_tps: Iterable[int], batch_size: int) -> dict[str, Any]:
+def best_of(
+    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int
+) -> dict[str, Any]:
     """The fastest pair at a batch size among some target TPs, which may be tied with it, and why.
 
     Speeds are compared on the same prompts; tied are pairs that cannot be told from the best at
@@ -79,7 +81,7 @@ def _speed_of(point: Point) -> float:
     return float(point["metrics"]["decode_tokens_per_second"])
 
 
-def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
+def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRatio] | None:
     """Decoding speeds over the prompts that all points have; None without any."""
     settings = records.settings
     own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
@@ -194,7 +196,7 @@ def _tied(best: Mapping[str, Any]) -> str:
     return f" (tied: {', '.join(names)})" if names else ""
 
 
-def tokens_of(records: Records) -> dict[str, Any]:
+def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
     """Whether every pair wrote the same tokens, where they have to."""
     settings = records.settings
     points = (
@@ -205,7 +207,9 @@ def tokens_of(records: Records) -> dict[str, Any]:
     return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 
-def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int, int, Samples]]:
+def _complete(
+    records: ComparisonRecords, settings: ComparisonSettings
+) -> Iterable[tuple[Pair, int, int, Samples]]:
     """Points in the order in which the first is what the others are held against."""
     for pair in sorted(settings.pairs):
         for batch_size in settings.batch_sizes:

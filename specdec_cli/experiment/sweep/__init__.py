@@ -3,7 +3,8 @@
 The names below serve other commands that measure points too.
 """
 
-from specdec_cli.experiment.sweep.folder import (
+from specdec_cli.experiment.sweep.order import units_of
+from specdec_cli.experiment.sweep.sweep_folder import (
     check_same,
     earlier_environment,
     keep_environment_warning,
@@ -12,15 +13,14 @@ from specdec_cli.experiment.sweep.folder import (
     reopened,
     write_settings,
 )
-from specdec_cli.experiment.sweep.order import units_of
-from specdec_cli.experiment.sweep.plan import (
+from specdec_cli.experiment.sweep.sweep_plan import (
     device_name,
     few_prompts,
     for_engine,
     only,
     with_weights,
 )
-from specdec_cli.experiment.sweep.records import peak_memory, sample_of
+from specdec_cli.experiment.sweep.sweep_records import peak_memory, sample_of
 
 __all__ = [
     "check_same",

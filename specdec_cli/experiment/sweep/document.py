@@ -22,13 +22,13 @@ from specdec_cli.experiment.points import (
 )
 from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.sweep.recommend import recommend
-from specdec_cli.experiment.sweep.records import Clock, Records
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 
 def points_of_block(
     settings: SweepSettings,
-    records: Records,
+    records: SweepRecords,
     block: tuple[str | None, int],
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
@@ -94,7 +94,7 @@ def _midmean(values: Iterable[float]) -> float:
     return fmean(ordered[cut : len(ordered) - cut])
 
 
-def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list[Text]:
+def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
     samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
     texts = []
     for index, record in sorted(records.texts[draft].items()):
@@ -121,10 +121,10 @@ def sweep_document(
     settings: SweepSettings,
     recipe: dict[str, Any],
     where: dict[str, Any],
-    records: Records,
+    records: SweepRecords,
     points: Sequence[Point],
     warnings: Sequence[str],
-    clock: Clock | None = None,
+    clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
     """`sweep-k --json`, and summary.json; with an `error` where no point has been measured.
@@ -157,7 +157,7 @@ def sweep_document(
     return document | error_of(points, exit_code(document, records, failures))
 
 
-def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:
+def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
     """Whether every k wrote the same tokens, where it has to."""
     keys = sorted(records.samples, key=_order(settings))
     is_comparable = settings.is_greedy and not settings.is_synthetic
@@ -170,7 +170,7 @@ def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
     return lambda key: (places[key.draft], key.batch_size, key.k)
 
 
-def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
+def sorted_samples(settings: SweepSettings, records: SweepRecords) -> list[Sample]:
     """Every sample in the order of its point, then of its prompt."""
     keys = sorted(records.samples, key=_order(settings))
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
@@ -194,7 +194,7 @@ def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
 
 
 def exit_code(
-    document: dict[str, Any], records: Records, failures: Collection[Failure] = ()
+    document: dict[str, Any], records: SweepRecords, failures: Collection[Failure] = ()
 ) -> ExitCode:
     """Partial where a point or a prompt failed; where no point is left, what stopped them all.
 
@@ -214,7 +214,7 @@ def exit_code(
     return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
-def _has_run(point: Point, records: Records) -> bool:
+def _has_run(point: Point, records: SweepRecords) -> bool:
     """Whether it was to its end that a point ran, though none of its prompts could."""
     samples = records.samples.get(Key.of(point), {})
     return bool(samples) and point["reason"] == why_none(samples)

@@ -11,26 +11,26 @@ from specdec_cli.experiment.points import Failure, Key
 from specdec_cli.experiment.reading import Record
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.settings_diff import settings_difference
 from specdec_cli.experiment.sweep.document import (
     points_of_block,
     prompts_that_failed,
     sorted_samples,
     sweep_document,
 )
-from specdec_cli.experiment.sweep.folder import (
+from specdec_cli.experiment.sweep.reading import read_kept
+from specdec_cli.experiment.sweep.sweep_folder import (
     read_settings,
     read_warnings,
     write_settings,
 )
-from specdec_cli.experiment.sweep.plan import few_prompts
-from specdec_cli.experiment.sweep.reading import read_kept
-from specdec_cli.experiment.sweep.records import Records
-from specdec_cli.experiment.sweep.same import settings_difference
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_plan import few_prompts
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import load_recipe
 
 
-def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], Records]:
+def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], SweepRecords]:
     """Write the whole sweep's folder; its document and records.
 
     Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
@@ -47,7 +47,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
             if found.same_name:
                 told = f"{found.key}: other weights in one than in the other ({found.ours!r})"
             raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
-    records = Records()
+    records = SweepRecords()
     failures: dict[Key, Failure] = {}
     for number, path in enumerate(paths):
         _add(records, path, number, shards[number], whole)
@@ -94,7 +94,7 @@ def _read(path: Path, name: str, settings: SweepSettings, whole: SweepSettings) 
 
 
 def _add(
-    records: Records, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
+    records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
     for sample in _read(path, "samples.jsonl", settings, whole):
         mine = records.samples[Key.of(sample)]
@@ -123,7 +123,7 @@ def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict
     }
 
 
-def _missing(whole: SweepSettings, records: Records) -> list[str]:
+def _missing(whole: SweepSettings, records: SweepRecords) -> list[str]:
     """Warnings for points that lack prompts."""
     most = max((len(found) for found in records.samples.values()), default=0)
     count = whole.prompts["count"]

@@ -21,7 +21,7 @@ from specdec_cli.experiment.reading import (
     problem_of_sample,
     read_checked,
 )
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 
 def read_kept(folder: Path, name: str, settings: SweepSettings) -> list[Record]:

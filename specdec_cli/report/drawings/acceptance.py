@@ -4,10 +4,10 @@ from typing import Any
 
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
 from specdec_cli.report.findings import draft_labels
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import Point, ReportedRun
 
 
-def draw_acceptance(figure: Any, run: Run) -> bool:
+def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
     """The longest proposals of each line, at the smallest batch size that has them; whether there
     are any."""
     labels = draft_labels(run)

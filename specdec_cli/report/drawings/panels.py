@@ -1,23 +1,23 @@
 """Which points a drawing shows where: a panel for each setting, a line for each draft."""
 
-from specdec_cli.report.findings import Place, draft_labels, place_of
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.findings import PlotPlace, draft_labels, place_of
+from specdec_cli.report.folder import Point, ReportedRun
 
 MOST_PANELS = 12
 
 
-def axis_of(run: Run) -> str:
+def axis_of(run: ReportedRun) -> str:
     return "draft TP" if run.kind == "compare-tp" else "proposal length"
 
 
-def x_label(run: Run) -> str:
+def x_label(run: ReportedRun) -> str:
     return "draft TP (ranks)" if run.kind == "compare-tp" else "proposed tokens a round, k"
 
 
-def placed(run: Run) -> dict[str, dict[str, list[tuple[Place, Point]]]]:
+def placed(run: ReportedRun) -> dict[str, dict[str, list[tuple[PlotPlace, Point]]]]:
     """Points with a place that are ok, by panel and line."""
     labels = draft_labels(run)
-    found: dict[str, dict[str, list[tuple[Place, Point]]]] = {}
+    found: dict[str, dict[str, list[tuple[PlotPlace, Point]]]] = {}
     for point in run.points:
         place = place_of(run, point, labels)
         if place is not None and point.is_ok:

@@ -11,10 +11,10 @@ from specdec_cli.report.drawings.canvas import (
     style_of,
 )
 from specdec_cli.report.findings import draft_labels, speedup
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import Point, ReportedRun
 
 
-def draw_predictions(figure: Any, run: Run) -> bool:
+def draw_predictions(figure: Any, run: ReportedRun) -> bool:
     """Predicted against measured speed-ups; whether there are any."""
     labels = draft_labels(run)
     groups: dict[str, list[tuple[float, float, Point]]] = {}

@@ -5,7 +5,7 @@ from typing import Any
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
 from specdec_cli.report.findings import baseline_of
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import Point, ReportedRun
 from specdec_cli.report.tables import STAGES
 
 _STAGE_COLOURS = {
@@ -17,7 +17,7 @@ _STAGE_COLOURS = {
 }
 
 
-def draw_rounds(figure: Any, run: Run) -> bool:
+def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     """Bars of the stages of a round; whether there are any."""
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():

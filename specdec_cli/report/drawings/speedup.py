@@ -14,10 +14,10 @@ from specdec_cli.report.drawings.canvas import (
 )
 from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
 from specdec_cli.report.findings import Best, speedup
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import Point, ReportedRun
 
 
-def draw_speedup(figure: Any, run: Run, bests: Sequence[Best]) -> bool:
+def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
     """Speed-ups by proposal length or draft TP; whether there are any."""
     panels = {
         panel: lines
@@ -58,7 +58,7 @@ def draw_speedup(figure: Any, run: Run, bests: Sequence[Best]) -> bool:
     return True
 
 
-def _span_of(run: Run, points: Sequence[Point]) -> tuple[float, float]:
+def _span_of(run: ReportedRun, points: Sequence[Point]) -> tuple[float, float]:
     """Limits of the y axis around every speed-up, its interval and plain decoding."""
     reach = [1.0, *(s for p in points if (s := speedup(run, p)) is not None)]
     reach += [end for p in points for end in p.interval("speedup_ci") or ()]
@@ -84,7 +84,7 @@ def _line(
             axis.errorbar(x, y, reach, color=style["color"], capsize=3, linewidth=1.2)
 
 
-def _x_ticks(axis: Any, run: Run, ticks: set[int]) -> None:
+def _x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
     shown = sorted(ticks)
     if run.kind == "compare-tp":
         axis.set_xscale("log", base=2)

@@ -14,13 +14,13 @@ from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.experiment.points import Key, Point, Sample
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.reading import read_kept
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 _log = logging.getLogger("specdec")
 
 
 @dataclass(slots=True)
-class Clock:
+class SweepClock:
     """Where the time of a sweep went, in seconds.
 
     rounds: inside rounds and prefill passes of measured runs. measuring: the whole measured part,
@@ -37,7 +37,7 @@ class Clock:
 
 
 @dataclass(slots=True)
-class Records:
+class SweepRecords:
     """What a sweep has found so far, in memory and in its folder.
 
     texts: by draft and prompt, how proposals for its output would fare. costs: the time curves.
@@ -52,10 +52,10 @@ class Records:
     )
     costs: dict[Key, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
-    earlier_clock: Clock = field(default_factory=Clock)
+    earlier_clock: SweepClock = field(default_factory=SweepClock)
     earlier_where: dict[str, Any] | None = None
 
-    def without_folder(self) -> "Records":
+    def without_folder(self) -> "SweepRecords":
         """The same findings, for a rank that writes nothing."""
         return replace(self, folder=None)
 

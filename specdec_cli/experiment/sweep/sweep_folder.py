@@ -11,17 +11,17 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.points import Failure, Point
 from specdec_cli.experiment.results import environment, to_json
 from specdec_cli.experiment.run_folder import RunFolder, found_from_anywhere
+from specdec_cli.experiment.settings_diff import first_difference, settings_difference
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
-from specdec_cli.experiment.sweep.plan import SweepPlan, warnings_of
-from specdec_cli.experiment.sweep.records import Clock, Records
-from specdec_cli.experiment.sweep.same import first_difference, settings_difference
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import dump_recipe
 
 _SETTINGS = "settings.json"
 
 
-def open_folder(path: Path, plan: SweepPlan, records: Records, *, resume: bool) -> RunFolder:
+def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
     """The sweep's run folder, new or gone on with; `records` takes over what it holds.
 
     Raises `UsageError` when it holds a sweep with other settings, or another run.
@@ -166,10 +166,10 @@ def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
 
 def finish(
     plan: SweepPlan,
-    records: Records,
+    records: SweepRecords,
     points: Sequence[Point],
     warnings: Sequence[str],
-    clock: Clock,
+    clock: SweepClock,
     folder: RunFolder | None,
     failures: Collection[Failure],
 ) -> dict[str, Any]:
@@ -190,14 +190,14 @@ def finish(
     return document
 
 
-def _earlier_clock(path: Path) -> Clock:
+def _earlier_clock(path: Path) -> SweepClock:
     """Of who measured a sweep that is complete; zeros where no summary says so."""
     try:
         found = json.loads((path / "summary.json").read_text(encoding="utf-8"))["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return Clock()
-    return Clock(*times) if all(map(math.isfinite, times)) else Clock()
+        return SweepClock()
+    return SweepClock(*times) if all(map(math.isfinite, times)) else SweepClock()
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:

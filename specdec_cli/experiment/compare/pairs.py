@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from specdec_cli.experiment.settings import RunSettings
+from specdec_cli.experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,7 +40,7 @@ class Skip:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(RunSettings):
+class ComparisonSettings(RunSettings):
     """What the samples of a comparison depend on; one that is resumed has to have the same.
 
     batches: at each batch size, at most so

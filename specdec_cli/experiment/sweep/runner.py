@@ -26,8 +26,13 @@ from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.points import Failure, Key, Point, Sample
 from specdec_cli.experiment.sweep.document import points_of_block
 from specdec_cli.experiment.sweep.order import curve_parts, curve_unit, units_of
-from specdec_cli.experiment.sweep.plan import SweepPlan, only
-from specdec_cli.experiment.sweep.records import Clock, Records, peak_memory, sample_of
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, only
+from specdec_cli.experiment.sweep.sweep_records import (
+    SweepClock,
+    SweepRecords,
+    peak_memory,
+    sample_of,
+)
 from specdec_cli.launch.world import World
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.text import first_line
@@ -35,7 +40,7 @@ from specdec_cli.text import first_line
 _log = logging.getLogger("specdec")
 
 
-class Watcher(Protocol):
+class SweepWatcher(Protocol):
     """Is told how a sweep goes on."""
 
     def begin(self, what: str) -> None: ...
@@ -51,13 +56,15 @@ class Sweep:
     records: the same on every rank but for the folder, since what is left to do follows from them.
     """
 
-    def __init__(self, plan: SweepPlan, records: Records, watcher: Watcher, world: World) -> None:
+    def __init__(
+        self, plan: SweepPlan, records: SweepRecords, watcher: SweepWatcher, world: World
+    ) -> None:
         self.plan = plan
         self.records = records
         self.watcher = watcher
         self.world = world
         self.failures: dict[Key, Failure] = {}
-        self.clock = Clock()
+        self.clock = SweepClock()
         self._agreement = world.agreement()
         self._peak_memory = 0  # of the rank that held most, as known after each part of a point
 

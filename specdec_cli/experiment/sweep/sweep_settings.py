@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from specdec_cli.experiment.settings import RunSettings
+from specdec_cli.experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)

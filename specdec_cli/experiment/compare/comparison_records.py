@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from specdec_cli.experiment import points, stats
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.points import Failure, Key, Point, Sample
 from specdec_cli.experiment.reading import (
     SAMPLE,
@@ -39,12 +39,12 @@ _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 
 @dataclass(slots=True)
-class Records:
+class ComparisonRecords:
     """samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
     failures: of pairs and batch sizes, in this run of the command. points: as last written.
     """
 
-    settings: Settings
+    settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
     samples: dict[tuple[Pair, Key], dict[int, Sample]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -149,7 +149,7 @@ class Records:
         return {name: least.get(name) for name in ("num_blocks", "blocks_per_rank")}
 
 
-def _problem(sample: Sample, settings: Settings) -> str | None:
+def _problem(sample: Sample, settings: ComparisonSettings) -> str | None:
     """What makes it no sample of the comparison."""
     if (pair := Pair.of(sample)) not in settings.pairs:
         return f"its degrees are {pair}"
@@ -165,7 +165,7 @@ def _problem(sample: Sample, settings: Settings) -> str | None:
 
 
 def point_of(
-    settings: Settings,
+    settings: ComparisonSettings,
     pair: Pair,
     batch_size: int,
     own: Samples,

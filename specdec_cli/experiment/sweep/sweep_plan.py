@@ -12,7 +12,7 @@ from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.loader import Description
 from specdec_cli.prompts import Prompt

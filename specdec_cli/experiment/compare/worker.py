@@ -19,8 +19,8 @@ from specdec_cli.engine.measure import release
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import available_memory, room_now
 from specdec_cli.engine.run import Emission
-from specdec_cli.experiment.compare.records import point_of
-from specdec_cli.experiment.compare.settings import Pair, Settings
+from specdec_cli.experiment.compare.comparison_records import point_of
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.generation import Job, requests, tokenised
 from specdec_cli.experiment.points import Key, Point, Sample
 from specdec_cli.experiment.run_folder import RunFolder
@@ -34,14 +34,14 @@ _WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PairTask:
     """What the ranks of a pair are started with.
 
     recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
     """
 
     pair: Pair
-    settings: Settings
+    settings: ComparisonSettings
     recipe: Recipe
     prompts: list[Prompt]
     permissions: Permissions
@@ -63,7 +63,7 @@ def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
     )
 
 
-def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None:
+def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
     """Run a pair in a world of its target's ranks; called by each of them.
 
     on_point: called on rank 0 for k = 0 and the comparison's k, once a batch size is done.
@@ -105,7 +105,7 @@ def measure(world: World, task: Task, on_point: Callable[[Point], None]) -> None
 
 
 def _measure_size(
-    world: World, task: Task, job: Job, engine: Engine, folder: RunFolder
+    world: World, task: PairTask, job: Job, engine: Engine, folder: RunFolder
 ) -> dict[int, dict[int, Sample]]:
     """Every prompt at k = 0 and at k, in turns; samples by k and prompt, of rank 0 only."""
     ks = (0, task.settings.k)

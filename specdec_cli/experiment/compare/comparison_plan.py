@@ -13,9 +13,9 @@ import torch
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.compare.measure import with_degrees
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.worker import with_degrees
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
@@ -37,7 +37,7 @@ from specdec_cli.text import digest
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """A checked comparison.
 
     recipe: as the user's command line resolves, for the first pair and batch size; engine_recipe:
@@ -47,7 +47,7 @@ class Plan:
 
     recipe: Recipe
     engine_recipe: Recipe
-    settings: Settings
+    settings: ComparisonSettings
     job: Job
     skips: Mapping[Pair, Skip]
     permissions: Permissions
@@ -78,7 +78,7 @@ def plan_comparison(
     batch_sizes: Sequence[int],
     batches: int | None,
     permissions: Permissions,
-) -> Plan:
+) -> ComparisonPlan:
     """Check the models, tokenise, and find out which pairs can run.
 
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
@@ -99,7 +99,7 @@ def plan_comparison(
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
     job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
-    settings = Settings(
+    settings = ComparisonSettings(
         recipe=_recipe_values(recipe, job),
         draft=recipe.draft.model,
         k=k,
@@ -120,7 +120,7 @@ def plan_comparison(
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = with_degrees(recipe, first).model_copy(update={"run": run})
-    return Plan(kept, engine_recipe, settings, job, skips, permissions)
+    return ComparisonPlan(kept, engine_recipe, settings, job, skips, permissions)
 
 
 def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
@@ -132,7 +132,7 @@ def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
     return values
 
 
-def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
+def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
     """Pairs that are not to be run. num_gpus: of this machine; None where ranks run on CPUs.
 
     Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
@@ -179,7 +179,7 @@ def _cannot_split(job: Job, model: Description, size: int) -> str | None:
     return None
 
 
-def warnings_of(plan: Plan) -> list[str]:
+def warnings_of(plan: ComparisonPlan) -> list[str]:
     """What a reader of the results has to know."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
@@ -199,7 +199,7 @@ def warnings_of(plan: Plan) -> list[str]:
     return [*found, *few_prompts(min(counts))]
 
 
-def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
+def describe_plan(plan: ComparisonPlan, warnings: Sequence[str]) -> dict[str, Any]:
     """What a comparison would do, for `--dry-run`; `text` says it for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
@@ -232,7 +232,9 @@ def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> RunFolder:
+def open_folder(
+    path: Path, plan: ComparisonPlan, records: ComparisonRecords, *, resume: bool
+) -> RunFolder:
     """The comparison's run folder, new or gone on with; `records` takes over what it holds.
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.compare.measure import Task
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair
-from specdec_cli.experiment.compare.setup import Plan
+from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import verdict_of
+from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
 from specdec_cli.experiment.points import Failure, Point
 from specdec_cli.experiment.results import to_json
@@ -21,7 +21,7 @@ from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
 
 
-class Watcher(Protocol):
+class PairWatcher(Protocol):
     """Is told how a comparison goes on."""
 
     def begin(self, pair: Pair) -> None: ...
@@ -30,7 +30,11 @@ class Watcher(Protocol):
 
 
 def run_pairs(
-    plan: Plan, records: Records, folder: RunFolder, program: Sequence[str], watcher: Watcher
+    plan: ComparisonPlan,
+    records: ComparisonRecords,
+    folder: RunFolder,
+    program: Sequence[str],
+    watcher: PairWatcher,
 ) -> list[int]:
     """Measure every pair that is not recorded yet; returns the exit codes of those that failed.
 
@@ -44,7 +48,7 @@ def run_pairs(
             continue
         watcher.begin(pair)
         run = plan.recipe.run
-        task = Task(
+        task = PairTask(
             pair=pair,
             settings=plan.settings,
             recipe=plan.engine_recipe,
@@ -73,7 +77,7 @@ def run_pairs(
     return codes
 
 
-def _take_over(folder: RunFolder, records: Records) -> None:
+def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
     """Read what the ranks of a pair have written; killed ones may have left a torn line."""
     folder.mend()
     records.load(folder)
@@ -87,7 +91,7 @@ def _failure(report: Report | None) -> Failure:
 
 
 def document_of(
-    plan: Plan, records: Records, warnings: Sequence[str], where: dict[str, Any]
+    plan: ComparisonPlan, records: ComparisonRecords, warnings: Sequence[str], where: dict[str, Any]
 ) -> dict[str, Any]:
     """`compare-tp --json`, and summary.json. where: its environment."""
     verdict = verdict_of(records)
@@ -111,7 +115,10 @@ def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
 
 
 def exit_code(
-    plan: Plan, records: Records, codes: Sequence[int], tokens: Mapping[str, Any]
+    plan: ComparisonPlan,
+    records: ComparisonRecords,
+    codes: Sequence[int],
+    tokens: Mapping[str, Any],
 ) -> ExitCode:
     """Partial where a point or a prompt that could be asked for has no result; where there is no
     result at all, what stopped the pairs. Tokens that must not differ (`tokens`, of the document)
