@@ -245,7 +245,7 @@ def compare_tp_ranks(
     ):
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
-            from specdec_cli.experiment.points import Point
+            from specdec_cli.experiment.records import Point
             from specdec_cli.terminal.compare import point_line, say
 
         def tell(point: Point) -> None:

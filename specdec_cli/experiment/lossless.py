@@ -6,7 +6,7 @@ Computed from samples alone. Knows no engine and no terminal.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specdec_cli.experiment.points import Sample, without_errors
+from specdec_cli.experiment.points import Samples, without_errors
 
 _LABELS = {
     "target_tp": "target TP {}",
@@ -18,7 +18,7 @@ _LABELS = {
 
 
 def compare_tokens(
-    points: Iterable[tuple[dict[str, Any], Mapping[int, Sample]]],
+    points: Iterable[tuple[dict[str, Any], Samples]],
     *,
     is_comparable: bool,
     dtype: str,
@@ -43,8 +43,8 @@ def compare_tokens(
     for labels, whole in points:
         samples = without_errors(whole)
         for index, sample in samples.items():
-            reference.setdefault(index, sample["token_ids"])
-        differing = [i for i, s in sorted(samples.items()) if s["token_ids"] != reference[i]]
+            reference.setdefault(index, sample.token_ids)
+        differing = [i for i, s in sorted(samples.items()) if s.token_ids != reference[i]]
         if differing:
             counts = {"num_prompts": len(samples), "num_diverging": len(differing)}
             diverging.append(labels | counts | {"first": differing[0]})

@@ -9,11 +9,18 @@ For greedy decoding they are 0 or 1 and the replay is exact: the very rounds tha
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from specdec_cli.experiment.records import Count, Name, Record, Whole, impossible
+
+_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
+_Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
+class Text(Record):
     """One prompt's output and how proposals for it would fare.
 
     accept: for a draft model, for each output token the probability that it is accepted where it is
@@ -25,16 +32,19 @@ class Text:
     overlap: for each output token the sum of min(p, q), where it is known.
     """
 
-    limit: int
-    draft_limit: int
-    accept: tuple[float, ...] | None = None
-    chains: tuple[tuple[int, int], ...] | None = None
-    draws: tuple[float, ...] | None = None
-    rates: tuple[float, ...] = ()
-    overlap: tuple[float, ...] = ()
+    limit: Count
+    draft_limit: Whole  # below 0 where the prompt is longer than the draft's context
+    accept: _Numbers | None = None
+    overlap: _Numbers | None = None
+    chains: Annotated[tuple[_Chain, ...], Field(strict=False)] | None = None
+    draws: _Numbers | None = None
+    rates: _Numbers | None = None
 
-    def __post_init__(self) -> None:
-        assert [self.accept, self.chains, self.draws].count(None) == 2
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if [self.accept, self.chains, self.draws].count(None) != 2:
+            raise impossible("it has not one of accept, chains and draws")
+        return self
 
     @property
     def length(self) -> int:
@@ -53,7 +63,7 @@ class Text:
             known = tuple(
                 float(draw < rate)
                 for draw, rate in zip(
-                    self.draws[start : start + asked], self.rates[:asked], strict=False
+                    self.draws[start : start + asked], (self.rates or ())[:asked], strict=False
                 )
             )
             return known + (0.0,) * (asked - len(known))
@@ -61,6 +71,16 @@ class Text:
         found, stand = self.chains[start]
         found = min(found, asked)
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
+
+
+class ReplayText(Text):
+    """A line of replay.jsonl: the text that a prompt got with a draft, at the largest k."""
+
+    draft: Name | None
+    index: Count
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"draft": self.draft, "index": self.index} | super().as_dict()
 
 
 @dataclass(slots=True)
@@ -131,7 +151,7 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
                 news += accept[start + place] != shown
                 accept[start + place] = shown
         start += accepted + 1
-    return replace(text, accept=tuple(accept)), news
+    return text.model_copy(update={"accept": tuple(accept)}), news
 
 
 def iid_length(alpha: float, k: int) -> float:

@@ -4,7 +4,6 @@ Knows nothing of what its records and documents mean.
 """
 
 import fcntl
-import json
 import logging
 import os
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.records import Record
 from specdec_cli.experiment.results import to_json
 from specdec_cli.recipe import Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
@@ -100,7 +100,7 @@ class RunFolder:
         except OSError as problem:  # a file system without locks
             _log.info("%s is not locked: %s", self.path, problem.strerror)
 
-    def append(self, name: str, *records: dict[str, Any]) -> None:
+    def append(self, name: str, *records: Record | dict[str, Any]) -> None:
         """Add a line a record to a .jsonl file: a single write, synced before this returns."""
         line = "".join(to_json(record) + "\n" for record in records).encode()
         try:
@@ -171,29 +171,6 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
                 )
             changes[section] = values.model_copy(update={key: full})
     return recipe.model_copy(update=changes)
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file; a last line without its end is left out.
-
-    Raises `SetupError` for a file that cannot be read, or holds a line that is no record.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as problem:
-        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
-        records.append(record)
-    return records
 
 
 def _sync_names(folder: Path) -> None:

@@ -28,6 +28,10 @@ class RunSettings:
         return int(self.recipe["run"]["seed"])
 
     @property
+    def repeats(self) -> int:
+        return int(self.recipe["run"]["repeats"])
+
+    @property
     def is_greedy(self) -> bool:
         return bool(self.recipe["sampling"]["temperature"] == 0.0)
 

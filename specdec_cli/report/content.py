@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, ReportedRun
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
 from specdec_cli.report.vllm import Deployment, deployment
 

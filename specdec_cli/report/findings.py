@@ -4,11 +4,12 @@ Computes from points alone what a run that was cut short did not come to write. 
 HTML or plots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.report.folder import Point, ReportedRun, finite
+from specdec_cli.experiment.records import Point
+from specdec_cli.report.folder import ReportedRun
 
 _LABEL_LENGTH = 32
 # Warnings that runs record and that a report has its own words for.
@@ -69,8 +70,8 @@ def speedup(run: ReportedRun, point: Point) -> float | None:
     """As recorded, or from decoding speeds when the run ended before it was."""
     if not point.is_ok:
         return None
-    if (recorded := point.number("speedup")) is not None:
-        return recorded
+    if point.speedup is not None:
+        return point.speedup
     if point.is_baseline:
         return 1.0
     base = baseline_of(run, point)
@@ -81,7 +82,7 @@ def speedup(run: ReportedRun, point: Point) -> float | None:
 
 def residual(run: ReportedRun, point: Point) -> float | None:
     """Predicted over measured speed-up, less one."""
-    predicted, measured = point.number("predicted_speedup"), speedup(run, point)
+    predicted, measured = point.predicted_speedup, speedup(run, point)
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
@@ -102,7 +103,7 @@ def _batch(size: int | None) -> str:
 
 def best_by_batch_size(run: ReportedRun) -> list[Best]:
     """The best point at each batch size, in order."""
-    sizes = sorted({p.batch_size for p in run.points if p.batch_size is not None})
+    sizes = sorted({p.batch_size for p in run.points})
     recorded = (run.summary or {}).get("best_by_batch_size")
     found = []
     for size in sizes:
@@ -153,7 +154,7 @@ def _tied_in_words(one: object) -> str:
             if one.get(key) is not None and not (key == "draft" and one.get("k") == 0)
         ]
         return " ".join(said)
-    return f"k = {one}" if finite(one) is not None else str(one)
+    return f"k = {one}" if isinstance(one, int) else str(one)
 
 
 def _fastest(run: ReportedRun, size: int) -> Best:
@@ -162,7 +163,7 @@ def _fastest(run: ReportedRun, size: int) -> Best:
     name = "decode_tokens_per_second"
     by_speed = run.kind == "compare-tp"
     speeds = [
-        (s, -(p.k or 0), p)
+        (s, -p.k, p)
         for p in points
         if (s := p.number(name) if by_speed else speedup(run, p)) is not None
     ]
@@ -187,7 +188,7 @@ def times(value: float) -> str:
     return f"{value:.2f}×"
 
 
-def interval_in_words(interval: tuple[float, float] | None) -> str:
+def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
@@ -206,11 +207,11 @@ def answer(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -> st
         return f"No speculation {at}: {why}. {_runner_up(run, best, labels)}"
     what = setting_in_words(run, point, labels)
     fast = ""
-    if point.is_predicted and (predicted := point.number("predicted_speedup")) is not None:
+    if point.is_predicted and (predicted := point.predicted_speedup) is not None:
         fast = f", predicted to be {times(predicted)} the speed of plain decoding"
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
-        fast += interval_in_words(point.interval("speedup_ci"))
+        fast += interval_in_words(point.speedup_ci)
     if measured is not None and measured < 1 and run.kind == "compare-tp":
         fast += ", so no speculation would be faster still"
     tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
@@ -241,7 +242,7 @@ def _runner_up(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -
     if not rest:
         return "No point with proposals was measured."
     fastest, point = max(rest, key=lambda item: item[0])
-    interval = interval_in_words(point.interval("speedup_ci"))
+    interval = interval_in_words(point.speedup_ci)
     what = f"{setting_in_words(run, point, labels)}, is {times(fastest)}{interval}"
     return f"The best with proposals, {what}."
 

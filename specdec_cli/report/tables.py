@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
+from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, draft_labels, residual, speedup
-from specdec_cli.report.folder import Point, ReportedRun, finite
+from specdec_cli.report.folder import ReportedRun
 
 STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")
@@ -88,20 +88,19 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
         row: list[Value] = [
             *setting_cells(run, point, labels),
             speedup(run, point),
-            _span(point.interval("speedup_ci")),
+            _span(point.speedup_ci),
             point.number("decode_tokens_per_second"),
             point.number("mean_acceptance_length"),
-            _span(point.interval("mean_acceptance_length_ci")),
+            _span(point.mean_acceptance_length_ci),
             _proposing(point),
             None if rate is None else 100 * rate,
         ]
         if run.kind == "compare-tp":
-            blocks = point.number("num_blocks")
-            row += [point.number("speedup_vs_equal_tp"), None if blocks is None else int(blocks)]
-        status = point.status if point.is_ok else f"{point.status}: {point.reason or 'no reason'}"
+            row += [point.speedup_vs_equal_tp, point.num_blocks]
+        status = point.status if point.is_ok else f"{point.status}: {point.reason}"
         rows.append((*row, status))
-    best = {id(b.point.record) for b in bests if b.point is not None}
-    strong = frozenset(i for i, p in enumerate(run.points) if id(p.record) in best)
+    best = {id(b.point) for b in bests if b.point is not None}
+    strong = frozenset(i for i, p in enumerate(run.points) if id(p) in best)
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     return _without_empty(
         "proposing", Table("results", "Every point", columns, tuple(rows), note, strong)
@@ -126,7 +125,7 @@ def _without_empty(title: str, table: Table) -> Table:
     )
 
 
-def _span(interval: tuple[float, float] | None) -> str | None:
+def _span(interval: Sequence[float] | None) -> str | None:
     return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
 
 
@@ -177,9 +176,7 @@ def latencies(run: ReportedRun) -> Table:
 def predictions(run: ReportedRun) -> Table | None:
     """Predicted speed-up beside the measured one; None without predictions."""
     labels = draft_labels(run)
-    points = [
-        p for p in run.points if not p.is_baseline and p.number("predicted_speedup") is not None
-    ]
+    points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
     columns = (
@@ -195,9 +192,9 @@ def predictions(run: ReportedRun) -> Table | None:
         rows.append(
             (
                 *setting_cells(run, point, labels),
-                point.number("predicted_speedup"),
+                point.predicted_speedup,
                 speedup(run, point),
-                _span(point.interval("speedup_ci")),
+                _span(point.speedup_ci),
                 None if miss is None else 100 * miss,
             )
         )
@@ -210,11 +207,10 @@ def predictions(run: ReportedRun) -> Table | None:
 
 def _method(points: Sequence[Point]) -> str:
     """How acceptance was predicted, as far as the points say it."""
-    found = [p.record.get("prediction") for p in points]
-    are_exact = [one.get("is_exact") for one in found if isinstance(one, Mapping)]
+    are_exact = [p.prediction.is_exact for p in points if p.prediction is not None]
     if not are_exact:
         return ""
-    if all(one is True for one in are_exact):
+    if all(are_exact):
         return " by replaying rounds over the recorded matches, which is exact"
     return (
         " by replaying rounds over the chance of each proposal to stand, given the text: in other "
@@ -225,23 +221,13 @@ def _method(points: Sequence[Point]) -> str:
 def categories(run: ReportedRun, point: Point) -> Table | None:
     """One point by category of prompt, from its record, else from the samples that there are."""
     found: list[tuple[Value, ...]] = []
-    for name, row in point.categories().items():
-        inner = row.get("metrics")
-        figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
-        rate = finite(figures.get("draft_acceptance_rate"))
-        prompts = finite(figures.get("num_prompts"))
-        found.append(
-            (
-                name,
-                None if prompts is None else int(prompts),
-                finite(figures.get("mean_acceptance_length")),
-                None if rate is None else 100 * rate,
-                finite(figures.get("speedup")),
-            )
-        )
+    for name, row in point.per_category.items():
+        rate = row.draft_acceptance_rate
+        percent = None if rate is None else 100 * rate
+        found.append((name, row.num_prompts, row.mean_acceptance_length, percent, row.speedup))
     note = ""
-    if not found and point.k is not None and point.batch_size is not None:
-        counts = run.samples.get((point.draft, point.k, point.batch_size), {})
+    if not found:
+        counts = run.samples.get(Key.of(point), {})
         found = [
             (name, prompts, 1 + tokens / drafts if drafts else None, None, None)
             for name, (drafts, tokens, prompts) in counts.items()
@@ -249,7 +235,7 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
         note = "Counted from samples.jsonl."
     if not found:
         return None
-    found.sort(key=lambda row: (-(finite(row[2]) or 0), str(row[0])))
+    found.sort(key=lambda row: (-float(row[2] or 0), str(row[0])))
     columns = (
         Column("category"),
         Column("prompts"),
@@ -311,19 +297,14 @@ def raw_points(run: ReportedRun) -> Table:
             point.status,
             point.reason,
             speedup(run, point),
-            *(point.interval("speedup_ci") or (None, None)),
-            *(point.interval("mean_acceptance_length_ci") or (None, None)),
-            *(_as_recorded(name, point.number(name)) for name in names),
+            *(point.speedup_ci or (None, None)),
+            *(point.mean_acceptance_length_ci or (None, None)),
+            *(point.number(name) for name in names),
             *(point.number(name, p) for name, p in spreads),
         )
         for point in run.points
     ]
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
-
-
-def _as_recorded(name: str, value: float | None) -> Value:
-    """A count is a whole number, and is written as one."""
-    return int(value) if value is not None and name.startswith("num_") else value
 
 
 def raw_acceptance(run: ReportedRun) -> Table:
@@ -341,8 +322,10 @@ def raw_acceptance(run: ReportedRun) -> Table:
             *pair,
         )
         for point in run.points
+        if point.metrics is not None
         for position, pair in enumerate(
-            zip_longest(*(point.numbers(f"{rate}_per_pos") for rate in rates)), start=1
+            zip(*(getattr(point.metrics, f"{rate}_per_pos") for rate in rates), strict=True),
+            start=1,
         )
     ]
     return Table("acceptance", "", tuple(map(Column, (*titles, *rates))), tuple(rows))
@@ -354,10 +337,7 @@ def raw_categories(run: ReportedRun) -> Table:
     titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "category", *names)
     rows = []
     for point in run.points:
-        for category, row in point.categories().items():
-            inner = row.get("metrics")
-            figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
+        for category, row in point.per_category.items():
             setting = (point.draft, point.target_tp, point.draft_tp, point.k, point.batch_size)
-            values = (_as_recorded(name, finite(figures.get(name))) for name in names)
-            rows.append((*setting, category, *values))
+            rows.append((*setting, category, *(getattr(row, name) for name in names)))
     return Table("categories", "", tuple(map(Column, titles)), tuple(rows))

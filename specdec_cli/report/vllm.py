@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, ReportedRun, finite
+from specdec_cli.report.folder import ReportedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +49,7 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
         return Deployment(None, None, _command(run, target, None, None), (note,))
     # One draft serves every batch size: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
-    largest = max(
-        (p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k or 0
-    )
+    largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
     rehearsal = _rehearsal(config, largest)
     if schedule := _schedule(found, chosen.draft):
@@ -107,7 +106,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any], list[str]]:
 
 def _notes_on_sampling(run: ReportedRun, config: dict[str, Any]) -> list[str]:
     notes = []
-    is_sampled = (finite(run.setting("sampling", "temperature")) or 0) > 0
+    is_sampled = run.setting("sampling", "temperature") not in (None, 0)
     if is_sampled and config["method"] == "draft_model":
         config["draft_sample_method"] = "probabilistic"
         notes.append(
@@ -131,7 +130,6 @@ def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
         for best in bests
         if best.point is not None
         and best.batch_size is not None
-        and best.point.k is not None
         and (best.point.is_baseline or best.point.draft == draft)
     ]
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
@@ -148,20 +146,17 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
     A point that was predicted has no rates, and vLLM takes its mean length.
     """
     if point.is_predicted:
-        prediction = point.record.get("prediction")
-        length = prediction.get("mean_acceptance_length") if isinstance(prediction, dict) else None
-        if (length := finite(length)) is None:
+        if point.prediction is None:
             return None
         return {
             **config,
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": round(length, 6),
+            "synthetic_acceptance_length": round(point.prediction.mean_acceptance_length, 6),
         }
-    rates = point.numbers("acceptance_rate_per_pos")
-    known = [rate for rate in rates if rate is not None]
-    if not rates or len(known) != len(rates) or len(known) != point.k:
+    rates = point.metrics.acceptance_rate_per_pos if point.metrics is not None else []
+    if len(rates) != point.k:
         return None
-    falling = [round(min(known[: i + 1]), 6) for i in range(len(known))]
+    falling = [round(min(rates[: i + 1]), 6) for i in range(len(rates))]
     return {
         **config,
         "rejection_sample_method": "synthetic",

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import Key, Point, Sample, decode_seconds
+from specdec_cli.experiment.points import decode_seconds
+from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.stats import among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal.render import (
@@ -121,9 +122,9 @@ class LiveTable(Silent):
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = (key.draft, key.batch_size)
         sums = self._sums.setdefault(key, [0.0] * 5)
-        counts = sample["accepted_per_round"]
+        counts = sample.accepted_per_round
         for place, value in enumerate(
-            (1, len(sample["token_ids"]), decode_seconds(sample), len(counts), sum(counts))
+            (1, len(sample.token_ids), decode_seconds(sample), len(counts), sum(counts))
         ):
             sums[place] += value
         self._progress.advance(self._task)
@@ -162,17 +163,17 @@ def watcher(total: int, *, quiet: bool) -> Silent:
 
 def point_line(point: Point) -> str:
     """A point in one line for logs."""
-    name = f"{point['draft'] or 'no draft'}, batch {point['batch_size']}, k={point['k']}"
-    metrics = point["metrics"]
+    name = f"{point.draft or 'no draft'}, batch {point.batch_size}, k={point.k}"
+    metrics = point.metrics
     if metrics is None:
-        predicted = point["predicted_speedup"]
+        predicted = point.predicted_speedup
         about = f", predicted {predicted:.2f}x" if predicted is not None else ""
-        return f"{name}: {point['status']}: {point.get('reason', '')}{about}"
-    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
-    if point["speedup"] is not None:
-        line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
-    among = among_rounds(metrics["num_drafts"], metrics["num_rounds_without_proposal"])
-    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{among}"
+        return f"{name}: {point.status}: {point.reason or ''}{about}"
+    line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
+    if point.speedup is not None:
+        line += f", {point.speedup:.2f}x{interval(point.speedup_ci)}"
+    among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
+    return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
@@ -206,9 +207,9 @@ def results_table(
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
-        columns["draft"] = [one_line(str(p["draft"])) for p in points]
-    if len({p["batch_size"] for p in points}) > 1:
-        columns["batch"] = [str(p["batch_size"]) for p in points]
+        columns["draft"] = [one_line(str(p.draft)) for p in points]
+    if len({p.batch_size for p in points}) > 1:
+        columns["batch"] = [str(p.batch_size) for p in points]
     cells = [_cells(point) for point in points]
     columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
     if not is_split:
@@ -220,28 +221,26 @@ def results_table(
 
 def _cells(point: Point) -> dict[str, str]:
     """By heading."""
-    predicted = f"{point['predicted_speedup']:.2f}" if point["predicted_speedup"] else ""
-    found = {"k": str(point["k"]), "predicted": predicted}
-    m = point["metrics"]
+    predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
+    found = {"k": str(point.k), "predicted": predicted}
+    m = point.metrics
     if m is None:
-        prediction = point["prediction"]
-        why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
-        reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
+        prediction = point.prediction
+        why = point.status if point.status == "skipped" else f"{point.status}: "
+        reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
         return found | {
-            "tokens a round": f"~{prediction['mean_acceptance_length']:.2f}" if prediction else "",
+            "tokens a round": f"~{prediction.mean_acceptance_length:.2f}" if prediction else "",
             "tokens/s": f"{why}{reason}",
         }
-    rate = m["draft_acceptance_rate"]
-    proposing = proposing_rate(m["num_drafts"], m["num_rounds_without_proposal"])
+    rate = m.draft_acceptance_rate
+    proposing = proposing_rate(m.num_drafts, m.num_rounds_without_proposal)
     return found | {
-        "tokens a round": with_interval(
-            m["mean_acceptance_length"], point["mean_acceptance_length_ci"]
-        ),
+        "tokens a round": with_interval(m.mean_acceptance_length, point.mean_acceptance_length_ci),
         _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
         "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
-        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
-        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
-        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in _STAGES},
+        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
+        "x k = 0": with_interval(point.speedup, point.speedup_ci),
+        **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in _STAGES},
     }
 
 
@@ -251,19 +250,19 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     if fastest is None:
         return None
     point = next(
-        p for p in document["points"] if (p["k"], p["draft"]) == (fastest["k"], fastest["draft"])
+        p for p in document["points"] if (p.k, p.draft) == (fastest["k"], fastest["draft"])
     )
-    rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
-    if len(rows) < 2 or point["k"] == 0:
+    rows = point.per_category
+    if len(rows) < 2 or point.k == 0:
         return None
     with_draft = has_several_drafts(document["points"])
-    name = one_line(f"category, {in_words(point, with_draft=with_draft)}")
+    name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}")
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
-        "prompts": [str(row["num_prompts"]) for row in rows.values()],
-        "tokens a round": [f"{row['mean_acceptance_length']:.2f}" for row in rows.values()],
-        "tokens/s": [f"{row['decode_tokens_per_second']:.1f}" for row in rows.values()],
-        "x k = 0": [with_interval(row["speedup"], row["speedup_ci"]) for row in rows.values()],
+        "prompts": [str(row.num_prompts) for row in rows.values()],
+        "tokens a round": [f"{row.mean_acceptance_length:.2f}" for row in rows.values()],
+        "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
+        "x k = 0": [with_interval(row.speedup, row.speedup_ci) for row in rows.values()],
     }
     spare = ["tokens/s", "prompts", "tokens a round"]
     return table_within(width, columns, spare=spare, names=[name])[0]
@@ -272,7 +271,8 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
     """What cannot be told from the fastest, itself too; of k = 0, which every draft has, one."""
     if with_draft:
-        tied = dict.fromkeys(in_words(p, with_draft=True) for p in best.get("tied_points", ()))
+        points = best.get("tied_points", ())
+        tied = dict.fromkeys(in_words(**point, with_draft=True) for point in points)
         return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
     if len(best["tied"]) < 2:
         return ""

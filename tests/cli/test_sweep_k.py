@@ -871,14 +871,14 @@ def test_an_edited_sample_is_refused(
         ({"batch_size": 3}, "its batch_size is 3"),
         ({"accepted_per_round": [1]}, "differ in length"),
         ({"accepted_per_round": [1], "proposed_per_round": [0]}, "more was accepted"),
-        ({"stage_ms": {"draft": 1.0}}, "stage_ms is damaged"),
+        ({"stage_ms": {"draft": 1.0}}, "stage_ms.draft is damaged"),
         ({"seconds": "1"}, "seconds is damaged"),
         ({"token_ids": [1, None]}, "token_ids is damaged"),
         ({"index": 77}, "its index is 77, of "),
         ({"finish_reason": "banana"}, "its finish_reason is banana"),
         ({"decode_seconds": []}, "decode_seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
-        ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms is damaged"),
+        ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
     ]:
         text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
         (folder / "samples.jsonl").write_text(text)

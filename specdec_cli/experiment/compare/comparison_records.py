@@ -11,30 +11,19 @@ from typing import Any
 
 from specdec_cli.experiment import points, stats
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
-from specdec_cli.experiment.points import Failure, Key, Point, Sample
-from specdec_cli.experiment.reading import (
-    SAMPLE,
-    Fields,
-    is_count,
-    list_of,
-    or_none,
-    problem_of_sample,
-    read_checked,
+from specdec_cli.experiment.points import Failure, Samples
+from specdec_cli.experiment.records import (
+    Key,
+    PairFacts,
+    Point,
+    Sample,
+    elsewhere,
+    not_measured,
+    read_records,
 )
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.text import digest
 
-Samples = Mapping[int, Sample]
-
-_PAIR: Fields = {"target_tp": is_count, "draft_tp": is_count}
-_SAMPLE: Fields = {**SAMPLE, **_PAIR}
-_FACT: Fields = {**_PAIR, "num_blocks": is_count, "blocks_per_rank": list_of(is_count)}
-_POINT: Fields = {
-    "target_tp": is_count,
-    "draft_tp": or_none(is_count),  # none without speculation
-    "batch_size": is_count,
-    "k": is_count,
-}
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 
@@ -49,7 +38,7 @@ class ComparisonRecords:
     samples: dict[tuple[Pair, Key], dict[int, Sample]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    facts: dict[Pair, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[Pair, PairFacts] = field(default_factory=dict)
     failures: dict[tuple[Pair, int], Failure] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
 
@@ -57,11 +46,11 @@ class ComparisonRecords:
         """Take over what lies in a folder; of two records of one prompt the last counts."""
         self.samples.clear()
         further = partial(_problem, settings=self.settings)
-        for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, further):
-            self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
-        facts = read_checked(folder.path / "pairs.jsonl", _FACT)
+        for sample in read_records(folder.path / "samples.jsonl", Sample, further):
+            self.samples[Pair.of(sample), Key.of(sample)][sample.index] = sample
+        facts = read_records(folder.path / "pairs.jsonl", PairFacts)
         self.facts = {Pair.of(fact): fact for fact in facts}
-        written = read_checked(folder.path / "points.jsonl", _POINT)
+        written = read_records(folder.path / "points.jsonl", Point)
         self.points = list({_place(p): p for p in written}.values())
 
     def open_sizes(self, pair: Pair) -> list[int]:
@@ -109,18 +98,18 @@ class ComparisonRecords:
         point = point_of(
             self.settings, pair, batch_size, own, self.of(pair, batch_size, 0), failure
         )
+        update = self._blocks([pair])
         own = points.without_errors(own)
         equal = Pair(pair.target_tp, pair.target_tp)
-        if point["metrics"] is not None and self.is_complete(equal, batch_size):
+        if point.is_ok and self.is_complete(equal, batch_size):
             others = points.without_errors(self.of(equal, batch_size, self.settings.k))
-            faster = points.speedup(own, others)
-            if faster is not None:
-                is_equal = pair == equal
-                point["speedup_vs_equal_tp"] = 1.0 if is_equal else faster.value
-                point["speedup_vs_equal_tp_ci"] = (
+            if (faster := points.speedup(own, others)) is not None:
+                is_equal, name = pair == equal, "speedup_vs_equal_tp"
+                update[name] = 1.0 if is_equal else faster.value
+                update[f"{name}_ci"] = (
                     [1.0, 1.0] if is_equal else stats.interval(faster, self.settings.seed)
                 )
-        return point | self._blocks([pair])
+        return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
         """k = 0 at a target TP, from every pair's ranks: they are more repeats of the same."""
@@ -135,7 +124,7 @@ class ComparisonRecords:
         point = point_of(
             self.settings, Pair(target_tp, 0), batch_size, merged, merged, failure, k=0
         )
-        return point | self._blocks(complete)
+        return point.model_copy(update=self._blocks(complete))
 
     def _failure(self, pair: Pair, batch_size: int) -> Failure | None:
         if (skip := self.skips.get(pair)) is not None:
@@ -145,23 +134,17 @@ class ComparisonRecords:
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
         """The cache of the pair that has the smallest."""
         known = [self.facts[pair] for pair in pairs if pair in self.facts]
-        least = min(known, key=lambda fact: int(fact["num_blocks"]), default={})
-        return {name: least.get(name) for name in ("num_blocks", "blocks_per_rank")}
+        least = min(known, key=lambda fact: fact.num_blocks, default=None)
+        return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
 def _problem(sample: Sample, settings: ComparisonSettings) -> str | None:
     """What makes it no sample of the comparison."""
     if (pair := Pair.of(sample)) not in settings.pairs:
         return f"its degrees are {pair}"
-    for name, known in (
-        ("draft", (settings.draft,)),
-        ("k", (0, settings.k)),
-        ("batch_size", settings.batch_sizes),
-    ):
-        if sample[name] not in known:
-            return f"its {name} is {sample[name]}"
-    repeats = settings.recipe["run"]["repeats"]
-    return problem_of_sample(sample, settings.prompts["count"], repeats)
+    known = {"draft": [settings.draft], "k": (0, settings.k), "batch_size": settings.batch_sizes}
+    told = elsewhere(sample, known)
+    return told or not_measured(sample, settings.prompts["count"], settings.repeats)
 
 
 def point_of(
@@ -179,20 +162,21 @@ def point_of(
     """
     k = settings.k if k is None else k
     key = Key(settings.draft, batch_size, k)
-    found = points.measured_point(key, own, points.without_errors(plain), failure, settings.seed)
-    del found["draft"], found["predicted_speedup"]
+    found = points.measured(key, own, points.without_errors(plain), failure, settings.seed)
     metrics = found["metrics"]
-    return {
-        "target_tp": pair.target_tp,
-        "draft_tp": pair.draft_tp if k else None,
+    return Point(
+        target_tp=pair.target_tp,
+        draft_tp=pair.draft_tp if k else None,
+        k=k,
+        batch_size=batch_size,
         **found,
-        "broadcast_ms": metrics["broadcast_ms"] if metrics else None,
-        "num_blocks": None,
-        "blocks_per_rank": None,
-        "speedup_vs_equal_tp": None,
-        "speedup_vs_equal_tp_ci": None,
-        "tokens_sha256": _tokens_digest(own) if metrics else None,
-    }
+        broadcast_ms=metrics.broadcast_ms if metrics else None,
+        num_blocks=None,
+        blocks_per_rank=None,
+        speedup_vs_equal_tp=None,
+        speedup_vs_equal_tp_ci=None,
+        tokens_sha256=_tokens_digest(own) if metrics else None,
+    )
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
@@ -205,26 +189,24 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
         could_run = points.without_errors(samples)
         for index, sample in samples.items():
             known = merged.get(index)
-            if known is None or (known["finish_reason"] == "error" and index in could_run):
-                merged[index] = dict(sample)
-                continue
-            if index not in could_run:
-                continue
-            for name in _OF_REPEATS:
-                known[name] = known[name] + sample[name]
-            known["stage_ms"] = {
-                stage: spent + sample["stage_ms"].get(stage, [])
-                for stage, spent in known["stage_ms"].items()
-            }
-            known["peak_memory_bytes"] = max(
-                known["peak_memory_bytes"], sample["peak_memory_bytes"]
-            )
+            if known is None or (not known.could_run and index in could_run):
+                merged[index] = sample
+            elif index in could_run:
+                update = {
+                    name: getattr(known, name) + getattr(sample, name) for name in _OF_REPEATS
+                }
+                update["stage_ms"] = {
+                    stage: spent + sample.stage_ms.get(stage, [])
+                    for stage, spent in known.stage_ms.items()
+                }
+                update["peak_memory_bytes"] = max(known.peak_memory_bytes, sample.peak_memory_bytes)
+                merged[index] = known.model_copy(update=update)
     return merged
 
 
 def _tokens_digest(samples: Samples) -> str:
-    return digest([[index, sample["token_ids"]] for index, sample in sorted(samples.items())])
+    return digest([[index, sample.token_ids] for index, sample in sorted(samples.items())])
 
 
 def _place(point: Point) -> tuple[Any, ...]:
-    return (point["target_tp"], point["draft_tp"], point["batch_size"], point["k"])
+    return (point.target_tp, point.draft_tp, point.batch_size, point.k)

@@ -3,11 +3,12 @@
 Imports nothing heavy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from specdec_cli.experiment.records import PairFacts, Point, Sample
 from specdec_cli.experiment.run_settings import RunSettings
 
 
@@ -24,8 +25,9 @@ class Pair:
         return self.target_tp % self.draft_tp == 0
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Pair":
-        return cls(record["target_tp"], record["draft_tp"])
+    def of(cls, record: Point | Sample | PairFacts) -> "Pair":
+        """The pair of a record that has one; a draft TP of 0 stands for k = 0."""
+        return cls(record.target_tp or 0, record.draft_tp or 0)
 
     def __str__(self) -> str:
         return f"target TP {self.target_tp}, draft TP {self.draft_tp}"

@@ -13,7 +13,8 @@ from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
-from specdec_cli.experiment.points import Failure, Point
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -134,9 +135,9 @@ def exit_code(
         return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
     failed = bool({"failed", "oom"} & set(statuses)) or missing
-    failed = failed or any(s["finish_reason"] == "error" for s in samples)
+    failed = failed or not all(s.could_run for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
 def _statuses(points: Sequence[Point]) -> list[str]:
-    return [p["status"] for p in points]
+    return [p.status for p in points]

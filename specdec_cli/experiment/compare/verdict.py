@@ -10,10 +10,11 @@ from typing import Any
 
 from specdec_cli.engine.metrics import STAGES
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, Samples
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.points import Point, measured_speed, without_errors
+from specdec_cli.experiment.points import Samples, measured_speed, without_errors
+from specdec_cli.experiment.records import Point, PointMetrics
 from specdec_cli.experiment.stats import SumRatio
 
 Verdict = dict[str, Any]
@@ -51,9 +52,9 @@ def best_of(
     points = [
         p
         for p in records.points
-        if p["status"] == "ok" and p["target_tp"] in chosen and p["batch_size"] == batch_size
+        if p.is_ok and p.target_tp in chosen and p.batch_size == batch_size
     ]
-    candidates = [p for p in points if p["k"] > 0]
+    candidates = [p for p in points if p.k > 0]
     if not candidates:
         reason = "no pair was measured"
         return {"target_tp": None, "draft_tp": None, "k": None, "tied": [], "reason": reason}
@@ -64,53 +65,58 @@ def best_of(
         choice = stats.choose(measures, records.settings.seed)
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
-    plain = max((p for p in points if p["k"] == 0), key=_speed_of, default=None)
+    plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
     return {
-        "target_tp": best["target_tp"],
-        "draft_tp": best["draft_tp"],
-        "k": best["k"],
-        "tied": [{"target_tp": p["target_tp"], "draft_tp": p["draft_tp"]} for p in tied],
+        "target_tp": best.target_tp,
+        "draft_tp": best.draft_tp,
+        "k": best.k,
+        "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
         "reason": _reason(best, candidates, plain),
         "decode_tokens_per_second": _speed_of(best),
-        "speedup": best["speedup"],
-        "speedup_vs_equal_tp": best["speedup_vs_equal_tp"],
+        "speedup": best.speedup,
+        "speedup_vs_equal_tp": best.speedup_vs_equal_tp,
     }
 
 
+def _metrics(point: Point) -> PointMetrics:
+    assert point.metrics is not None, "it is ok"
+    return point.metrics
+
+
 def _speed_of(point: Point) -> float:
-    return float(point["metrics"]["decode_tokens_per_second"])
+    return _metrics(point).decode_tokens_per_second
 
 
 def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRatio] | None:
     """Decoding speeds over the prompts that all points have; None without any."""
     settings = records.settings
-    own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
+    own = [records.of(Pair.of(p), p.batch_size, settings.k) for p in points]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
 
 
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
-    gain = f", {best['speedup']:.2f}x k = 0" if best["speedup"] is not None else ""
+    gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    rivals = [p for p in candidates if p["target_tp"] == best["target_tp"] and p is not best]
+    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
     if rivals:
         said.append(_against(best, max(rivals, key=_speed_of)))
     if plain is not None and _speed_of(plain) > _speed_of(best):
         speed = f"{_speed_of(plain):.1f} tokens/s"
-        said.append(f"no speculation at target TP {plain['target_tp']} is faster still, {speed}")
+        said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
     return "; ".join(said)
 
 
 def _name(point: Point) -> str:
-    return f"target TP {point['target_tp']} with draft TP {point['draft_tp']}"
+    return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
 
 
 def _against(best: Point, rival: Point) -> str:
     """Why the best beats the next best at the same target TP, from the stages of a round."""
-    ours, theirs = best["metrics"], rival["metrics"]
-    name = f"draft TP {rival['draft_tp']}"
-    faster = theirs["round_ms"] - ours["round_ms"]
-    parts = {stage: theirs[f"{stage}_ms"] - ours[f"{stage}_ms"] for stage in STAGES}
+    ours, theirs = _metrics(best), _metrics(rival)
+    name = f"draft TP {rival.draft_tp}"
+    faster = theirs.round_ms - ours.round_ms
+    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
     parts["host"] = faster - sum(parts.values())
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
@@ -118,10 +124,10 @@ def _against(best: Point, rival: Point) -> str:
     words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
     than = "less" if faster >= 0 else "more"
     said = (
-        f"a round takes {ours['round_ms']:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
+        f"a round takes {ours.round_ms:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
         f"{f' ({words})' if words else ''}"
     )
-    lengths = [m["mean_acceptance_length"] for m in (ours, theirs)]
+    lengths = [m.mean_acceptance_length for m in (ours, theirs)]
     if abs(lengths[0] / lengths[1] - 1) > _SAME:
         said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
     if told[:1] == ["draft"] and faster > 0:
@@ -135,7 +141,7 @@ def _difference(milliseconds: float) -> str:
 
 
 def _why_draft(best: Point, rival: Point) -> str:
-    if best["draft_tp"] < rival["draft_tp"]:
+    if (best.draft_tp or 0) < (rival.draft_tp or 0):
         return "exchanges between its ranks cost the draft more than sharing its weights saves"
     return "sharing its weights saves the draft more than exchanges between its ranks cost"
 

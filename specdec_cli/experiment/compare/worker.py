@@ -6,10 +6,9 @@ Rank 0 writes what is found as it comes, so that whatever ends the ranks leaves 
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.core.types import Sequence as Seq
@@ -22,7 +21,7 @@ from specdec_cli.engine.run import Emission
 from specdec_cli.experiment.compare.comparison_records import point_of
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.generation import Job, requests, tokenised
-from specdec_cli.experiment.points import Key, Point, Sample
+from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep import only, peak_memory, sample_of, units_of
 from specdec_cli.launch.world import World
@@ -77,13 +76,13 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     if world.is_first:
         folder.append(
             "pairs.jsonl",
-            _degrees(task.pair)
-            | {
-                "num_blocks": engine.target.model.cache.num_blocks,
-                "blocks_per_rank": blocks,
-                "load_seconds": time.perf_counter() - began,
-                "execution": job.plan.execution,
-            },
+            PairFacts(
+                **asdict(task.pair),
+                num_blocks=engine.target.model.cache.num_blocks,
+                blocks_per_rank=blocks,
+                load_seconds=time.perf_counter() - began,
+                execution=job.plan.execution,
+            ),
         )
     for batch_size in task.batch_sizes:
         count = task.settings.num_prompts(batch_size)
@@ -128,7 +127,7 @@ def _measure_size(
                     if not world.is_first:
                         return
                     whole = {
-                        seq.index: _degrees(task.pair) | taken.sample(key, seq)
+                        seq.index: taken.sample(key, seq).model_copy(update=asdict(task.pair))
                         for seq in taken.whole(emissions)
                     }
                     if whole:
@@ -162,12 +161,8 @@ class _Taken:
         """A line of samples.jsonl."""
         plan = self._job.plan
         runs = self._runs[seq.index]
-        found = sample_of(key, self._categories[seq.index], runs, plan.params.max_new_tokens)
-        return found | {"peak_memory_bytes": peak_memory(plan.device)}
-
-
-def _degrees(pair: Pair) -> dict[str, Any]:
-    return {"target_tp": pair.target_tp, "draft_tp": pair.draft_tp}
+        category, limit = self._categories[seq.index], plan.params.max_new_tokens
+        return sample_of(key, category, runs, limit, peak_memory(plan.device))
 
 
 def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:

@@ -8,19 +8,19 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
+from specdec_cli.engine.metrics import STAGES
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_line
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
-    Key,
-    Point,
-    Sample,
+    Samples,
     block_points,
     error_of,
     why_none,
 )
 from specdec_cli.experiment.predict import Text, with_recorded
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
@@ -43,7 +43,7 @@ def points_of_block(
     # Made-up acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.is_synthetic
     if settings.is_synthetic:
-        ends = {sample["finish_reason"] for sample in largest.values()}
+        ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
     forecasts = Forecasts(
         largest_k=max(settings.ks),
@@ -58,31 +58,27 @@ def points_of_block(
     return block_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
-def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
     """What a round costs at one point, from the parts of the time curve."""
-    total = {
-        name: sum(part[name] for part in parts.values()) for name in ("rounds", "decode_seconds")
+    total = sum(part.rounds for part in parts.values())
+    rounds = max(1, total)
+    stage_ms = {
+        f"{stage}_ms": sum(part.stage_ms(stage) for part in parts.values()) / rounds
+        for stage in STAGES
     }
-    rounds = max(1, total["rounds"])
-    draft, broadcast, verify, sample = (
-        # Folders of earlier versions have no broadcasts in their curves.
-        sum(part.get(name, 0.0) for part in parts.values()) / rounds
-        for name in ("draft_ms", "broadcast_ms", "verify_ms", "sample_ms")
-    )
+    draft = stage_ms.pop("draft_ms")
     return asdict(key) | {
-        "rounds": total["rounds"],
+        "rounds": total,
         "draft_ms_per_step": draft / key.k if key.k else None,
-        "broadcast_ms": broadcast,
-        "verify_ms": verify,
-        "sample_ms": sample,
-        "round_ms": total["decode_seconds"] * 1e3 / rounds,
+        **stage_ms,
+        "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
         "seconds_per_sequence_round": _seconds_per_round(parts.values()),
     }
 
 
-def _seconds_per_round(parts: Iterable[Mapping[str, Any]]) -> float | None:
+def _seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
     """Of one sequence, over the parts of which a prompt could run; None without any."""
-    found = [p["decode_seconds"] / p["sequence_rounds"] for p in parts if p["sequence_rounds"]]
+    found = [p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds]
     return _midmean(found) if found else None
 
 
@@ -96,24 +92,14 @@ def _midmean(values: Iterable[float]) -> float:
 
 def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
     samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
-    texts = []
-    for index, record in sorted(records.texts[draft].items()):
-        text = Text(
-            limit=record["limit"],
-            draft_limit=record["draft_limit"],
-            accept=tuple(record["accept"]) if record["accept"] is not None else None,
-            chains=tuple((a, b) for a, b in record["chains"])
-            if record["chains"] is not None
-            else None,
-            draws=tuple(record["draws"]) if record["draws"] is not None else None,
-            rates=tuple(record["rates"] or ()),
-            overlap=tuple(record["overlap"] or ()),
-        )
+    texts = list[Text]()
+    for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
         if settings.is_greedy and text.accept is not None and sample is not None:
-            rounds = zip(sample["proposed_per_round"], sample["accepted_per_round"], strict=True)
-            text, _ = with_recorded(text, rounds)
-        texts.append(text)
+            rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
+            texts.append(with_recorded(text, rounds)[0])
+        else:
+            texts.append(text)
     return texts
 
 
@@ -132,7 +118,7 @@ def sweep_document(
     failures: of this run of the command.
     """
     best = {
-        b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
+        b: recommend([p for p in points if p.batch_size == b], records.samples, settings.seed)
         for b in settings.batch_sizes
     }
     tokens = tokens_of(settings, records)
@@ -176,14 +162,14 @@ def sorted_samples(settings: SweepSettings, records: SweepRecords) -> list[Sampl
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
-def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
+def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
     """A warning where prompts could not run: they count for nothing. samples: by prompt, of each
     point."""
     failed = {
-        index: str(sample.get("error", "no reason is known"))
+        index: sample.error or "no reason is known"
         for found in samples
         for index, sample in found.items()
-        if sample["finish_reason"] == "error"
+        if not sample.could_run
     }
     if not failed:
         return []
@@ -201,8 +187,8 @@ def exit_code(
     Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
     than what is missing. failures: as for `sweep_document`.
     """
-    points = [p for p in document["points"] if p["status"] != "skipped"]
-    statuses = {p["status"] for p in points}
+    points = [p for p in document["points"] if p.status != "skipped"]
+    statuses = {p.status for p in points}
     if is_broken(document["tokens"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
@@ -210,11 +196,11 @@ def exit_code(
         is_environment = codes == {ExitCode.ENVIRONMENT} or statuses == {"oom"}
         return ExitCode.ENVIRONMENT if is_environment else ExitCode.RUN_FAILED
     samples = [s for found in records.samples.values() for s in found.values()]
-    failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    failed = statuses != {"ok"} or not all(s.could_run for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
 def _has_run(point: Point, records: SweepRecords) -> bool:
     """Whether it was to its end that a point ran, though none of its prompts could."""
     samples = records.samples.get(Key.of(point), {})
-    return bool(samples) and point["reason"] == why_none(samples)
+    return bool(samples) and point.reason == why_none(samples)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.points import Failure, Key
-from specdec_cli.experiment.reading import Record
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_diff import settings_difference
@@ -18,14 +19,13 @@ from specdec_cli.experiment.sweep.document import (
     sorted_samples,
     sweep_document,
 )
-from specdec_cli.experiment.sweep.reading import read_kept
 from specdec_cli.experiment.sweep.sweep_folder import (
     read_settings,
     read_warnings,
     write_settings,
 )
 from specdec_cli.experiment.sweep.sweep_plan import few_prompts
-from specdec_cli.experiment.sweep.sweep_records import SweepRecords
+from specdec_cli.experiment.sweep.sweep_records import R, SweepRecords, read_kept
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import load_recipe
 
@@ -86,40 +86,40 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     return document, records
 
 
-def _read(path: Path, name: str, settings: SweepSettings, whole: SweepSettings) -> list[Record]:
+def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
     """A shard's records, with the drafts called as in the whole."""
     names = dict(zip(settings.drafts, whole.drafts, strict=True))
-    found = read_kept(path, name, settings)
-    return [record | {"draft": names[record["draft"]]} for record in found]
+    found = read_kept(path, kind, settings)
+    return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
 
 
 def _add(
     records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    for sample in _read(path, "samples.jsonl", settings, whole):
+    for sample in _read(path, Sample, settings, whole):
         mine = records.samples[Key.of(sample)]
-        if sample["index"] in mine:
+        if sample.index in mine:
             raise UsageError(
-                f"{path} has prompt {sample['index']} at k = {sample['k']}, and so has a folder "
+                f"{path} has prompt {sample.index} at k = {sample.k}, and so has a folder "
                 "before it",
                 "merge each shard once",
             )
-        mine[sample["index"]] = sample
-    for text in _read(path, "replay.jsonl", settings, whole):
-        records.texts[text["draft"]].setdefault(text["index"], text)
-    for cost in _read(path, "curve.jsonl", settings, whole):
+        mine[sample.index] = sample
+    for text in _read(path, ReplayText, settings, whole):
+        records.texts[text.draft].setdefault(text.index, text)
+    for cost in _read(path, CurvePart, settings, whole):
         parts = records.costs[Key.of(cost)]
         part = len(parts)
-        parts[part] = cost | {"part": part, "shard": number}
+        parts[part] = cost.model_copy(update={"part": part, "shard": number})
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
     """Points that failed in a shard: what the others have of them is not the whole."""
-    last = {Key.of(point): point for point in _read(path, "points.jsonl", settings, whole)}
+    last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
-        key: Failure(point["status"], f"{path.resolve().name}: {point['reason']}")
+        key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
         for key, point in last.items()
-        if point["status"] in ("failed", "oom")
+        if point.status in ("failed", "oom")
     }
 
 

@@ -23,7 +23,9 @@ from specdec_cli.engine.run import Emission, Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.generation import Job, requests
-from specdec_cli.experiment.points import Failure, Key, Point, Sample
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.document import points_of_block
 from specdec_cli.experiment.sweep.order import curve_parts, curve_unit, units_of
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, only
@@ -116,11 +118,13 @@ class Sweep:
             # Among ranks one may fail alone, as those that hold no part of the draft do not.
             if len(self.plan.jobs) == 1 or self.world.size > 1:
                 raise
-            status = "oom" if problem.message.startswith("out of memory") else "failed"
+            is_memory = problem.message.startswith("out of memory")
             for batch_size in self.plan.settings.batch_sizes:
                 for k in self.plan.settings.measured_ks:
                     key = Key(job.plan.proposer, batch_size, k)
-                    self.failures[key] = Failure(status, problem.message, problem.code)
+                    self.failures[key] = Failure(
+                        "oom" if is_memory else "failed", problem.message, problem.code
+                    )
             return None
 
     def _is_open(self, job: Job, batch_size: int) -> bool:
@@ -185,19 +189,19 @@ class Sweep:
         done = [s for s in result.seqs if s.finish_reason != "error"]
         metrics = result.metrics
         self.records.add_cost(
-            asdict(key)
-            | {
-                "part": part,
-                "sequence_rounds": sum(
+            CurvePart(
+                **asdict(key),
+                part=part,
+                sequence_rounds=sum(
                     len(s.proposed_per_round) + s.rounds_without_proposal for s in done
                 ),
-                "rounds": metrics.num_rounds,
-                "decode_seconds": metrics.decode_seconds,
-                "draft_ms": metrics.draft_ms * metrics.num_rounds,
-                "broadcast_ms": metrics.broadcast_ms * metrics.num_rounds,
-                "verify_ms": metrics.verify_ms * metrics.num_rounds,
-                "sample_ms": metrics.sample_ms * metrics.num_rounds,
-            }
+                rounds=metrics.num_rounds,
+                decode_seconds=metrics.decode_seconds,
+                draft_ms=metrics.draft_ms * metrics.num_rounds,
+                broadcast_ms=metrics.broadcast_ms * metrics.num_rounds,
+                verify_ms=metrics.verify_ms * metrics.num_rounds,
+                sample_ms=metrics.sample_ms * metrics.num_rounds,
+            )
         )
 
     def _measure_unit(self, unit: Job, engine: Engine, number: int) -> None:
@@ -236,10 +240,8 @@ class Sweep:
                 runs = taken[seq.index]
                 runs.append(seq)
                 if len(runs) == repeats:
-                    found = sample_of(key, categories[seq.index], runs, limit)
-                    own = peak_memory(job.plan.device)
-                    found["peak_memory_bytes"] = max(own, self._peak_memory)
-                    whole.append(found)
+                    peak = max(peak_memory(job.plan.device), self._peak_memory)
+                    whole.append(sample_of(key, categories[seq.index], runs, limit, peak))
             if whole:
                 self.records.add_samples(whole)
                 with self.world.outside():
@@ -271,10 +273,10 @@ class Sweep:
         for index in self._without_text(unit):
             sample = self.records.samples[key][index]
             self.world.beat()
-            prompt = tuple(sample["prompt_token_ids"])
+            prompt = tuple(sample.prompt_token_ids)
             request = Request(index, prompt)
             try:
-                found = forecast(engine, request, sample["token_ids"], k, unit.plan.params)
+                found = forecast(engine, request, sample.token_ids, k, unit.plan.params)
             except (torch.OutOfMemoryError, MemoryError):
                 if self.world.size > 1:  # the others may be inside the same pass
                     raise
@@ -284,15 +286,13 @@ class Sweep:
             assert engine.draft is not None
             reach = min(engine.draft.max_len, 2**31)
             self.records.add_text(
-                {
-                    "draft": unit.plan.proposer,
-                    "index": index,
-                    "limit": min(
-                        unit.plan.params.max_new_tokens, engine.max_model_len - len(prompt)
-                    ),
-                    "draft_limit": reach - len(prompt),
+                ReplayText(
+                    draft=unit.plan.proposer,
+                    index=index,
+                    limit=min(unit.plan.params.max_new_tokens, engine.max_model_len - len(prompt)),
+                    draft_limit=reach - len(prompt),
                     **asdict(found),
-                }
+                )
             )
 
     def _without_text(self, job: Job) -> list[int]:
@@ -306,7 +306,7 @@ class Sweep:
             for p in job.prompts
             if p.index not in self.records.texts[draft]
             and p.index in samples
-            and samples[p.index]["finish_reason"] != "error"
+            and samples[p.index].could_run
         ]
 
     def _guarded(self, key: Key, run: Callable[[], None]) -> None:

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.points import Failure, Point
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
 from specdec_cli.experiment.run_folder import RunFolder, found_from_anywhere
 from specdec_cli.experiment.settings_diff import first_difference, settings_difference

@@ -6,14 +6,24 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from specdec_cli.core.types import Sequence as Seq
-from specdec_cli.experiment.points import Key, Point, Sample
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import (
+    CurvePart,
+    Key,
+    Point,
+    Record,
+    Sample,
+    elsewhere,
+    given,
+    not_measured,
+    read_records,
+)
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep.reading import read_kept
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 _log = logging.getLogger("specdec")
@@ -47,10 +57,10 @@ class SweepRecords:
 
     folder: RunFolder | None = None
     samples: dict[Key, dict[int, Sample]] = field(default_factory=lambda: defaultdict(dict))
-    texts: dict[str | None, dict[int, dict[str, Any]]] = field(
+    texts: dict[str | None, dict[int, ReplayText]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    costs: dict[Key, dict[int, dict[str, Any]]] = field(default_factory=lambda: defaultdict(dict))
+    costs: dict[Key, dict[int, CurvePart]] = field(default_factory=lambda: defaultdict(dict))
     points: dict[Key, Point] = field(default_factory=dict)
     earlier_clock: SweepClock = field(default_factory=SweepClock)
     earlier_where: dict[str, Any] | None = None
@@ -61,28 +71,28 @@ class SweepRecords:
 
     def load(self, folder: Path, settings: SweepSettings) -> None:
         """Take over what lies in a folder; the first record of a sample counts."""
-        for sample in read_kept(folder, "samples.jsonl", settings):
-            self.samples[Key.of(sample)].setdefault(sample["index"], sample)
-        for text in read_kept(folder, "replay.jsonl", settings):
-            self.texts[text["draft"]].setdefault(text["index"], text)
-        for cost in read_kept(folder, "curve.jsonl", settings):
-            self.costs[Key.of(cost)].setdefault(cost["part"], cost)
-        for point in read_kept(folder, "points.jsonl", settings):
+        for sample in read_kept(folder, Sample, settings):
+            self.samples[Key.of(sample)].setdefault(sample.index, sample)
+        for text in read_kept(folder, ReplayText, settings):
+            self.texts[text.draft].setdefault(text.index, text)
+        for cost in read_kept(folder, CurvePart, settings):
+            self.costs[Key.of(cost)].setdefault(cost.part, cost)
+        for point in read_kept(folder, Point, settings):
             self.points[Key.of(point)] = point
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
         """Together, since waiting for the disk once for each would hold the next round up."""
         self._keep("samples.jsonl", *samples)
         for sample in samples:
-            self.samples[Key.of(sample)][sample["index"]] = sample
+            self.samples[Key.of(sample)][sample.index] = sample
 
-    def add_text(self, text: dict[str, Any]) -> None:
+    def add_text(self, text: ReplayText) -> None:
         self._keep("replay.jsonl", text)
-        self.texts[text["draft"]][text["index"]] = text
+        self.texts[text.draft][text.index] = text
 
-    def add_cost(self, cost: dict[str, Any]) -> None:
+    def add_cost(self, cost: CurvePart) -> None:
         self._keep("curve.jsonl", cost)
-        self.costs[Key.of(cost)][cost["part"]] = cost
+        self.costs[Key.of(cost)][cost.part] = cost
 
     def add_point(self, point: Point) -> None:
         """A point that was retried has a second line, and the last one counts."""
@@ -90,45 +100,67 @@ class SweepRecords:
             self._keep("points.jsonl", point)
             self.points[Key.of(point)] = point
 
-    def _keep(self, name: str, *records: dict[str, Any]) -> None:
+    def _keep(self, name: str, *records: Record) -> None:
         if self.folder is not None:
             self.folder.append(name, *records)
 
 
-def sample_of(key: Key, category: str | None, runs: Sequence[Seq], limit: int) -> Sample:
-    """A line of samples.jsonl: one prompt at one point, from its sequence in each repeat.
+_FILES: dict[type[Record], str] = {
+    Sample: "samples.jsonl",
+    ReplayText: "replay.jsonl",
+    CurvePart: "curve.jsonl",
+    Point: "points.jsonl",
+}
+R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
 
-    What follows the contract's fields is what metrics are computed from: lists have a number for
-    each repeat, and shares add up over prompts to the engine's time, rounds and stages.
+
+def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
+    """The records of one kind in a sweep's folder.
+
+    Raises `SetupError` for a record that lacks something, or is of no point of the sweep.
     """
+    known = {"draft": settings.drafts, "k": settings.ks, "batch_size": settings.batch_sizes}
+
+    def problem(record: R) -> str | None:
+        if (told := elsewhere(record, known)) or not isinstance(record, Sample):
+            return told
+        return not_measured(record, settings.prompts["count"], settings.repeats)
+
+    return read_records(folder / _FILES[kind], kind, problem)
+
+
+def sample_of(
+    key: Key, category: str | None, runs: Sequence[Seq], limit: int, peak_memory_bytes: int
+) -> Sample:
+    """A line of samples.jsonl: one prompt at one point, from its sequence in each repeat."""
     seq = runs[0]
     if any(other.tokens != seq.tokens for other in runs):
         _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
-    stages = {stage: None for run in runs for stage in run.stage_ms}
-    found: Sample = {
-        "draft": key.draft,
-        "k": key.k,
-        "batch_size": key.batch_size,
-        "index": seq.index,
-        "category": category,
-        "prompt_token_ids": seq.tokens[: seq.num_prompt_tokens],
-        "token_ids": seq.output_ids,
-        "finish_reason": seq.finish_reason,
-        "accepted_per_round": seq.accepted_per_round,
-        "seconds": [s.prefill_seconds + s.decode_seconds for s in runs],
-        "proposed_per_round": seq.proposed_per_round,
-        "rounds_without_proposal": seq.rounds_without_proposal,
-        "num_preemptions": seq.num_preemptions,
-        "max_output_tokens": min(limit, seq.max_tokens - seq.num_prompt_tokens),
-        "decode_seconds": [s.decode_seconds for s in runs],
-        "round_share": [s.round_share for s in runs],
-        "stage_ms": {stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
-        "ttft_ms": [t for s in runs if (t := s.ttft_ms) is not None],
-        "tpot_ms": [t for s in runs if (t := s.tpot_ms) is not None],
-    }
-    if seq.error is not None:
-        found["error"] = seq.error
-    return found
+    stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
+    assert seq.finish_reason is not None
+    return Sample(
+        draft=key.draft,
+        k=key.k,
+        batch_size=key.batch_size,
+        index=seq.index,
+        category=category,
+        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
+        token_ids=seq.output_ids,
+        finish_reason=seq.finish_reason,
+        accepted_per_round=seq.accepted_per_round,
+        seconds=[s.prefill_seconds + s.decode_seconds for s in runs],
+        proposed_per_round=seq.proposed_per_round,
+        rounds_without_proposal=seq.rounds_without_proposal,
+        num_preemptions=seq.num_preemptions,
+        max_output_tokens=min(limit, seq.max_tokens - seq.num_prompt_tokens),
+        decode_seconds=[s.decode_seconds for s in runs],
+        round_share=[s.round_share for s in runs],
+        stage_ms={stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
+        ttft_ms=[t for s in runs if (t := s.ttft_ms) is not None],
+        tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
+        peak_memory_bytes=peak_memory_bytes,
+        **given(error=seq.error),
+    )
 
 
 def peak_memory(device: torch.device) -> int:

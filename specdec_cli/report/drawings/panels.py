@@ -1,7 +1,8 @@
 """Which points a drawing shows where: a panel for each setting, a line for each draft."""
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.findings import PlotPlace, draft_labels, place_of
-from specdec_cli.report.folder import Point, ReportedRun
+from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
 

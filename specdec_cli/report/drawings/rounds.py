@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
 from specdec_cli.report.findings import baseline_of
-from specdec_cli.report.folder import Point, ReportedRun
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import STAGES
 
 _STAGE_COLOURS = {

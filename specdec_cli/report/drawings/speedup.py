@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import (
     FAINT,
     add_legend,
@@ -14,7 +15,7 @@ from specdec_cli.report.drawings.canvas import (
 )
 from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
 from specdec_cli.report.findings import Best, speedup
-from specdec_cli.report.folder import Point, ReportedRun
+from specdec_cli.report.folder import ReportedRun
 
 
 def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
@@ -28,7 +29,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
         return False
     panels = dict(list(panels.items())[:MOST_PANELS])
     series = sorted({name for lines in panels.values() for name in lines}, key=first_number)
-    best = {id(b.point.record) for b in bests if b.point is not None}
+    best = {id(b.point) for b in bests if b.point is not None}
     axes = make_axes(figure, len(panels), 3.1)
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
         axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
@@ -42,7 +43,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
             style = style_of(series.index(name))
             _line(axis, known, safe(name), style, starts_at_plain=run.kind != "compare-tp")
             for x, y, point in known:
-                if id(point.record) in best:
+                if id(point) in best:
                     axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
         _x_ticks(axis, run, ticks if run.kind == "compare-tp" else ticks | {0})
         axis.set_title(short(safe(panel)))
@@ -61,7 +62,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
 def _span_of(run: ReportedRun, points: Sequence[Point]) -> tuple[float, float]:
     """Limits of the y axis around every speed-up, its interval and plain decoding."""
     reach = [1.0, *(s for p in points if (s := speedup(run, p)) is not None)]
-    reach += [end for p in points for end in p.interval("speedup_ci") or ()]
+    reach += [end for p in points for end in p.speedup_ci or ()]
     pad = 0.06 * (max(reach) - min(reach)) + 0.02
     return max(0.0, min(reach) - pad), max(reach) + pad
 
@@ -79,7 +80,7 @@ def _line(
     xs, ys = zip(*start, *((x, y) for x, y, _ in known), strict=True)
     axis.plot(xs, ys, linewidth=1.5, markersize=4.5, label=name, **style)
     for x, y, point in known:
-        if (interval := point.interval("speedup_ci")) is not None:
+        if (interval := point.speedup_ci) is not None:
             reach = [[max(0.0, y - interval[0])], [max(0.0, interval[1] - y)]]
             axis.errorbar(x, y, reach, color=style["color"], capsize=3, linewidth=1.2)
 
