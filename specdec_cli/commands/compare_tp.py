@@ -164,7 +164,7 @@ def _compare(
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.results import to_json
             from specdec_cli.experiment.run_folder import RunFolder
-            from specdec_cli.experiment.sweep import earlier_environment, read_warnings
+            from specdec_cli.experiment.settings_file import earlier_environment, read_warnings
 
         allowed = Permissions(*permissions)
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, allowed)

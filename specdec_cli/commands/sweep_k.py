@@ -206,13 +206,14 @@ def _sweep(
     with waiting("getting ready", quiet=quiet):
         with importing():
             from specdec_cli.engine.plan import Permissions
+            from specdec_cli.experiment.preparing import few_prompts
             from specdec_cli.experiment.results import to_json
+            from specdec_cli.experiment.settings_file import read_warnings
             from specdec_cli.experiment.sweep.document import exit_code
             from specdec_cli.experiment.sweep.runner import Sweep
-            from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder, read_warnings
+            from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
             from specdec_cli.experiment.sweep.sweep_plan import (
                 describe_plan,
-                few_prompts,
                 plan_sweep,
                 warnings_of,
             )

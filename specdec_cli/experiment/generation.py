@@ -4,6 +4,7 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,16 @@ class Job:
     @property
     def longest_prompt(self) -> int:
         return max(map(len, self.token_ids))
+
+    def part(self, start: int, stop: int) -> "Job":
+        """The job with some of its prompts, by their places."""
+        return replace(self, prompts=self.prompts[start:stop], token_ids=self.token_ids[start:stop])
+
+    def only(self, keep: Callable[[int], bool]) -> "Job":
+        """The job with those of its prompts whose index `keep` says yes to."""
+        pairs = zip(self.prompts, self.token_ids, strict=True)
+        kept = [(prompt, ids) for prompt, ids in pairs if keep(prompt.index)]
+        return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
 
     def too_long(self, prompt: int) -> str | None:
         """Why a prompt cannot run whatever the cache, or None."""

@@ -248,7 +248,7 @@ class Point(Record):
 
         part: such as p50, where the figure is a spread.
         """
-        found = getattr(self if name in Point.model_fields else self.metrics, name, None)
+        found = getattr(self if name in self.model_fields_set else self.metrics, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
         return value
 

@@ -27,7 +27,7 @@ from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Key, PairFacts, Point, PointMetrics, Sample
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep import read_settings_file
+from specdec_cli.experiment.settings_file import read_settings_file
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt

@@ -7,8 +7,8 @@ import pytest
 from specdec_cli.experiment.points import Forecasts, Samples, block_points, measured
 from specdec_cli.experiment.predict import Text
 from specdec_cli.experiment.records import CurvePart, Key, Point, PointMetrics, Sample
-from specdec_cli.experiment.sweep.document import curve_point
 from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.time_curve import curve_point
 from specdec_cli.terminal import sweep as view
 from tests.report_helpers import sample_record
 

@@ -119,7 +119,12 @@ def test_csv_has_every_figure_as_it_was(sweep: Content) -> None:
         assert float(row["speedup"]) == point["speedup"]
         assert [float(row["speedup_lo"]), float(row["speedup_hi"])] == point["speedup_ci"]
         figures = point["metrics"]
-        for name in ("decode_tokens_per_second", "mean_acceptance_length", "draft_ms", "round_ms"):
+        for name in (
+            "decode_tokens_per_second",
+            "mean_acceptance_length",
+            "broadcast_ms",
+            "round_ms",
+        ):
             assert float(row[name]) == figures[name]
         assert float(row["ttft_p99_ms"]) == figures["ttft_ms"]["p99"]
         assert float(row["tpot_p50_ms"]) == figures["tpot_ms"]["p50"]

@@ -17,17 +17,14 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.preparing import device_name, few_prompts, for_engine, with_weights
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep import (
+from specdec_cli.experiment.settings_file import (
     check_same,
-    device_name,
-    few_prompts,
-    for_engine,
     keep_environment_warning,
     read_settings_file,
     reopened,
-    with_weights,
     write_settings,
 )
 from specdec_cli.models.loader import Description, describe

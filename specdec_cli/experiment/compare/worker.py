@@ -4,26 +4,23 @@ Rank 0 writes what is found as it comes, so that whatever ends the ranks leaves 
 """
 
 import time
-from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 from specdec_cli.core.parallel import local_world_size
-from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import available_memory, room_now
-from specdec_cli.engine.run import Emission
 from specdec_cli.experiment.compare.comparison_records import point_of
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
-from specdec_cli.experiment.generation import Job, requests, tokenised
+from specdec_cli.experiment.generation import Job, tokenised
+from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, units_of
 from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep import only, peak_memory, sample_of, units_of
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -85,16 +82,15 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
             ),
         )
     for batch_size in task.batch_sizes:
-        count = task.settings.num_prompts(batch_size)
-        chosen = only(job, {p.index for p in job.prompts[:count]}.__contains__)
+        chosen = job.part(0, task.settings.num_prompts(batch_size))
         # The engine as it was built has captured its rounds for the largest batch already.
         is_whole = batch_size == engine.batch_size
         sized = engine if is_whole else engine.with_batch_size(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder)
         if world.is_first:
-            plain = samples[0]
-            for k in (0, task.settings.k):
-                found = point_of(task.settings, task.pair, batch_size, samples[k], plain, None, k)
+            plain, *_ = samples.values()
+            for key, own in samples.items():
+                found = point_of(task.settings, task.pair, batch_size, own, plain, None, key.k)
                 with world.outside():
                     on_point(found)
         sized.forget_rounds()
@@ -105,64 +101,22 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
 
 def _measure_size(
     world: World, task: PairTask, job: Job, engine: Engine, folder: RunFolder
-) -> dict[int, dict[int, Sample]]:
-    """Every prompt at k = 0 and at k, in turns; samples by k and prompt, of rank 0 only."""
-    ks = (0, task.settings.k)
-    params = job.plan.params
-    few = replace(params, max_new_tokens=min(_WARM_UP_TOKENS, params.max_new_tokens))
-    first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
-    for k in ks:
-        for _ in range(task.recipe.run.warmup):
-            engine.run(requests(first), k, few, lambda _: world.beat())
-    repeats = task.recipe.run.repeats
-    found: dict[int, dict[int, Sample]] = {k: {} for k in ks}
+) -> dict[Key, dict[int, Sample]]:
+    """Every prompt at k = 0 and at k; samples by point and prompt, which rank 0 also writes."""
+    keys = [Key(task.settings.draft, engine.batch_size, k) for k in (0, task.settings.k)]
+    found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
+
+    def keep(key: Key, samples: list[Sample]) -> None:
+        of_pair = [sample.model_copy(update=asdict(task.pair)) for sample in samples]
+        if world.is_first:
+            folder.append("samples.jsonl", *of_pair)
+        found[key] |= {sample.index: sample for sample in of_pair}
+
+    loop = MeasuringLoop(engine, world, keep, partial(peak_memory, job.plan.device))
+    loop.warm_up(job, keys, _WARM_UP_TOKENS)
     for number, unit in enumerate(units_of(job, engine.batch_size)):
-        taken = {k: _Taken(job, repeats) for k in ks}
-        for repeat in range(repeats):
-            turn = (number * repeats + repeat) % len(ks)
-            for k in ks[turn:] + ks[:turn]:
-
-                def keep(emissions: list[Emission], key: Key, taken: _Taken) -> None:
-                    world.beat()
-                    if not world.is_first:
-                        return
-                    whole = {
-                        seq.index: taken.sample(key, seq).model_copy(update=asdict(task.pair))
-                        for seq in taken.whole(emissions)
-                    }
-                    if whole:
-                        folder.append("samples.jsonl", *whole.values())
-                    found[key.k] |= whole
-
-                key = Key(task.settings.draft, engine.batch_size, k)
-                engine.run(requests(unit), k, params, partial(keep, key=key, taken=taken[k]))
+        loop.measure(dict.fromkeys(keys, unit), number)
     return found
-
-
-class _Taken:
-    """Finished sequences of one point, until those of every repeat are there."""
-
-    def __init__(self, job: Job, repeats: int) -> None:
-        self._job = job
-        self._repeats = repeats
-        self._categories = {p.index: p.category for p in job.prompts}
-        self._runs: dict[int, list[Seq]] = defaultdict(list)
-
-    def whole(self, emissions: list[Emission]) -> list[Seq]:
-        """Add what was emitted; of the sequences that this finished, those of a last repeat."""
-        found = []
-        for seq in (e.seq for e in emissions if e.seq.finish_reason is not None):
-            self._runs[seq.index].append(seq)
-            if len(self._runs[seq.index]) == self._repeats:
-                found.append(seq)
-        return found
-
-    def sample(self, key: Key, seq: Seq) -> Sample:
-        """A line of samples.jsonl."""
-        plan = self._job.plan
-        runs = self._runs[seq.index]
-        category, limit = self._categories[seq.index], plan.params.max_new_tokens
-        return sample_of(key, category, runs, limit, peak_memory(plan.device))
 
 
 def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:

@@ -5,10 +5,8 @@ Everything is computed from what lies in a run folder. Knows no engine.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any
 
-from specdec_cli.engine.metrics import STAGES
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_line
 from specdec_cli.experiment.points import (
@@ -20,10 +18,11 @@ from specdec_cli.experiment.points import (
     why_none,
 )
 from specdec_cli.experiment.predict import Text, with_recorded
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.time_curve import curve_point, seconds_per_round
 
 
 def points_of_block(
@@ -51,43 +50,11 @@ def points_of_block(
         costs={
             key.k: cost
             for key in keys
-            if (cost := _seconds_per_round(records.costs[key].values())) is not None
+            if (cost := seconds_per_round(records.costs[key].values())) is not None
         },
         is_exact=is_exact,
     )
     return block_points(records.samples, keys, failures, forecasts, settings.seed)
-
-
-def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
-    """What a round costs at one point, from the parts of the time curve."""
-    total = sum(part.rounds for part in parts.values())
-    rounds = max(1, total)
-    stage_ms = {
-        f"{stage}_ms": sum(part.stage_ms(stage) for part in parts.values()) / rounds
-        for stage in STAGES
-    }
-    draft = stage_ms.pop("draft_ms")
-    return asdict(key) | {
-        "rounds": total,
-        "draft_ms_per_step": draft / key.k if key.k else None,
-        **stage_ms,
-        "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
-        "seconds_per_sequence_round": _seconds_per_round(parts.values()),
-    }
-
-
-def _seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
-    """Of one sequence, over the parts of which a prompt could run; None without any."""
-    found = [p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds]
-    return _midmean(found) if found else None
-
-
-def _midmean(values: Iterable[float]) -> float:
-    """The mean without the lowest and the highest quarter: what disturbs a few says nothing of the
-    others."""
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    return fmean(ordered[cut : len(ordered) - cut])
 
 
 def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:

@@ -9,22 +9,19 @@ from typing import Any
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.preparing import few_prompts
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_diff import settings_difference
+from specdec_cli.experiment.settings_file import read_warnings, write_settings
 from specdec_cli.experiment.sweep.document import (
     points_of_block,
     prompts_that_failed,
     sorted_samples,
     sweep_document,
 )
-from specdec_cli.experiment.sweep.sweep_folder import (
-    read_settings,
-    read_warnings,
-    write_settings,
-)
-from specdec_cli.experiment.sweep.sweep_plan import few_prompts
+from specdec_cli.experiment.sweep.sweep_folder import read_settings
 from specdec_cli.experiment.sweep.sweep_records import R, SweepRecords, read_kept
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import load_recipe

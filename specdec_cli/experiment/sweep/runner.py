@@ -1,9 +1,7 @@
 """A sweep's measuring: which points are run in which order.
 
-Prompts go through all proposal lengths one after the other, so that whatever disturbs the machine
-disturbs every point alike. With several ranks each runs the same points in the same order, and
-keeps the same records in memory; only rank 0 has a folder, and computes points. Knows nothing of
-terminals.
+With several ranks each runs the same points in the same order, and keeps the same records in
+memory; only rank 0 has a folder, and computes points. Knows nothing of terminals.
 """
 
 import logging
@@ -15,26 +13,22 @@ from typing import Protocol
 
 import torch
 
-from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
-from specdec_cli.engine.run import Emission, Request
+from specdec_cli.engine.metrics import STAGES
+from specdec_cli.engine.run import Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
-from specdec_cli.experiment.generation import Job, requests
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, turned, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.document import points_of_block
-from specdec_cli.experiment.sweep.order import curve_parts, curve_unit, units_of
-from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, only
-from specdec_cli.experiment.sweep.sweep_records import (
-    SweepClock,
-    SweepRecords,
-    peak_memory,
-    sample_of,
-)
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.launch.world import World
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.text import first_line
@@ -68,6 +62,7 @@ class Sweep:
         self.failures: dict[Key, Failure] = {}
         self.clock = SweepClock()
         self._agreement = world.agreement()
+        self._device = plan.jobs[0].plan.device
         self._peak_memory = 0  # of the rank that held most, as known after each part of a point
 
     def run(self) -> list[Point]:
@@ -143,49 +138,47 @@ class Sweep:
 
     def _measure(self, job: Job, engine: Engine) -> None:
         """All points of one draft and batch size; the rounds captured for them are given up."""
-        settings, draft = self.plan.settings, job.plan.proposer
+        settings, batch_size = self.plan.settings, engine.batch_size
+        keys = [Key(job.plan.proposer, batch_size, k) for k in settings.ks]
+        loop = MeasuringLoop(engine, self.world, self._keep, self._most_memory, self._guarded)
         self._begin("warming up")
-        first = only(job, {p.index for p in job.prompts[: engine.batch_size]}.__contains__)
-        for k in settings.ks:
-            for _ in range(job.plan.recipe.run.warmup):
-                self._guarded(
-                    Key(draft, engine.batch_size, k), partial(self._engine_run, engine, first, k)
-                )
+        loop.warm_up(job, keys)
         self._begin("measuring")
         began, processor = time.perf_counter(), time.process_time()
-        units = units_of(job, engine.batch_size)
-        parts = range(curve_parts(job, engine.batch_size))
-        for number, unit in enumerate(units):
+        parts = range(curve_parts(job, batch_size))
+        for number, unit in enumerate(units_of(job, batch_size)):
             curve_began = time.perf_counter(), time.process_time()
             for part in parts:
-                if curve_unit(job, engine.batch_size, part) == number:
-                    self._time_curve(unit, engine, part, len(parts))
+                if curve_unit(job, batch_size, part) == number:
+                    # In an order that turns, like that of the points which this predicts.
+                    for key in turned(keys, part * len(keys) // len(parts)):
+                        if part not in self.records.costs[key]:
+                            self._guarded(key, partial(self._cost, loop, unit, key, part))
             # What the time curve takes is neither measuring nor recording.
             began += time.perf_counter() - curve_began[0]
             processor += time.process_time() - curve_began[1]
-            self._measure_unit(unit, engine, number)
-            if engine.batch_size == settings.batch_sizes[0]:
+            loop.measure(self._without_samples(unit, batch_size), number)
+            if batch_size == settings.batch_sizes[0]:
                 self._forecast(unit, engine)
+        self.clock.rounds += loop.seconds
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
         engine.forget_rounds()
         release(job.plan.device)
 
-    def _time_curve(self, unit: Job, engine: Engine, part: int, num_parts: int) -> None:
-        """What a round costs at each k, on the prompts of a unit.
+    def _without_samples(self, unit: Job, batch_size: int) -> dict[Key, Job]:
+        """By point, the prompts of a unit that have no sample there yet."""
+        found = {}
+        for k in self.plan.settings.measured_ks:
+            key = Key(unit.plan.proposer, batch_size, k)
+            missing = {p.index for p in unit.prompts} - self.records.samples[key].keys()
+            if missing:
+                found[key] = unit.only(missing.__contains__)
+        return found
 
-        A part of the curve at a time, spread over the sweep like the points that it predicts, in an
-        order that turns like theirs.
-        """
-        ks = self.plan.settings.ks
-        turn = part * len(ks) // num_parts
-        for k in ks[turn:] + ks[:turn]:
-            key = Key(unit.plan.proposer, engine.batch_size, k)
-            if part not in self.records.costs[key]:
-                self._guarded(key, partial(self._cost, engine, unit, key, part))
-
-    def _cost(self, engine: Engine, job: Job, key: Key, part: int) -> None:
-        result = engine.run(requests(job), key.k, job.plan.params, lambda _: self.world.beat())
+    def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
+        """One part of the time curve at one k: the cost of a round on the prompts of a unit."""
+        result = loop.run(unit, key.k, unit.plan.params)
         done = [s for s in result.seqs if s.finish_reason != "error"]
         metrics = result.metrics
         self.records.add_cost(
@@ -197,74 +190,21 @@ class Sweep:
                 ),
                 rounds=metrics.num_rounds,
                 decode_seconds=metrics.decode_seconds,
-                draft_ms=metrics.draft_ms * metrics.num_rounds,
-                broadcast_ms=metrics.broadcast_ms * metrics.num_rounds,
-                verify_ms=metrics.verify_ms * metrics.num_rounds,
-                sample_ms=metrics.sample_ms * metrics.num_rounds,
+                **{
+                    f"{stage}_ms": getattr(metrics, f"{stage}_ms") * metrics.num_rounds
+                    for stage in STAGES
+                },
             )
         )
 
-    def _measure_unit(self, unit: Job, engine: Engine, number: int) -> None:
-        """Every k over a few prompts, as often as the recipe repeats, in a turning order."""
-        repeats = unit.plan.recipe.run.repeats
-        draft, ks = unit.plan.proposer, self.plan.settings.measured_ks
-        open_jobs: dict[Key, Job] = {}
-        for k in ks:
-            key = Key(draft, engine.batch_size, k)
-            done = self.records.samples[key]
-            missing = {p.index for p in unit.prompts} - done.keys()
-            job = only(unit, missing.__contains__)
-            if job.prompts:
-                open_jobs[key] = job
-        taken: dict[Key, dict[int, list[Seq]]] = {
-            key: {p.index: [] for p in job.prompts} for key, job in open_jobs.items()
-        }
-        keys = list(open_jobs)
-        for repeat in range(repeats):
-            turn = (number * repeats + repeat) % max(1, len(keys))
-            for key in keys[turn:] + keys[:turn]:
-                take = self._taker(open_jobs[key], key, taken[key])
-                self._guarded(key, partial(self._engine_run, engine, open_jobs[key], key.k, take))
+    def _most_memory(self) -> int:
+        return max(peak_memory(self._device), self._peak_memory)
 
-    def _taker(
-        self, job: Job, key: Key, taken: dict[int, list[Seq]]
-    ) -> Callable[[list[Emission]], None]:
-        """A callback that keeps finished sequences, and records them after the last repeat."""
-        categories = {p.index: p.category for p in job.prompts}
-        repeats = job.plan.recipe.run.repeats
-        limit = job.plan.params.max_new_tokens
-
-        def on_emit(emissions: list[Emission]) -> None:
-            whole: list[Sample] = []
-            for seq in (e.seq for e in emissions if e.seq.finish_reason is not None):
-                runs = taken[seq.index]
-                runs.append(seq)
-                if len(runs) == repeats:
-                    peak = max(peak_memory(job.plan.device), self._peak_memory)
-                    whole.append(sample_of(key, categories[seq.index], runs, limit, peak))
-            if whole:
-                self.records.add_samples(whole)
-                with self.world.outside():
-                    for found in whole:
-                        self.watcher.sample(key, found)
-
-        return on_emit
-
-    def _engine_run(
-        self,
-        engine: Engine,
-        job: Job,
-        k: int,
-        on_emit: Callable[[list[Emission]], None] | None = None,
-    ) -> None:
-        def each_round(emissions: list[Emission]) -> None:
-            self.world.beat()
-            if on_emit is not None:
-                on_emit(emissions)
-
-        result = engine.run(requests(job), k, job.plan.params, each_round)
-        if on_emit is not None:
-            self.clock.rounds += result.metrics.decode_seconds + result.metrics.prefill_seconds
+    def _keep(self, key: Key, samples: list[Sample]) -> None:
+        self.records.add_samples(samples)
+        with self.world.outside():
+            for sample in samples:
+                self.watcher.sample(key, sample)
 
     def _forecast(self, unit: Job, engine: Engine) -> None:
         """How proposals for the outputs of the largest k would fare, for the predictions."""
@@ -309,7 +249,7 @@ class Sweep:
             and samples[p.index].could_run
         ]
 
-    def _guarded(self, key: Key, run: Callable[[], None]) -> None:
+    def _guarded(self, key: Key, run: Callable[[], object]) -> None:
         """Run a part of a point. A point that fails is given up, and the sweep goes on.
 
         With several ranks it has to fail on all of them at the same place.
@@ -325,8 +265,7 @@ class Sweep:
             if self.world.size > 1 and not _may_be_common(caught):
                 raise
             problem = caught
-        device = self.plan.jobs[0].plan.device
-        has_failed, peaks = self._agreement.settle(problem, peak_memory(device))
+        has_failed, peaks = self._agreement.settle(problem, peak_memory(self._device))
         self._peak_memory = max(peaks)
         if has_failed:
             assert problem is not None
@@ -337,7 +276,7 @@ class Sweep:
             else:
                 self.failures[key] = Failure("failed", reason)
             problem = None  # its traceback holds the tensors of what failed
-            release(device)
+            release(self._device)
 
 
 def _may_be_common(problem: Exception) -> bool:

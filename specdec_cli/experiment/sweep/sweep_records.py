@@ -1,16 +1,12 @@
-"""What a sweep has found so far, in memory and in its folder; and a line of samples.jsonl."""
+"""What a sweep has found so far, in memory and in its folder."""
 
 import logging
-import resource
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
-
-from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import (
     CurvePart,
@@ -19,7 +15,6 @@ from specdec_cli.experiment.records import (
     Record,
     Sample,
     elsewhere,
-    given,
     not_measured,
     read_records,
 )
@@ -127,44 +122,3 @@ def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
         return not_measured(record, settings.prompts["count"], settings.repeats)
 
     return read_records(folder / _FILES[kind], kind, problem)
-
-
-def sample_of(
-    key: Key, category: str | None, runs: Sequence[Seq], limit: int, peak_memory_bytes: int
-) -> Sample:
-    """A line of samples.jsonl: one prompt at one point, from its sequence in each repeat."""
-    seq = runs[0]
-    if any(other.tokens != seq.tokens for other in runs):
-        _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
-    stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
-    assert seq.finish_reason is not None
-    return Sample(
-        draft=key.draft,
-        k=key.k,
-        batch_size=key.batch_size,
-        index=seq.index,
-        category=category,
-        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        accepted_per_round=seq.accepted_per_round,
-        seconds=[s.prefill_seconds + s.decode_seconds for s in runs],
-        proposed_per_round=seq.proposed_per_round,
-        rounds_without_proposal=seq.rounds_without_proposal,
-        num_preemptions=seq.num_preemptions,
-        max_output_tokens=min(limit, seq.max_tokens - seq.num_prompt_tokens),
-        decode_seconds=[s.decode_seconds for s in runs],
-        round_share=[s.round_share for s in runs],
-        stage_ms={stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
-        ttft_ms=[t for s in runs if (t := s.ttft_ms) is not None],
-        tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
-        peak_memory_bytes=peak_memory_bytes,
-        **given(error=seq.error),
-    )
-
-
-def peak_memory(device: torch.device) -> int:
-    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,106 @@
+"""settings.json of a run folder: what its records depend on, and whether a run may go on there."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.run_settings import RunSettings
+from specdec_cli.experiment.settings_diff import first_difference, settings_difference
+
+SETTINGS = "settings.json"
+
+
+def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
+    """A folder to go on with, once `load` has read it."""
+    folder = RunFolder.reopen(path)
+    try:
+        load(folder)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[str]) -> None:
+    """What `read_settings` and `read_warnings` read."""
+    found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
+    folder.write(SETTINGS, to_json(found) + "\n")
+
+
+def read_warnings(path: Path) -> list[str]:
+    """The warnings that a sweep's folder was begun and gone on with."""
+    found = read_settings_file(path).get("warnings")
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """settings.json of a folder. Raises `UsageError` where there is none."""
+    try:
+        found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path} is no folder of a sweep: it has no {SETTINGS}") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else problem
+        raise SetupError(f"cannot read {path / SETTINGS}: {why}") from None
+    if not isinstance(found, dict):
+        raise SetupError(f"{path / SETTINGS}: no settings", "the file was damaged or edited")
+    return found
+
+
+def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raises `UsageError` where the settings that a folder was begun with are not ours."""
+    found = settings_difference(theirs, ours)
+    if found is None:
+        return
+    told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
+    hint = "resume with the same options, or name another folder with -o"
+    if found.same_name:
+        told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
+        hint = "its samples are of the model that was there: name another folder with -o"
+    elif found.same_model:
+        names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
+        spelled = " ".join(f"--draft {name}" for name in names)
+        hint = f"it is the same model, but records go by its name: pass {spelled}"
+    raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
+
+
+def another_environment(path: Path, where: dict[str, Any]) -> str | None:
+    """A warning for a folder that was begun elsewhere, such as with other versions.
+
+    Its samples are kept; their times may differ for that reason.
+    """
+    try:
+        earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if (found := first_difference(earlier, json.loads(to_json(where)))) is None:
+        return None
+    key, there, now = found
+    return f"samples are of two environments: {key} was {to_json(there)} and is {to_json(now)}"
+
+
+def keep_environment_warning(
+    folder: RunFolder, settings: RunSettings, where: dict[str, Any]
+) -> None:
+    """Add it to the folder's warnings, so that whoever goes on with it or merges it says so too."""
+    found, said = another_environment(folder.path, where), read_warnings(folder.path)
+    if found is not None and found not in said:
+        write_settings(folder, settings, [*said, found])
+
+
+def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
+    """What a folder's summary says of where its samples were measured, else of where it was begun;
+    else `where`."""
+    for name, key in (("summary.json", "environment"), ("environment.json", None)):
+        try:
+            found = json.loads((path / name).read_text(encoding="utf-8"))
+            found = found if key is None else found[key]
+        except (OSError, ValueError, RecursionError, KeyError, TypeError):
+            continue
+        if isinstance(found, dict):
+            return found
+    return where
