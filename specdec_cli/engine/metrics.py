@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.core.types import Sequence
 
 
@@ -129,7 +130,6 @@ class Metrics:
 
 
 Stamp = float | torch.cuda.Event
-STAGES = ("draft", "broadcast", "verify", "sample")
 
 
 @dataclass(slots=True)

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, Literal
 
-from specdec_cli.engine.metrics import STAGES, Acceptance, Spread
+from specdec_cli.core.stages import STAGES
+from specdec_cli.engine.metrics import Acceptance, Spread
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length

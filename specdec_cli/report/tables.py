@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, draft_labels, residual, speedup
 from specdec_cli.report.folder import ReportedRun
 
-STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")
 
 Value = str | float | int | None

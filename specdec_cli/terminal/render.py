@@ -26,6 +26,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
@@ -236,13 +237,9 @@ def summary_table(
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
-    sent = f"broadcast {metrics.broadcast_ms:.2f}, " if is_split else ""
-    table.add_row(
-        "round",
-        f"{metrics.round_ms:.2f}",
-        f"ms: draft {metrics.draft_ms:.2f}, {sent}verify {metrics.verify_ms:.2f}, "
-        f"sample {metrics.sample_ms:.2f}",
-    )
+    stages = [stage for stage in STAGES if is_split or stage != "broadcast"]
+    times = ", ".join(f"{stage} {getattr(metrics, f'{stage}_ms'):.2f}" for stage in stages)
+    table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
         table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
     for remark in remarks:

@@ -12,6 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import decode_seconds
 from specdec_cli.experiment.records import Key, Point, Sample
@@ -28,7 +29,7 @@ from specdec_cli.terminal.render import (
 )
 from specdec_cli.text import inert, one_line
 
-_BROADCAST = "broadcast ms"
+_TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
 _PROPOSING = "proposing"
 _HEADINGS = (
     "k",
@@ -38,25 +39,16 @@ _HEADINGS = (
     "tokens/s",
     "x k = 0",
     "predicted",
-    "draft ms",
-    _BROADCAST,
-    "verify ms",
-    "sample ms",
-    "round ms",
+    *_TIMES.values(),
 )
 # What a narrow terminal can do without, the first first.
 _SPARE = (
-    "sample ms",
-    _BROADCAST,
-    "verify ms",
-    "draft ms",
-    "round ms",
+    *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
     "predicted",
     "accepted",
     _PROPOSING,
     "tokens a round",
 )
-_STAGES = ("draft", "broadcast", "verify", "sample", "round")
 _LINE_EVERY = 0.1  # of the samples, where there is no terminal
 
 
@@ -213,7 +205,7 @@ def results_table(
     cells = [_cells(point) for point in points]
     columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
     if not is_split:
-        del columns[_BROADCAST]
+        del columns[_TIMES["broadcast"]]
     if not any(columns[_PROPOSING]):
         del columns[_PROPOSING]
     return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
@@ -240,7 +232,7 @@ def _cells(point: Point) -> dict[str, str]:
         "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
         "x k = 0": with_interval(point.speedup, point.speedup_ci),
-        **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in _STAGES},
+        **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
     }
 
 

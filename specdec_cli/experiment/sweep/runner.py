@@ -13,10 +13,10 @@ from typing import Protocol
 
 import torch
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
-from specdec_cli.engine.metrics import STAGES
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.teacher import forecast
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory

@@ -2,20 +2,15 @@
 
 from typing import Any
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
 from specdec_cli.report.findings import baseline_of
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import STAGES
 
-_STAGE_COLOURS = {
-    "draft": "#e69f00",
-    "broadcast": "#cc79a7",
-    "verify": "#0072b2",
-    "sample": "#009e73",
-    "other": "#999999",
-}
+_PARTS = (*STAGES, "other")
+_COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#999999")
 
 
 def draw_rounds(figure: Any, run: ReportedRun) -> bool:
@@ -45,11 +40,11 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
         xs = sorted(group)
         bottom = [0.0] * len(xs)
-        for stage in (*STAGES, "other"):
+        for stage, colour in zip(_PARTS, _COLOURS, strict=True):
             heights = [_stage(group[x], stage) for x in xs]
             if any(h > 0 for h in heights):
                 axis.bar(range(len(xs)), heights, 0.72, bottom, label=stage,
-                         color=_STAGE_COLOURS[stage])  # fmt: skip
+                         color=colour)  # fmt: skip
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
         plain = "none" if run.kind == "compare-tp" else "0"
         axis.set_xticks(range(len(xs)), [plain if x == 0 else str(x) for x in xs])
