@@ -33,7 +33,6 @@ class Content:
 
 def content_of(run: ReportedRun) -> Content:
     """A report's content, of whatever the folder had."""
-    labels = findings.draft_labels(run)
     bests = findings.best_by_batch_size(run)
     shown = _point_for_categories(run, bests)
     by_category = tables.categories(run, shown) if shown is not None else None
@@ -41,8 +40,8 @@ def content_of(run: ReportedRun) -> Content:
         run=run,
         bests=tuple(bests),
         title=f"specdec {run.kind}: {run.path.resolve().name}",
-        headline=findings.headline(run, bests, labels),
-        answers=tuple(findings.answer(run, best, labels) for best in bests),
+        headline=findings.headline(run, bests),
+        answers=tuple(findings.answer(run, best) for best in bests),
         reasons=tuple(dict.fromkeys(b.reason for b in bests if b.reason)),
         warnings=tuple(findings.warnings(run)),
         setup=_setup(run),
@@ -55,7 +54,7 @@ def content_of(run: ReportedRun) -> Content:
         },
         category_point=""
         if shown is None
-        else f"{findings.setting_in_words(run, shown, labels)}, batch size {shown.batch_size}.",
+        else f"{findings.setting_in_words(run, shown)}, batch size {shown.batch_size}.",
         deployment=deployment(run, bests),
     )
 
@@ -68,7 +67,7 @@ def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
     speeds = [
         (s, i)
         for i, p in enumerate(run.points)
-        if not p.is_baseline and (s := findings.speedup(run, p)) is not None
+        if not p.is_baseline and (s := p.speedup) is not None
     ]
     return run.points[max(speeds)[1]] if speeds else None
 

@@ -11,7 +11,6 @@ from typing import Any
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.folder import ReportedRun
 
-_LABEL_LENGTH = 32
 # Warnings that runs record and that a report has its own words for.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
@@ -41,60 +40,21 @@ class Best:
     is_recorded: bool
 
 
-def draft_labels(run: ReportedRun) -> dict[str | None, str]:
-    """A short name for each draft: the last part of a path, or more where that is not unique."""
-    names = sorted({p.draft for p in run.points if p.draft is not None})
-    labels: dict[str | None, str] = {None: "no draft"}
-    for name in names:
-        short = name.rstrip("/").rpartition("/")[2] or name
-        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
-        text = short if is_unique else name
-        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
-    return labels
-
-
-def baseline_of(run: ReportedRun, point: Point) -> Point | None:
-    """Plain decoding to compare a point with: same batch size and target TP."""
-    same = [
-        p
-        for p in run.points
-        if p.is_ok
-        and p.is_baseline
-        and (p.batch_size, p.target_tp) == (point.batch_size, point.target_tp)
-    ]
-    own = [p for p in same if p.draft == point.draft]
-    return next(iter(own or same), None)
-
-
-def speedup(run: ReportedRun, point: Point) -> float | None:
-    """As recorded, or from decoding speeds when the run ended before it was."""
-    if not point.is_ok:
-        return None
-    if point.speedup is not None:
-        return point.speedup
-    if point.is_baseline:
-        return 1.0
-    base = baseline_of(run, point)
-    speed = point.number("decode_tokens_per_second")
-    plain = base.number("decode_tokens_per_second") if base is not None else None
-    return speed / plain if speed is not None and plain else None
-
-
 def residual(run: ReportedRun, point: Point) -> float | None:
     """Predicted over measured speed-up, less one."""
-    predicted, measured = point.predicted_speedup, speedup(run, point)
+    predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-def place_of(run: ReportedRun, point: Point, labels: Mapping[str | None, str]) -> PlotPlace | None:
+def place_of(run: ReportedRun, point: Point) -> PlotPlace | None:
     """Where a point with proposals is drawn; None for plain decoding and incomplete records."""
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         if point.is_baseline or point.draft_tp is None:
             return None
         return PlotPlace(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
     if point.k is None or point.is_baseline:
         return None
-    return PlotPlace(_batch(point.batch_size), labels[point.draft], point.k)
+    return PlotPlace(_batch(point.batch_size), run.labels[point.draft], point.k)
 
 
 def _batch(size: int | None) -> str:
@@ -161,25 +121,23 @@ def _fastest(run: ReportedRun, size: int) -> Best:
     points = [p for p in run.points if p.is_ok and p.batch_size == size]
     # Across target TPs a speed-up would compare with different speeds of plain decoding.
     name = "decode_tokens_per_second"
-    by_speed = run.kind == "compare-tp"
+    by_speed = run.is_comparison
     speeds = [
-        (s, -p.k, p)
-        for p in points
-        if (s := p.number(name) if by_speed else speedup(run, p)) is not None
+        (s, -p.k, p) for p in points if (s := p.number(name) if by_speed else p.speedup) is not None
     ]
     if not speeds:
         return Best(size, None, (), "", False)
     return Best(size, max(speeds, key=lambda item: item[:2])[2], (), "", False)
 
 
-def setting_in_words(run: ReportedRun, point: Point, labels: Mapping[str | None, str]) -> str:
+def setting_in_words(run: ReportedRun, point: Point) -> str:
     """What is run at a point: `k = 4 with draft-1b`."""
     if point.is_baseline:
-        is_comparison = run.kind == "compare-tp"
+        is_comparison = run.is_comparison
         return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
-    named = f" with {labels[point.draft]}" if point.draft is not None else ""
+    named = f" with {run.labels[point.draft]}" if point.draft is not None else ""
     return f"k = {point.k}{named}"
 
 
@@ -192,27 +150,27 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
-def answer(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -> str:
+def answer(run: ReportedRun, best: Best) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at {_batch(best.batch_size)}"
     if point is None:
         return f"Nothing was measured {at}."
-    measured = speedup(run, point)
+    measured = point.speedup
     if point.is_baseline:
-        which = f", on target TP {point.target_tp}" if run.kind == "compare-tp" else ""
+        which = f", on target TP {point.target_tp}" if run.is_comparison else ""
         why = f"plain decoding is fastest{which}"
         if _is_within_chance(run, best):
             why = "nothing is faster than plain decoding beyond chance"
-        return f"No speculation {at}: {why}. {_runner_up(run, best, labels)}"
-    what = setting_in_words(run, point, labels)
+        return f"No speculation {at}: {why}. {_runner_up(run, best)}"
+    what = setting_in_words(run, point)
     fast = ""
     if point.is_predicted and (predicted := point.predicted_speedup) is not None:
         fast = f", predicted to be {times(predicted)} the speed of plain decoding"
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
         fast += interval_in_words(point.speedup_ci)
-    if measured is not None and measured < 1 and run.kind == "compare-tp":
+    if measured is not None and measured < 1 and run.is_comparison:
         fast += ", so no speculation would be faster still"
     tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
     least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
@@ -224,50 +182,46 @@ def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
     return [
         (s, p)
         for p in run.points
-        if p.batch_size == best.batch_size
-        and not p.is_baseline
-        and (s := speedup(run, p)) is not None
+        if p.batch_size == best.batch_size and not p.is_baseline and (s := p.speedup) is not None
     ]
 
 
 def _is_within_chance(run: ReportedRun, best: Best) -> bool:
     """Whether plain decoding was chosen though something else was faster, by what may be chance."""
     faster = [s for s, _ in _with_proposals(run, best) if s > 1]
-    return bool(faster) and best.is_recorded and run.kind == "sweep-k"
+    return bool(faster) and best.is_recorded and not run.is_comparison
 
 
-def _runner_up(run: ReportedRun, best: Best, labels: Mapping[str | None, str]) -> str:
+def _runner_up(run: ReportedRun, best: Best) -> str:
     """How near speculation came where plain decoding won."""
     rest = _with_proposals(run, best)
     if not rest:
         return "No point with proposals was measured."
     fastest, point = max(rest, key=lambda item: item[0])
     interval = interval_in_words(point.speedup_ci)
-    what = f"{setting_in_words(run, point, labels)}, is {times(fastest)}{interval}"
+    what = f"{setting_in_words(run, point)}, is {times(fastest)}{interval}"
     return f"The best with proposals, {what}."
 
 
-def headline(run: ReportedRun, bests: list[Best], labels: Mapping[str | None, str]) -> str:
+def headline(run: ReportedRun, bests: list[Best]) -> str:
     """The answer of the whole run, in a line."""
     found = [best for best in bests if best.point is not None]
     if not found:
         return "No point was measured."
     if len(found) == 1:
-        return answer(run, found[0], labels)
+        return answer(run, found[0])
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):
             return "No speculation: nothing is faster than plain decoding beyond chance."
         return "No speculation: plain decoding is fastest at every batch size."
-    settings = {setting_in_words(run, b.point, labels) for b in found if b.point is not None}
+    settings = {setting_in_words(run, b.point) for b in found if b.point is not None}
     if len(settings) == 1:
-        speeds = [s for b in found if b.point and (s := speedup(run, b.point)) is not None]
+        speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
         (what,) = settings
         return f"Best at every batch size: {what}{span} the speed of plain decoding."
     parts = [
-        f"at {b.batch_size}: {setting_in_words(run, b.point, labels)}"
-        for b in found
-        if b.point is not None
+        f"at {b.batch_size}: {setting_in_words(run, b.point)}" for b in found if b.point is not None
     ]
     return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
 
@@ -280,7 +234,7 @@ def warnings(run: ReportedRun) -> list[str]:
             "This run did not come to its end: there is no summary. What is shown was computed "
             "from the points that were finished."
         )
-        if run.kind == "sweep-k" and run.samples:
+        if not run.is_comparison and run.samples:
             found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
     if run.setting("speculation", "acceptance") == "synthetic":
         found.append("Acceptance was given, not measured: the text is not the target's.")

@@ -5,7 +5,7 @@ there, and what could not be read is said in `notes`. Knows nothing of how it is
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.experiment.records import Key, Point, R, Record, Sample, checked, parsed
 
 _MAX_FILE_BYTES = 1024**3
+_LABEL_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,14 +28,20 @@ class ReportedRun:
     """
 
     path: Path
-    kind: str
+    is_comparison: bool
     points: tuple[Point, ...]
+    labels: Mapping[str | None, str]
     summary: Mapping[str, Any] | None
     recipe: Mapping[str, Any]
     recipe_text: str
     environment: Mapping[str, Any]
     samples: Mapping[Key, Mapping[str, tuple[int, int, int]]]
     notes: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """The command that the run is of."""
+        return "compare-tp" if self.is_comparison else "sweep-k"
 
     @property
     def is_partial(self) -> bool:
@@ -79,8 +86,9 @@ def read_folder(path: Path) -> ReportedRun:
     environment = _document(path / "environment.json", notes)
     return ReportedRun(
         path=path,
-        kind="compare-tp" if is_comparison else "sweep-k",
+        is_comparison=is_comparison,
         points=points,
+        labels=_labels(points),
         summary=summary,
         recipe=recipe,
         recipe_text=text,
@@ -110,8 +118,38 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
     def place(p: Point) -> tuple[Any, ...]:
         return (p.draft or "", p.target_tp or 0, p.batch_size, p.draft_tp or 0, p.k)
 
-    found = {place(point): point for point in records}
-    return tuple(found[at] for at in sorted(found))
+    last = {place(point): point for point in records}
+    found = [last[at] for at in sorted(last)]
+    return tuple(_with_speedup(point, found) for point in found)
+
+
+def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
+    """The point with its speed-up, from decoding speeds where the run ended before it had one."""
+    if point.metrics is None or point.speedup is not None:
+        return point
+    base = baseline_of(points, point)
+    plain = base.number("decode_tokens_per_second") if base is not None else None
+    found = point.metrics.decode_tokens_per_second / plain if plain else None
+    return point.model_copy(update={"speedup": 1.0 if point.is_baseline else found})
+
+
+def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
+    """The plain decoding that a point is compared with: at its batch size and target TP."""
+    place = (point.batch_size, point.target_tp)
+    same = [p for p in points if p.is_ok and p.is_baseline and (p.batch_size, p.target_tp) == place]
+    return next(iter([p for p in same if p.draft == point.draft] or same), None)
+
+
+def _labels(points: Sequence[Point]) -> dict[str | None, str]:
+    """A short name for each draft: the last part of a path, or more where that is not unique."""
+    names = sorted({p.draft for p in points if p.draft is not None})
+    labels: dict[str | None, str] = {None: "no draft"}
+    for name in names:
+        short = name.rstrip("/").rpartition("/")[2] or name
+        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
+        text = short if is_unique else name
+        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
+    return labels
 
 
 def _read(path: Path, notes: list[str]) -> str | None:

@@ -1,12 +1,12 @@
 """The tables of a report, as values; HTML, markdown and CSV are made of the same ones."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import proposing_rate
-from specdec_cli.report.findings import Best, draft_labels, residual, speedup
+from specdec_cli.report.findings import Best, residual
 from specdec_cli.report.folder import ReportedRun
 
 _PERCENTILES = ("p50", "p90", "p99")
@@ -49,25 +49,21 @@ def cell(value: Value, column: Column) -> str:
 
 def setting_columns(run: ReportedRun) -> tuple[Column, ...]:
     """The columns that say which point a row is about."""
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
     return (Column("draft"), Column("batch"), Column("k"))
 
 
-def setting_cells(
-    run: ReportedRun, point: Point, labels: Mapping[str | None, str] | None
-) -> tuple[Value, ...]:
-    """A point's cells under `setting_columns`; without labels drafts have their full names."""
-    if run.kind == "compare-tp":
+def setting_cells(run: ReportedRun, point: Point) -> tuple[Value, ...]:
+    """A point's cells under `setting_columns`."""
+    if run.is_comparison:
         draft_tp = None if point.is_baseline else point.draft_tp
         return (point.target_tp, draft_tp, point.batch_size, point.k)
-    name = point.draft if labels is None else labels[point.draft]
-    return (name, point.batch_size, point.k)
+    return (run.labels[point.draft], point.batch_size, point.k)
 
 
 def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     """Speed and acceptance of every point, those that failed too."""
-    labels = draft_labels(run)
     columns = (
         *setting_columns(run),
         Column("speed-up", 2, "×"),
@@ -79,15 +75,15 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
         Column("accepted", 1, "%"),
         Column("status"),
     )
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         extra = (Column("against equal TP", 2, "×"), Column("blocks"))
         columns = (*columns[:-1], *extra, columns[-1])
     rows = []
     for point in run.points:
         rate = point.number("draft_acceptance_rate")
         row: list[Value] = [
-            *setting_cells(run, point, labels),
-            speedup(run, point),
+            *setting_cells(run, point),
+            point.speedup,
             _span(point.speedup_ci),
             point.number("decode_tokens_per_second"),
             point.number("mean_acceptance_length"),
@@ -95,7 +91,7 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
             _proposing(point),
             None if rate is None else 100 * rate,
         ]
-        if run.kind == "compare-tp":
+        if run.is_comparison:
             row += [point.speedup_vs_equal_tp, point.num_blocks]
         status = point.status if point.is_ok else f"{point.status}: {point.reason}"
         rows.append((*row, status))
@@ -131,7 +127,6 @@ def _span(interval: Sequence[float] | None) -> str | None:
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """Where a round's time goes."""
-    labels = draft_labels(run)
     columns = (
         *setting_columns(run),
         *(Column(stage, 3, "ms") for stage in STAGES),
@@ -140,7 +135,7 @@ def times_of_a_round(run: ReportedRun) -> Table:
     )
     rows = [
         (
-            *setting_cells(run, point, labels),
+            *setting_cells(run, point),
             *(point.number(f"{stage}_ms") for stage in STAGES),
             point.number("round_ms"),
             point.number("prefill_ms"),
@@ -154,7 +149,6 @@ def times_of_a_round(run: ReportedRun) -> Table:
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    labels = draft_labels(run)
     columns = (
         *setting_columns(run),
         *(Column(f"first token {p}", 1, "ms") for p in _PERCENTILES),
@@ -162,7 +156,7 @@ def latencies(run: ReportedRun) -> Table:
     )
     rows = [
         (
-            *setting_cells(run, point, labels),
+            *setting_cells(run, point),
             *(point.number("ttft_ms", p) for p in _PERCENTILES),
             *(point.number("tpot_ms", p) for p in _PERCENTILES),
         )
@@ -175,7 +169,6 @@ def latencies(run: ReportedRun) -> Table:
 
 def predictions(run: ReportedRun) -> Table | None:
     """Predicted speed-up beside the measured one; None without predictions."""
-    labels = draft_labels(run)
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
@@ -191,9 +184,9 @@ def predictions(run: ReportedRun) -> Table | None:
         miss = residual(run, point)
         rows.append(
             (
-                *setting_cells(run, point, labels),
+                *setting_cells(run, point),
                 point.predicted_speedup,
-                speedup(run, point),
+                point.speedup,
                 _span(point.speedup_ci),
                 None if miss is None else 100 * miss,
             )
@@ -276,7 +269,7 @@ def raw_points(run: ReportedRun) -> Table:
     )
     spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *_PERCENTILES)]
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
         names = (*names, "num_blocks", "speedup_vs_equal_tp")
     titles = (
@@ -296,7 +289,7 @@ def raw_points(run: ReportedRun) -> Table:
             *(getattr(point, name) for name in setting),
             point.status,
             point.reason,
-            speedup(run, point),
+            point.speedup,
             *(point.speedup_ci or (None, None)),
             *(point.mean_acceptance_length_ci or (None, None)),
             *(point.number(name) for name in names),

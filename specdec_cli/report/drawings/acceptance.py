@@ -4,19 +4,17 @@ from typing import Any
 
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
-from specdec_cli.report.findings import draft_labels
 from specdec_cli.report.folder import ReportedRun
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
     """The longest proposals of each line, at the smallest batch size that has them; whether there
     are any."""
-    labels = draft_labels(run)
     longest: dict[str, Point] = {}
     for point in run.points:
         if point.metrics is None or point.is_baseline:
             continue
-        name = "all" if run.kind == "compare-tp" else labels[point.draft]
+        name = "all" if run.is_comparison else run.labels[point.draft]
         if name not in longest or point.k > longest[name].k:
             longest[name] = point
     if not longest:

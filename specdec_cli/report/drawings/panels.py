@@ -1,26 +1,25 @@
 """Which points a drawing shows where: a panel for each setting, a line for each draft."""
 
 from specdec_cli.experiment.records import Point
-from specdec_cli.report.findings import PlotPlace, draft_labels, place_of
+from specdec_cli.report.findings import PlotPlace, place_of
 from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
 
 
 def axis_of(run: ReportedRun) -> str:
-    return "draft TP" if run.kind == "compare-tp" else "proposal length"
+    return "draft TP" if run.is_comparison else "proposal length"
 
 
 def x_label(run: ReportedRun) -> str:
-    return "draft TP (ranks)" if run.kind == "compare-tp" else "proposed tokens a round, k"
+    return "draft TP (ranks)" if run.is_comparison else "proposed tokens a round, k"
 
 
 def placed(run: ReportedRun) -> dict[str, dict[str, list[tuple[PlotPlace, Point]]]]:
     """Points with a place that are ok, by panel and line."""
-    labels = draft_labels(run)
     found: dict[str, dict[str, list[tuple[PlotPlace, Point]]]] = {}
     for point in run.points:
-        place = place_of(run, point, labels)
+        place = place_of(run, point)
         if place is not None and point.is_ok:
             lines = found.setdefault(place.panel, {})
             lines.setdefault(place.series, []).append((place, point))

@@ -11,22 +11,20 @@ from specdec_cli.report.drawings.canvas import (
     safe,
     style_of,
 )
-from specdec_cli.report.findings import draft_labels, speedup
 from specdec_cli.report.folder import ReportedRun
 
 
 def draw_predictions(figure: Any, run: ReportedRun) -> bool:
     """Predicted against measured speed-ups; whether there are any."""
-    labels = draft_labels(run)
     groups: dict[str, list[tuple[float, float, Point]]] = {}
     for point in run.points:
-        predicted, measured = point.predicted_speedup, speedup(run, point)
+        predicted, measured = point.predicted_speedup, point.speedup
         if predicted is None or measured is None or point.is_baseline:
             continue
         drafts = {p.draft for p in run.points if not p.is_baseline}
         name = f"batch size {point.batch_size}"
         if len(drafts) > 1:
-            name = f"{labels[point.draft]}, {name}"
+            name = f"{run.labels[point.draft]}, {name}"
         groups.setdefault(name, []).append((measured, predicted, point))
     if not groups:
         return False

@@ -6,8 +6,7 @@ from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
-from specdec_cli.report.findings import baseline_of
-from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.folder import ReportedRun, baseline_of
 
 _PARTS = (*STAGES, "other")
 _COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#999999")
@@ -18,9 +17,9 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():
         for name, line in lines.items():
-            title = panel if len(lines) == 1 and run.kind != "compare-tp" else f"{name}, {panel}"
+            title = panel if len(lines) == 1 and not run.is_comparison else f"{name}, {panel}"
             group = {place.x: point for place, point in line}
-            base = baseline_of(run, line[0][1])
+            base = baseline_of(run.points, line[0][1])
             groups[title] = {0: base, **group} if base is not None else group
     if not groups:
         groups = {
@@ -46,7 +45,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
                 axis.bar(range(len(xs)), heights, 0.72, bottom, label=stage,
                          color=colour)  # fmt: skip
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-        plain = "none" if run.kind == "compare-tp" else "0"
+        plain = "none" if run.is_comparison else "0"
         axis.set_xticks(range(len(xs)), [plain if x == 0 else str(x) for x in xs])
         axis.set_title(short(safe(title)))
     label_axes(axes, x_label(run), "time of a round (ms)")

@@ -14,7 +14,7 @@ from specdec_cli.report.drawings.canvas import (
     style_of,
 )
 from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
-from specdec_cli.report.findings import Best, speedup
+from specdec_cli.report.findings import Best
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -23,7 +23,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
     panels = {
         panel: lines
         for panel, lines in placed(run).items()
-        if any(speedup(run, p) is not None for line in lines.values() for _, p in line)
+        if any(p.speedup is not None for line in lines.values() for _, p in line)
     }
     if not panels:
         return False
@@ -35,17 +35,17 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
         axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         ticks = set()
         for name, line in sorted(lines.items()):
-            known = [(place.x, s, p) for place, p in line if (s := speedup(run, p)) is not None]
+            known = [(place.x, s, p) for place, p in line if (s := p.speedup) is not None]
             if not known:
                 continue
             known.sort(key=lambda item: item[0])
             ticks |= {x for x, _, _ in known}
             style = style_of(series.index(name))
-            _line(axis, known, safe(name), style, starts_at_plain=run.kind != "compare-tp")
+            _line(axis, known, safe(name), style, starts_at_plain=not run.is_comparison)
             for x, y, point in known:
                 if id(point) in best:
                     axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
-        _x_ticks(axis, run, ticks if run.kind == "compare-tp" else ticks | {0})
+        _x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
         axis.set_title(short(safe(panel)))
         if len(panels) == 1:
             axis.text(
@@ -61,7 +61,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
 
 def _span_of(run: ReportedRun, points: Sequence[Point]) -> tuple[float, float]:
     """Limits of the y axis around every speed-up, its interval and plain decoding."""
-    reach = [1.0, *(s for p in points if (s := speedup(run, p)) is not None)]
+    reach = [1.0, *(s for p in points if (s := p.speedup) is not None)]
     reach += [end for p in points for end in p.speedup_ci or ()]
     pad = 0.06 * (max(reach) - min(reach)) + 0.02
     return max(0.0, min(reach) - pad), max(reach) + pad
@@ -87,7 +87,7 @@ def _line(
 
 def _x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
     shown = sorted(ticks)
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         axis.set_xscale("log", base=2)
         axis.set_xticks(shown, map(str, shown))
         axis.minorticks_off()
