@@ -1,4 +1,4 @@
-"""Whether points wrote the same tokens, where they have to: greedy decoding is lossless.
+"""The losslessness check: greedy decoding has to write the same tokens at every point.
 
 Computed from samples alone. Knows no engine and no terminal.
 """
@@ -23,12 +23,12 @@ def compare_tokens(
     is_comparable: bool,
     dtype: str,
 ) -> dict[str, Any]:
-    """What is to be told of the tokens of `points`, each its labels and its samples by prompt.
+    """The document's `tokens` for `points`, each with its labels and its samples by prompt.
 
-    is_comparable: greedy, and acceptance not made up. dtype: the target's. Of each prompt the first
-    point that has it is what the others are held against. In float32 a difference is a fault. In
-    narrower formats sums in another order move near-ties, so there the number of prompts that
-    diverge is for information.
+    is_comparable: greedy, and acceptance not synthetic. dtype: the target's. The tokens of each
+    prompt are compared with those of the first point that has it. In float32 a difference is a
+    fault. In narrower formats another order of sums can flip near-ties, so there the number of
+    diverging prompts is informational.
     """
     found: dict[str, Any] = {
         "compared": is_comparable,
@@ -54,12 +54,12 @@ def compare_tokens(
 
 
 def is_broken(tokens: Mapping[str, Any]) -> bool:
-    """Whether tokens differ that must not."""
+    """Whether tokens differ that must be identical."""
     return bool(tokens["must_be_identical"]) and tokens["identical"] is False
 
 
 def tokens_line(tokens: Mapping[str, Any]) -> str | None:
-    """What is to be said of tokens, or None where there is nothing to compare."""
+    """The result of the check in words, or None if there was nothing to compare."""
     if tokens["identical"] is None:
         return None
     if tokens["identical"]:
@@ -71,4 +71,4 @@ def tokens_line(tokens: Mapping[str, Any]) -> str | None:
     where = f"{worst['num_diverging']} of {worst['num_prompts']} prompts at {place}"
     if tokens["must_be_identical"]:
         return f"tokens differ between points, which in float32 they must not: {where}"
-    return f"tokens diverge, as sums in another order make them: at most in {where}"
+    return f"tokens diverge, as other orders of summation make them: at most in {where}"

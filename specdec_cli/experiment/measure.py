@@ -1,7 +1,7 @@
 """The measuring loop of sweeps and comparisons: warm up, then every k over a few prompts at a time.
 
-Prompts go through all proposal lengths before the next ones come, in an order that turns, so that
-whatever disturbs the machine disturbs every point alike. Knows no folders and no terminals.
+Prompts go through all proposal lengths before the next ones come, in a rotating order, so that
+disturbances of the machine affect every point alike. Knows no folders and no terminals.
 """
 
 import logging
@@ -24,15 +24,15 @@ from specdec_cli.experiment.records import Key, Sample, given
 from specdec_cli.launch.world import World
 
 _log = logging.getLogger("specdec")
-# Batches of this many refills: long enough to be full most of the time, short enough that little
-# is lost when a job is killed.
+# Batches in a unit: enough to keep the batch full most of the time, and few enough that a killed
+# job loses little.
 _BATCHES_A_UNIT = 8
 T = TypeVar("T")
 Guard = Callable[[Key, Callable[[], object]], None]
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:
-    """Prompts that go through every k before the next ones come, in parts of even size."""
+    """The job in units of even size; each goes through every k before the next one starts."""
     size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
     total = len(job.prompts)
     count = -(-total // size)
@@ -41,13 +41,13 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
 
 
 def turned(values: Sequence[T], turn: int) -> list[T]:
-    """The values in their order, from another one on."""
+    """The values, rotated by `turn` places."""
     start = turn % max(1, len(values))
     return [*values[start:], *values[:start]]
 
 
 def run_at_once(key: Key, run: Callable[[], object]) -> None:
-    """The guard of a run that ends with whatever a part of it raises."""
+    """The guard that lets errors through."""
     run()
 
 
@@ -68,9 +68,9 @@ class MeasuringLoop:
     seconds: float = 0.0
 
     def warm_up(self, job: Job, keys: Iterable[Key], most_tokens: int | None = None) -> None:
-        """Run the first batch at each point as often as the recipe says; nothing is kept.
+        """Run the first batch at each point, without keeping samples.
 
-        most_tokens: to write after each prompt; None for as many as the recipe has.
+        most_tokens: limit on new tokens; None for the recipe's.
         """
         first, params = job.part(0, self.engine.batch_size), job.plan.params
         if most_tokens is not None:
@@ -80,7 +80,7 @@ class MeasuringLoop:
                 self.guard(key, partial(self.run, first, key.k, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
-        """Run each point's prompts as often as the recipe repeats. number: which unit they are."""
+        """Run all repeats of each point's prompts. number: of their unit."""
         taken: dict[Key, dict[int, list[Seq]]] = {key: defaultdict(list) for key in jobs}
         repeats = max((job.plan.recipe.run.repeats for job in jobs.values()), default=0)
         for repeat in range(repeats):

@@ -1,7 +1,7 @@
-"""From the samples of a sweep to its points: metrics, intervals, predictions.
+"""Points from samples: metrics, intervals, predictions.
 
-Everything here is computed from what lies in a run folder, so that interrupted, sharded and merged
-sweeps give the points of a whole one. Knows no engine and no terminal.
+Everything is computed from the records of a run folder, so that interrupted, sharded and merged
+sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -30,11 +30,11 @@ Samples = Mapping[int, Sample]  # of one point, by prompt index
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """What predictions are made from, for one draft and batch size.
+    """The basis of predictions, for one draft and batch size.
 
-    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time that one
-    round of one sequence costs, from the time curve. is_exact: whether replaying `texts` gives the
-    very rounds of every k.
+    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time per round
+    of one sequence, from the time curve. is_exact: whether replaying `texts` gives exactly the
+    rounds of every k.
     """
 
     largest_k: int
@@ -45,9 +45,9 @@ class Forecasts:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a point has no metrics: its status in the contract's words, and the reason.
+    """The status and reason of a point without metrics.
 
-    code: what a command ends with that has no point at all for such reasons.
+    code: the command's exit code if every point failed like this.
     """
 
     status: Literal["failed", "oom", "skipped"]
@@ -64,7 +64,7 @@ def block_points(
 ) -> list[Point]:
     """The points of one draft and batch size, in the order of `keys`.
 
-    samples: by point and prompt index. failures: points that were not measured, and why.
+    samples: by point and prompt index. failures: of points without metrics.
     """
     plain = next((k for k in keys if k.k == 0 and k not in failures), None)
     baseline = without_errors(samples.get(plain, {})) if plain is not None else {}
@@ -92,10 +92,9 @@ def block_points(
 def measured(
     key: Key, samples: Samples, baseline: Samples, failure: Failure | None, seed: int
 ) -> dict[str, Any]:
-    """The fields of a `Point` that are measured, compared with `baseline`: the same prompts at
-    k = 0.
+    """The measured fields of a `Point`. baseline: samples of the same prompts at k = 0.
 
-    failure: why there is nothing.
+    failure: set if the point has no metrics.
     """
     usable = without_errors(samples)
     if failure is None and not usable:
@@ -123,7 +122,7 @@ def measured(
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """What a document says more where no point has been measured, as `code` tells: its `error`."""
+    """The document's `error` if no point was measured, as `code` tells; else nothing."""
     if code not in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
         return {}
     reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
@@ -135,8 +134,7 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
 def metrics_of(samples: Sequence[Sample], key: Key) -> PointMetrics:
     """The contract's `metrics` of one point. Times are means over the repeats.
 
-    The shares that sequences have in an engine round make it whole again, up to rounding, in
-    `num_rounds`.
+    `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
     done = [s for s in samples if s.could_run]
     tokens = sum(len(s.token_ids) for s in done)
@@ -175,7 +173,7 @@ def _spread(values: Sequence[float]) -> LatencySpread:
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
-    """Decoding speed over that of the same prompts at k = 0; None without common prompts."""
+    """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
     common = sorted(samples.keys() & baseline.keys())
     if not common:
         return None
@@ -185,12 +183,12 @@ def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
 
 
 def decode_seconds(sample: Sample) -> float:
-    """A prompt's share of the time of its rounds, mean over the repeats."""
+    """A prompt's share of the time of its rounds, averaged over repeats."""
     return _mean(sample.decode_seconds)
 
 
 def _rounds_of(forecasts: Forecasts) -> Callable[[int], Rounds] | None:
-    """Expected rounds for any k up to the largest; None when there is nothing to go by."""
+    """A function that predicts the rounds for any k up to the largest; None without texts."""
     return partial(expected_rounds, forecasts.texts) if forecasts.texts else None
 
 
@@ -201,7 +199,7 @@ def _prediction(
     forecasts: Forecasts,
     alpha: float,
 ) -> Prediction | None:
-    """Predicted mean length and speed-up, beside what was measured."""
+    """The predicted mean length and speed-up, with their errors where both are known."""
     if rounds_of is None:
         return None
     rounds, plain = rounds_of(k), rounds_of(0)
@@ -227,7 +225,7 @@ def _prediction(
 
 
 def _iid_alpha(samples: Iterable[Sample]) -> float:
-    """The rate at which a proposal is accepted when those before it were, whatever its place."""
+    """The acceptance rate of a proposal whose predecessors were accepted, at any position."""
     chosen = list(samples)
     accepted = sum(sum(s.accepted_per_round) for s in chosen)
     rejected = sum(
@@ -239,13 +237,13 @@ def _iid_alpha(samples: Iterable[Sample]) -> float:
 
 
 def _judged_per_round(sample: Sample) -> list[int]:
-    """Of the proposals of each round, how many may have been rejected or were accepted.
+    """The number of proposals in each round that were accepted or could have been rejected.
 
-    All of them, but for a last round whose accepted proposals end the text (an end-of-text token,
-    or a stop string): nothing was decided of those after them.
+    These are all proposals, except in a last round whose accepted proposals end the text (an
+    end-of-text token or a stop string): those after the end were not judged.
     """
     proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
-    # Every other round adds a token of the target's own, also one that ends in a rejection.
+    # Every other round adds one token of the target's own, whether or not it rejects a proposal.
     whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
     if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
         return [*proposed[:-1], *accepted[-1:]]
@@ -278,7 +276,7 @@ def _per_category(
 
 
 def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
-    """`speedup` and `speedup_ci`; those of k = 0 over itself are known."""
+    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition."""
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
     if faster is None:
@@ -288,17 +286,18 @@ def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
 
 def _length(samples: Samples) -> SumRatio | None:
     """Mean acceptance length over prompts; None where nothing was proposed."""
-    rounds = [samples[index].accepted_per_round for index in sorted(samples)]  # as in every run
+    # In the same order in every run, since resampling depends on it.
+    rounds = [samples[index].accepted_per_round for index in sorted(samples)]
     accepted, drafts = list(map(sum, rounds)), list(map(len, rounds))
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
 
 
 def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, which is nowhere below 1 or above k + 1.
+    """The 95 % interval of a mean length, within 1 and k + 1.
 
-    Prompts that are all alike are still as many observations, unlike their times in one batch: the
-    interval is then that length alone. mean: the length as the point has it, which can differ from
-    that of `length` by a rounding.
+    Identical prompts are still separate observations, unlike their times in one batch: the interval
+    is then the length itself. mean: the point's length, which may differ from that of `length` by
+    rounding.
     """
     found = stats.interval(length, seed)
     if found is None:
@@ -308,7 +307,7 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Output tokens over the time of rounds."""
+    """Output tokens per second of round time."""
     chosen = list(samples)
     return stats.speed([len(s.token_ids) for s in chosen], [decode_seconds(s) for s in chosen])
 
@@ -323,12 +322,12 @@ def _acceptance(samples: Iterable[Sample], k: int) -> Acceptance:
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:
-    """Of samples by prompt, those of prompts that could run."""
+    """The samples of prompts that could run."""
     return {i: s for i, s in samples.items() if s.could_run}
 
 
 def why_none(samples: Samples) -> str:
-    """The reason of a point that did not fail itself, but of whose prompts none ran."""
+    """The reason of a point that did not fail, but none of whose prompts ran."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 

@@ -1,4 +1,4 @@
-"""What sweeps and comparisons prepare alike: the engine's recipe, settings, warnings."""
+"""Preparation that sweeps and comparisons share: the engine's recipe, settings, warnings."""
 
 from itertools import accumulate
 from operator import mul
@@ -16,9 +16,9 @@ _FEW_PROMPTS = 20
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe that engine and cache are made for: the largest k and batch size of the sweep.
+    """The recipe for engine and cache, with the largest k and batch size.
 
-    A mean length of synthetic acceptance belongs to the recipe's own k, so it is turned into rates.
+    A mean length of synthetic acceptance belongs to the recipe's own k, so it becomes rates.
     """
     speculation = recipe.speculation
     changes: dict[str, Any] = {"num_speculative_tokens": largest}
@@ -45,7 +45,7 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
 
 
 def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
-    """A model's section of the recipe and what tells its folder from others, if it takes part."""
+    """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
     if model is None:
         return section
     return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str:
 
 
 def few_prompts(count: int) -> list[str]:
-    """A warning where there are too few prompts for narrow intervals."""
+    """A warning if there are too few prompts for narrow intervals."""
     if count >= _FEW_PROMPTS:
         return []
     few = "1 prompt is" if count == 1 else f"{count} prompts are"

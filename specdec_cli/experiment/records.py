@@ -71,7 +71,7 @@ class Key:
 
 
 class TextSample(Record):
-    """What one prompt gave at one point: the contract's fields of a line of samples.jsonl.
+    """One prompt at one point: the contract's fields of a line of samples.jsonl.
 
     target_tp, draft_tp: in comparisons only. seconds: a list, one a repeat.
     """
@@ -94,7 +94,7 @@ class Sample(TextSample):
     """A line of samples.jsonl with everything that metrics are computed from.
 
     Lists of times have a number for each repeat. Shares add up over prompts to the engine's time,
-    rounds and stages. error: why the prompt could not run, where `finish_reason` says so.
+    rounds and stages. error: the reason a prompt could not run, if `finish_reason` is "error".
     """
 
     proposed_per_round: list[Count]
@@ -140,7 +140,7 @@ class StageTimes(Record):
 
 
 class PointMetrics(StageTimes):
-    """The contract's `metrics` of a point; `engine.metrics.Metrics` says what each one is."""
+    """The contract's `metrics` of a point; `engine.metrics.Metrics` explains each field."""
 
     k: Count
     batch_size: Count
@@ -187,7 +187,7 @@ class CategoryMetrics(Record):
 
 
 class Prediction(Record):
-    """A point's figures as predicted from the run at the largest k; errors are relative."""
+    """Predicted figures of a point, from the run at the largest k; errors are relative."""
 
     method: Name
     is_exact: bool
@@ -240,13 +240,13 @@ class Point(Record):
 
     @property
     def is_predicted(self) -> bool:
-        """Whether this was predicted and, on purpose, not measured."""
+        """Whether this was predicted instead of measured, as asked."""
         return self.status == "skipped" and self.predicted_speedup is not None
 
     def number(self, name: str, part: str | None = None) -> float | None:
-        """A figure of the point, else of its metrics; None where it was not measured.
+        """A figure of the point, else of its metrics; None if it was not measured.
 
-        part: such as p50, where the figure is a spread.
+        part: such as p50, if the figure is a spread.
         """
         found = getattr(self if name in self.model_fields_set else self.metrics, name, None)
         value: float | None = found if part is None else getattr(found, part, None)
@@ -260,9 +260,9 @@ class Point(Record):
 
 
 class CurvePart(StageTimes):
-    """A line of curve.jsonl: what one part of the time curve took at one k.
+    """A line of curve.jsonl: one part of the time curve at one k.
 
-    shard: where the part was measured, in folders that were merged.
+    shard: the shard that measured the part, in merged folders.
     """
 
     draft: Name | None
@@ -301,10 +301,10 @@ R = TypeVar("R", bound=Record)
 def read_records(
     path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
 ) -> list[R]:
-    """The records of a .jsonl file; none without the file. A last line without its end is left out.
+    """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
 
-    further: what else is wrong with a record, or None. Raises `SetupError` for a file that cannot
-    be read, and for the first line that is no such record.
+    further: returns what else is wrong with a record, or None. Raises `SetupError` if the file
+    cannot be read, and for the first line that is no such record.
     """
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
@@ -326,7 +326,7 @@ def read_records(
 
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
-    """The record in a line, or what is wrong with it; "" for a line that is no JSON object."""
+    """The record in a line, or a description of what is wrong; "" if it is no JSON object."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
@@ -335,7 +335,7 @@ def parsed(line: bytes, kind: type[R]) -> R | str:
 
 
 def checked(found: object, kind: type[R]) -> R | str:
-    """The record in a value that was read from JSON, or what is wrong with it."""
+    """The record in a value read from JSON, or a description of what is wrong."""
     if not isinstance(found, dict):
         return ""
     try:
@@ -346,7 +346,7 @@ def checked(found: object, kind: type[R]) -> R | str:
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
-    """The first field whose value is not among the known ones, in words; None where all are."""
+    """A description of the first field whose value is unknown; None if all are known."""
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
             return f"its {name} is {value}"
@@ -354,7 +354,7 @@ def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | Non
 
 
 def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
-    """Why a run of so many prompts, each measured `repeats` times, has no such sample, or None."""
+    """The reason that a run with these numbers cannot have the sample, or None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
     for name in ("seconds", "decode_seconds", "round_share"):
@@ -364,7 +364,7 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
 
 
 def impossible(told: str) -> PydanticCustomError:
-    """What a record's own checks raise: `told` says what cannot be."""
+    """The error that a record's own checks raise. told: the description."""
     return PydanticCustomError("impossible", "{told}", {"told": told})
 
 

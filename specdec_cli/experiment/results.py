@@ -1,4 +1,4 @@
-"""The documents that commands give out, and records of what they measured.
+"""The JSON documents of commands, and the records of a single run.
 
 Knows the contract's JSON names; knows nothing of terminals or folders.
 """
@@ -26,7 +26,7 @@ _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetens
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one prompt gave. `error` is set exactly when `finish_reason` is "error"."""
+    """The output of one prompt. `error` is set exactly if `finish_reason` is "error"."""
 
     index: int
     prompt: str
@@ -54,9 +54,9 @@ class Output:
 def environment(
     device: torch.device, dtype: torch.dtype, execution: dict[str, str]
 ) -> dict[str, Any]:
-    """Where the numbers come from. An allow-list: no environment variable is ever copied.
+    """The record of the environment. An allow-list: no environment variable is copied.
 
-    dtype: the target's. execution: what was compiled or captured, and why.
+    dtype: the target's. execution: which parts were compiled or captured, and why.
     """
     found: dict[str, Any] = {
         "specdec": __version__,
@@ -80,7 +80,7 @@ def environment(
 def generate_document(
     recipe: Recipe, where: dict[str, Any], outputs: Values[Output], metrics: Metrics
 ) -> dict[str, Any]:
-    """`generate --json`."""
+    """The document of `generate --json`."""
     return {
         "schema": "specdec.generate/1",
         "recipe": recipe.model_dump(mode="json"),
@@ -117,7 +117,7 @@ def _version(package: str) -> str | None:
 def point_record(
     outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
 ) -> dict[str, Any]:
-    """The line of points.jsonl of a single run, which compares with nothing."""
+    """The line of points.jsonl of a single run, which has no baseline."""
     could_run = any(o.error is None for o in outputs)
     why = next((o.error for o in outputs if o.error is not None), None)
     point = Point(
@@ -133,7 +133,7 @@ def point_record(
         per_category={},
         **given(reason=None if could_run else f"no prompt could run: {why}"),
     )
-    # A reason stands beside the status here, unlike in the points of a sweep.
+    # In a single run the reason follows the status, unlike in the points of a sweep.
     order = () if could_run else ("k", "batch_size", "draft", "status", "reason")
     return dict.fromkeys(order) | point.as_dict()
 

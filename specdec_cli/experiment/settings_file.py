@@ -1,4 +1,4 @@
-"""settings.json of a run folder: what its records depend on, and whether a run may go on there."""
+"""settings.json of a run folder: the settings of its records, and whether a run may resume."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ SETTINGS = "settings.json"
 
 
 def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
-    """A folder to go on with, once `load` has read it."""
+    """A folder to resume in, after `load` has read it."""
     folder = RunFolder.reopen(path)
     try:
         load(folder)
@@ -26,19 +26,19 @@ def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
 
 
 def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[str]) -> None:
-    """What `read_settings` and `read_warnings` read."""
+    """Write settings.json."""
     found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
     folder.write(SETTINGS, to_json(found) + "\n")
 
 
 def read_warnings(path: Path) -> list[str]:
-    """The warnings that a sweep's folder was begun and gone on with."""
+    """The warnings of the runs that wrote a folder."""
     found = read_settings_file(path).get("warnings")
     return [str(one) for one in found] if isinstance(found, list) else []
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
-    """settings.json of a folder. Raises `UsageError` where there is none."""
+    """The content of settings.json. Raises `UsageError` without the file."""
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -52,7 +52,7 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 
 
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
-    """Raises `UsageError` where the settings that a folder was begun with are not ours."""
+    """Raise `UsageError` if a folder was begun with other settings than ours."""
     found = settings_difference(theirs, ours)
     if found is None:
         return
@@ -69,9 +69,9 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
 
 
 def another_environment(path: Path, where: dict[str, Any]) -> str | None:
-    """A warning for a folder that was begun elsewhere, such as with other versions.
+    """A warning if a folder was begun in another environment, such as with other versions.
 
-    Its samples are kept; their times may differ for that reason.
+    Its samples are kept, but their times may differ.
     """
     try:
         earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
@@ -86,15 +86,14 @@ def another_environment(path: Path, where: dict[str, Any]) -> str | None:
 def keep_environment_warning(
     folder: RunFolder, settings: RunSettings, where: dict[str, Any]
 ) -> None:
-    """Add it to the folder's warnings, so that whoever goes on with it or merges it says so too."""
+    """Add that warning to the folder, so that later runs and merges repeat it."""
     found, said = another_environment(folder.path, where), read_warnings(folder.path)
     if found is not None and found not in said:
         write_settings(folder, settings, [*said, found])
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
-    """What a folder's summary says of where its samples were measured, else of where it was begun;
-    else `where`."""
+    """The environment in a folder's summary, else the one it was begun in, else `where`."""
     for name, key in (("summary.json", "environment"), ("environment.json", None)):
         try:
             found = json.loads((path / name).read_text(encoding="utf-8"))

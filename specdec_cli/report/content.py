@@ -1,4 +1,4 @@
-"""What a report says, put together once for every format."""
+"""The content of a report, the same for every format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +14,10 @@ from specdec_cli.report.vllm import Deployment, deployment
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """headline: the answer. answers: one by batch size. reasons: the run's own words for them.
-    tables: by name, None where there is nothing to show. category_point: which point those are of.
+    """The content of a report.
+
+    headline: the answer. answers: one by batch size. reasons: the run's own words for them. tables:
+    by name, None if there is nothing to show. category_point: the point that categories are of.
     """
 
     run: ReportedRun
@@ -32,7 +34,7 @@ class Content:
 
 
 def content_of(run: ReportedRun) -> Content:
-    """A report's content, of whatever the folder had."""
+    """The content of a report on a run, complete or not."""
     bests = findings.best_by_batch_size(run)
     shown = _point_for_categories(run, bests)
     by_category = tables.categories(run, shown) if shown is not None else None
@@ -60,7 +62,7 @@ def content_of(run: ReportedRun) -> Content:
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
-    """The best point; where that is no speculation, the fastest with proposals."""
+    """The best point, or the fastest with proposals if no speculation is best."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
@@ -73,7 +75,7 @@ def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
 
 
 def _setup(run: ReportedRun) -> str:
-    """What was run, in a line."""
+    """The setup of a run in one line."""
     parts = [f"target {run.setting('target', 'model') or '?'}"]
     drafts = sorted({p.draft for p in run.points if p.draft is not None})
     named: Any = ", ".join(drafts) or run.setting("draft", "model")

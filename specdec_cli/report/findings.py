@@ -1,7 +1,6 @@
-"""What a run says: speed-ups, the best point by batch size, the answer in words.
+"""The findings of a run: the best point by batch size, and the answer in words.
 
-Computes from points alone what a run that was cut short did not come to write. Knows nothing of
-HTML or plots.
+For a run that was cut short they are computed from its points. Knows nothing of HTML or plots.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,13 +10,13 @@ from typing import Any
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.folder import ReportedRun
 
-# Warnings that runs record and that a report has its own words for.
+# Recorded warnings for which a report has its own words.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
 class PlotPlace:
-    """Where a point stands in a plot: the panel, the line in it, and its place on the x axis."""
+    """A point's place in a plot: the panel, the line in it, and x."""
 
     panel: str
     series: str
@@ -28,9 +27,9 @@ class PlotPlace:
 class Best:
     """The best point at a batch size.
 
-    point: None when nothing could be measured; k = 0 stands for no speculation. tied: others that
-    are no different statistically, in words. is_recorded: the run said so itself; else it is the
-    fastest of the points there are.
+    point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
+    not differ statistically, in words. is_recorded: the run recorded it; else it is the fastest of
+    the points there are.
     """
 
     batch_size: int | None
@@ -41,13 +40,13 @@ class Best:
 
 
 def residual(run: ReportedRun, point: Point) -> float | None:
-    """Predicted over measured speed-up, less one."""
+    """The relative error of the predicted speed-up."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
 def place_of(run: ReportedRun, point: Point) -> PlotPlace | None:
-    """Where a point with proposals is drawn; None for plain decoding and incomplete records."""
+    """The place of a point with proposals; None for plain decoding."""
     if run.is_comparison:
         if point.is_baseline or point.draft_tp is None:
             return None
@@ -89,7 +88,7 @@ def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | N
         return None
     chosen = matching[0]
     drafts = {p.draft for p in points if p.draft is not None}
-    # Of several drafts `tied` has the chosen one's k alone.
+    # With several drafts, `tied` lists only ks of the chosen one.
     tied = entry.get("tied_points") if len(drafts) > 1 else None
     tied = tied or entry.get("tied")
     others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
@@ -110,7 +109,7 @@ def _tied_in_words(one: object) -> str:
         said = [
             f"{word} {one[key]}"
             for key, word in words.items()
-            # Without proposals no draft has a part in it.
+            # At k = 0 the draft plays no part.
             if one.get(key) is not None and not (key == "draft" and one.get("k") == 0)
         ]
         return " ".join(said)
@@ -119,7 +118,7 @@ def _tied_in_words(one: object) -> str:
 
 def _fastest(run: ReportedRun, size: int) -> Best:
     points = [p for p in run.points if p.is_ok and p.batch_size == size]
-    # Across target TPs a speed-up would compare with different speeds of plain decoding.
+    # Speed-ups at different target TPs have different baselines.
     name = "decode_tokens_per_second"
     by_speed = run.is_comparison
     speeds = [
@@ -131,7 +130,7 @@ def _fastest(run: ReportedRun, size: int) -> Best:
 
 
 def setting_in_words(run: ReportedRun, point: Point) -> str:
-    """What is run at a point: `k = 4 with draft-1b`."""
+    """The name of a point's setting: `k = 4 with draft-1b`."""
     if point.is_baseline:
         is_comparison = run.is_comparison
         return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
@@ -142,7 +141,7 @@ def setting_in_words(run: ReportedRun, point: Point) -> str:
 
 
 def times(value: float) -> str:
-    """A speed-up as it is shown."""
+    """A speed-up as text."""
     return f"{value:.2f}×"
 
 
@@ -178,7 +177,7 @@ def answer(run: ReportedRun, best: Best) -> str:
 
 
 def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
-    """What was measured with proposals at a batch size, with its speed-up."""
+    """The measured points with proposals at a batch size, each after its speed-up."""
     return [
         (s, p)
         for p in run.points
@@ -187,13 +186,13 @@ def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
 
 
 def _is_within_chance(run: ReportedRun, best: Best) -> bool:
-    """Whether plain decoding was chosen though something else was faster, by what may be chance."""
+    """Whether plain decoding was chosen because faster points may be faster by chance."""
     faster = [s for s, _ in _with_proposals(run, best) if s > 1]
     return bool(faster) and best.is_recorded and not run.is_comparison
 
 
 def _runner_up(run: ReportedRun, best: Best) -> str:
-    """How near speculation came where plain decoding won."""
+    """The best point with proposals in words, if plain decoding won."""
     rest = _with_proposals(run, best)
     if not rest:
         return "No point with proposals was measured."
@@ -227,7 +226,7 @@ def headline(run: ReportedRun, bests: list[Best]) -> str:
 
 
 def warnings(run: ReportedRun) -> list[str]:
-    """What a reader has to know before believing the figures."""
+    """Warnings for readers of the figures."""
     found = []
     if run.is_partial:
         found.append(

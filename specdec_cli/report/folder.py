@@ -1,7 +1,7 @@
 """Reads a run folder of sweep-k or compare-tp, whole or cut short by a crash.
 
-Knows the contract's names and believes nothing: what is no number where one belongs counts as not
-there, and what could not be read is said in `notes`. Knows nothing of how it is shown.
+Damaged records and files are left out, each with a line in `notes`. Knows nothing of how a run is
+shown.
 """
 
 import json
@@ -21,10 +21,10 @@ _LABEL_LENGTH = 32
 
 @dataclass(frozen=True, slots=True)
 class ReportedRun:
-    """What a run folder holds.
+    """A run as read from its folder.
 
-    kind: "sweep-k" or "compare-tp". samples: finished prompts by point and category, as (drafts,
-    accepted tokens, prompts). is_partial: there is no summary, so the run did not come to its end.
+    points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
+    samples: finished prompts by point and category, as (drafts, accepted tokens, prompts).
     """
 
     path: Path
@@ -40,11 +40,12 @@ class ReportedRun:
 
     @property
     def kind(self) -> str:
-        """The command that the run is of."""
+        """The command that made the run."""
         return "compare-tp" if self.is_comparison else "sweep-k"
 
     @property
     def is_partial(self) -> bool:
+        """Whether the run did not come to its end: it has no summary."""
         return self.summary is None
 
     def setting(self, section: str, key: str) -> Any:
@@ -54,7 +55,7 @@ class ReportedRun:
 
 
 def read_folder(path: Path) -> ReportedRun:
-    """The run in a folder. Raises `UsageError` when it holds none that a report is about."""
+    """The run in a folder. Raises `UsageError` if it holds no run that a report can show."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "no such folder"
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
@@ -99,7 +100,7 @@ def read_folder(path: Path) -> ReportedRun:
 
 
 def _refuse_unfinished(path: Path) -> None:
-    """Raise `UsageError` where a run was begun and no point of it was finished."""
+    """Raise `UsageError` if a run was begun but has no finished point."""
     begun = _document(path / "settings.json", [])
     if begun is None:
         return
@@ -113,7 +114,7 @@ def _refuse_unfinished(path: Path) -> None:
 
 
 def _latest(records: list[Point]) -> tuple[Point, ...]:
-    """A point for each setting, the last record of it: a resumed run tries failed ones again."""
+    """The last record of each setting, since a resumed run retries failed points."""
 
     def place(p: Point) -> tuple[Any, ...]:
         return (p.draft or "", p.target_tp or 0, p.batch_size, p.draft_tp or 0, p.k)
@@ -124,7 +125,7 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
-    """The point with its speed-up, from decoding speeds where the run ended before it had one."""
+    """The point with its speed-up, from decoding speeds if the run ended before computing it."""
     if point.metrics is None or point.speedup is not None:
         return point
     base = baseline_of(points, point)
@@ -134,14 +135,14 @@ def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
-    """The plain decoding that a point is compared with: at its batch size and target TP."""
+    """The baseline of a point: plain decoding at its batch size and target TP."""
     place = (point.batch_size, point.target_tp)
     same = [p for p in points if p.is_ok and p.is_baseline and (p.batch_size, p.target_tp) == place]
     return next(iter([p for p in same if p.draft == point.draft] or same), None)
 
 
 def _labels(points: Sequence[Point]) -> dict[str | None, str]:
-    """A short name for each draft: the last part of a path, or more where that is not unique."""
+    """A short name for each draft: the last part of its path, if that is unique."""
     names = sorted({p.draft for p in points if p.draft is not None})
     labels: dict[str | None, str] = {None: "no draft"}
     for name in names:
@@ -180,7 +181,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
 
 
 def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
-    """The records of a .jsonl file; of a crashed run the last line may be torn."""
+    """The intact records of a .jsonl file; a crash may have torn the last line."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -195,7 +196,7 @@ def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
 
 
 def _good(what: str, found: Iterable[tuple[int, R | str]], notes: list[str]) -> Iterator[R]:
-    """The records among numbered ones; a note for each that is damaged, naming the key."""
+    """The intact ones among numbered records. Each other one gets a note that names the key."""
     for number, record in found:
         if isinstance(record, str):
             told = f" ({record})" if record else ""

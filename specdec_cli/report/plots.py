@@ -19,9 +19,7 @@ from specdec_cli.report.tables import Table
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. caption: what it shows, for those who cannot see it too. png, svg: empty where
-    they were not asked for.
-    """
+    """A drawn plot. caption: also the alternative text. png, svg: empty if not asked for."""
 
     name: str
     title: str

@@ -1,4 +1,4 @@
-"""The tables of a report, as values; HTML, markdown and CSV are made of the same ones."""
+"""The tables of a report as values, for HTML, markdown and CSV alike."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ Value = str | float | int | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: `digits` after the point where it holds numbers, None for text and whole ones."""
+    """A column. digits: after the decimal point; None for text and whole numbers."""
 
     title: str
     digits: int | None = None
@@ -25,7 +25,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """name: of its file. note: what a reader has to know, below the title. strong: rows to mark."""
+    """A table. name: of its file. note: below the title. strong: rows to mark."""
 
     name: str
     title: str
@@ -48,7 +48,7 @@ def cell(value: Value, column: Column) -> str:
 
 
 def setting_columns(run: ReportedRun) -> tuple[Column, ...]:
-    """The columns that say which point a row is about."""
+    """The columns that name a row's point."""
     if run.is_comparison:
         return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
     return (Column("draft"), Column("batch"), Column("k"))
@@ -63,7 +63,7 @@ def setting_cells(run: ReportedRun, point: Point) -> tuple[Value, ...]:
 
 
 def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
-    """Speed and acceptance of every point, those that failed too."""
+    """Speed and acceptance of every point, including failed ones."""
     columns = (
         *setting_columns(run),
         Column("speed-up", 2, "×"),
@@ -110,7 +110,7 @@ def _proposing(point: Point) -> float | None:
 
 
 def _without_empty(title: str, table: Table) -> Table:
-    """The table without the column of this title if no row has anything there."""
+    """The table without the column of this title if it is empty."""
     place = [column.title for column in table.columns].index(title)
     if any(row[place] is not None for row in table.rows):
         return table
@@ -126,7 +126,7 @@ def _span(interval: Sequence[float] | None) -> str | None:
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
-    """Where a round's time goes."""
+    """The time of a round by stage."""
     columns = (
         *setting_columns(run),
         *(Column(stage, 3, "ms") for stage in STAGES),
@@ -199,7 +199,7 @@ def predictions(run: ReportedRun) -> Table | None:
 
 
 def _method(points: Sequence[Point]) -> str:
-    """How acceptance was predicted, as far as the points say it."""
+    """The method of prediction in words, as far as the points record it."""
     are_exact = [p.prediction.is_exact for p in points if p.prediction is not None]
     if not are_exact:
         return ""
@@ -212,7 +212,7 @@ def _method(points: Sequence[Point]) -> str:
 
 
 def categories(run: ReportedRun, point: Point) -> Table | None:
-    """One point by category of prompt, from its record, else from the samples that there are."""
+    """One point by category of prompt, from its record, else from its samples."""
     found: list[tuple[Value, ...]] = []
     for name, row in point.per_category.items():
         rate = row.draft_acceptance_rate
@@ -246,7 +246,7 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
     )
 
 
-# Tables for other programs: full names, and figures as they were recorded.
+# Tables for other programs, with full names and figures as recorded.
 
 
 def raw_points(run: ReportedRun) -> Table:

@@ -1,4 +1,4 @@
-"""The answer for deployment: vLLM's `speculative_config`, and what vLLM would refuse.
+"""The recommendation for deployment: vLLM's `speculative_config`, and its restrictions.
 
 Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothing.
 """
@@ -16,8 +16,10 @@ from specdec_cli.report.folder import ReportedRun
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """config: `speculative_config`, None for no speculation. rehearsal: the same with the measured
-    acceptance given, to time vLLM without trusting the pair. command: what starts a server.
+    """The recommendation for vLLM.
+
+    config: `speculative_config`, None for no speculation. rehearsal: the same with synthetic
+    acceptance as measured, to time vLLM by itself. command: starts a server.
     """
 
     config: dict[str, Any] | None
@@ -35,7 +37,7 @@ class Deployment:
 
 
 def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
-    """The config for the best point, by batch size where that matters; None without a point."""
+    """The config for the best point, by batch size if k changes with it; None without a point."""
     found = [b for b in bests if b.point is not None]
     if not found:
         return None
@@ -47,7 +49,7 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
             "speculative config."
         )
         return Deployment(None, None, _command(run, target, None, None), (note,))
-    # One draft serves every batch size: that of the smallest batch, where speculation pays most.
+    # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
@@ -124,7 +126,7 @@ def _notes_on_sampling(run: ReportedRun, config: dict[str, Any]) -> list[str]:
 
 
 def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
-    """[first batch size, last, k] in order; empty where k is the same throughout."""
+    """The schedule as [first batch size, last, k] in order; empty if k is constant."""
     ks = [
         (best.batch_size, best.point.k)
         for best in bests
@@ -141,9 +143,9 @@ def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """The config with acceptance given; vLLM wants k marginal rates that do not rise.
+    """The config with synthetic acceptance; vLLM wants k marginal rates that do not rise.
 
-    A point that was predicted has no rates, and vLLM takes its mean length.
+    A predicted point has no rates, so its mean length is used.
     """
     if point.is_predicted:
         if point.prediction is None:

@@ -1,6 +1,6 @@
-"""What people see of a comparison: a line a point or a growing table, then the table of results.
+"""A comparison on the terminal: progress as lines or a live table, then the results.
 
-Computes nothing but running means; the results are computed in `records` and `verdict`.
+Computes only running means; `comparison_records` and `verdict` compute the results.
 """
 
 import sys
@@ -35,7 +35,7 @@ _TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
 
 
 def say(line: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     console(sys.stderr).print(Text(inert(line)))
 
 
@@ -53,17 +53,14 @@ class Silent:
 
 
 class PlainLines(Silent):
-    """A line on stderr for each point that failed; of the others rank 0 tells itself."""
+    """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
         say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
 class LiveTable(Silent):
-    """A table that fills and a bar, on a terminal.
-
-    The ranks write to the run folder, and this reads what they have written.
-    """
+    """A live table and a progress bar on a terminal, from the records in the run folder."""
 
     def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
         self._settings = records.settings
@@ -99,7 +96,7 @@ class LiveTable(Silent):
         table = Table(box=None, pad_edge=False)
         for heading in ("target TP", "draft TP", "batch", "prompts", "tokens/s", "x k = 0"):
             table.add_column(heading, justify="right")
-        for (pair, batch_size), by_k in list(self._rows.items()):  # drawn by a thread of its own
+        for (pair, batch_size), by_k in list(self._rows.items()):  # a copy: another thread draws
             cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
             if (failure := self._failures.get((pair, batch_size))) is not None:
                 table.add_row(*cells, "", failure.status, "")
@@ -124,7 +121,7 @@ class LiveTable(Silent):
 
 
 class _Tail(Generic[R]):
-    """The records that were added to a .jsonl file since it was last read."""
+    """Reads the records that were added to a .jsonl file since the last call."""
 
     def __init__(self, path: Path, kind: type[R]) -> None:
         self._path = path
@@ -145,7 +142,7 @@ class _Tail(Generic[R]):
 
 
 def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Silent:
-    """What shows a comparison's progress on this stderr."""
+    """The progress display for this stderr."""
     if quiet:
         return Silent()
     return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
@@ -166,7 +163,7 @@ def point_line(point: Point) -> str:
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """The tables of points and what they say, on stdout."""
+    """Print the tables of points and the conclusions on stdout."""
     out = console_of_results()
     points: list[Point] = document["points"]
     for table in results_tables(points, out.width):
@@ -184,8 +181,10 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
-    """A row a point, k = 0 of each target TP first; the times of rounds in a table of their own
-    where one table would not fit into so many columns."""
+    """Tables with a row for each point, k = 0 of each target TP first.
+
+    The times of rounds get a table of their own if one table would be wider than `width`.
+    """
     shown = [point for point in points if point.status != "skipped"]
     whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
     if table_width(whole).maximum <= width:
@@ -209,7 +208,7 @@ def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool 
 
 
 def _without_results(points: Sequence[Point]) -> list[str]:
-    """Why points have no results: that is more than a column holds."""
+    """Lines for points without results, since reasons do not fit into a column."""
     skipped = (f"{_pair_of(p)}: skipped: {p.reason}" for p in points if p.status == "skipped")
     failed = (point_line(p) for p in points if p.status in ("failed", "oom"))
     return [*dict.fromkeys(skipped), *failed]
@@ -221,7 +220,7 @@ def _pair_of(point: Point) -> str:
 
 
 def _cells(point: Point) -> dict[str, str]:
-    """By heading."""
+    """A point's cells by heading."""
     found = {
         "target TP": str(point.target_tp),
         "draft TP": str(point.draft_tp) if point.k else "none",
@@ -242,7 +241,7 @@ def _cells(point: Point) -> dict[str, str]:
 
 
 def _counts(blocks: Sequence[int] | None) -> str:
-    """Blocks by rank, once where all ranks have as many."""
+    """Blocks by rank; a single number if all ranks have the same."""
     if not blocks:
         return ""
     same = set(blocks)

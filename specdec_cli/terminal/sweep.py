@@ -1,6 +1,6 @@
-"""What people see of a sweep: progress and a growing table, then the table of results.
+"""A sweep on the terminal: progress as lines or a live table, then the results.
 
-Computes nothing but running means; the results are computed in `points`.
+Computes only running means; `points` computes the results.
 """
 
 import sys
@@ -41,7 +41,7 @@ _HEADINGS = (
     "predicted",
     *_TIMES.values(),
 )
-# What a narrow terminal can do without, the first first.
+# Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
     *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
     "predicted",
@@ -49,7 +49,7 @@ _SPARE = (
     _PROPOSING,
     "tokens a round",
 )
-_LINE_EVERY = 0.1  # of the samples, where there is no terminal
+_LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
 class Silent:
@@ -69,7 +69,7 @@ class Silent:
 
 
 class PlainLines(Silent):
-    """A line a point on stderr, and one for every tenth of the samples with the time left."""
+    """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -98,7 +98,7 @@ class PlainLines(Silent):
 
 
 class LiveTable(Silent):
-    """A bar with the time left and a table that fills, on a terminal."""
+    """A live table and a progress bar with the time left, on a terminal."""
 
     def __init__(self, total: int) -> None:
         self._progress = live_bar()
@@ -147,7 +147,7 @@ class LiveTable(Silent):
 
 
 def watcher(total: int, *, quiet: bool) -> Silent:
-    """What shows a sweep's progress on this stderr."""
+    """The progress display for this stderr."""
     if quiet:
         return Silent()
     return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
@@ -169,7 +169,7 @@ def point_line(point: Point) -> str:
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """The table of points and the recommendation, on stdout."""
+    """Print the table of points and the recommendation on stdout."""
     out = console_of_results()
     is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
     table, left_out = results_table(document["points"], out.width, is_split=is_split)
@@ -193,9 +193,10 @@ def print_results(document: Mapping[str, Any]) -> None:
 def results_table(
     points: Sequence[Point], width: int, *, is_split: bool = False
 ) -> tuple[Table, list[str]]:
-    """A row a point, draft and batch size only where there are several; and what was left out.
+    """The table of points, and the columns that were left out.
 
-    is_split: whether the target has several ranks, to which proposals are sent.
+    Draft and batch size are columns only if there are several. is_split: whether the target has
+    several ranks, so that there are broadcasts.
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
@@ -212,7 +213,7 @@ def results_table(
 
 
 def _cells(point: Point) -> dict[str, str]:
-    """By heading."""
+    """A point's cells by heading."""
     predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
     found = {"k": str(point.k), "predicted": predicted}
     m = point.metrics
@@ -237,7 +238,7 @@ def _cells(point: Point) -> dict[str, str]:
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
-    """Speed-ups by category at the fastest point, where there are categories."""
+    """Speed-ups by category at the fastest point, or None without categories."""
     fastest = document["best"].get("fastest")
     if fastest is None:
         return None
@@ -261,7 +262,7 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
 
 def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
-    """What cannot be told from the fastest, itself too; of k = 0, which every draft has, one."""
+    """The fastest point and all points tied with it, in words; k = 0 is listed once."""
     if with_draft:
         points = best.get("tied_points", ())
         tied = dict.fromkeys(in_words(**point, with_draft=True) for point in points)

@@ -490,7 +490,7 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
         (Report(1, End.FAILED, 5, "out of memory on cuda:1"), "oom", "rank 1: out of memory on "),
         (Report(1, End.FAILED, 5, NO_ROOM, is_common=True), "oom", NO_ROOM),
         (Report(1, End.FAILED, 5, "model m is damaged\nhere"), "failed", "rank 1: model m is "),
-        (Report(0, End.STOPPED, 143), "failed", "the ranks ended without a word"),
+        (Report(0, End.STOPPED, 143), "failed", "the ranks ended without a report"),
     ],
     ids=["out-of-memory", "no-room-for-a-cache", "other", "silent"],
 )

@@ -1,4 +1,4 @@
-"""Around a comparison: from a recipe to a checked plan, and its folder.
+"""The plan of a comparison, from a recipe to checked pairs, and its run folder.
 
 Loads no weights and starts no ranks.
 """
@@ -37,9 +37,9 @@ from specdec_cli.text import digest
 class ComparisonPlan:
     """A checked comparison.
 
-    recipe: as the user's command line resolves, for the first pair and batch size; engine_recipe:
-    with a cache for the largest batch size, which every pair gets. job: the pair at one rank each,
-    and its prompts.
+    recipe: as resolved from the command line, for the first pair and batch size. engine_recipe: the
+    same with a cache for the largest batch size, which every pair gets. job: the pair at one rank
+    each, and its prompts.
     """
 
     recipe: Recipe
@@ -76,7 +76,7 @@ def plan_comparison(
     batches: int | None,
     permissions: Permissions,
 ) -> ComparisonPlan:
-    """Check the models, tokenise, and find out which pairs can run.
+    """A checked comparison: tokenised prompts, and which pairs can run.
 
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
@@ -113,7 +113,7 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # What is kept is a recipe that runs: the first legal pair, at the first batch size.
+    # The recipe in the folder has to run: the first legal pair, at the first batch size.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = with_degrees(recipe, first).model_copy(update={"run": run})
@@ -130,7 +130,7 @@ def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
-    """Pairs that are not to be run. num_gpus: of this machine; None where ranks run on CPUs.
+    """The pairs that are not run, and why. num_gpus: of this machine; None for ranks on CPUs.
 
     Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
     """
@@ -166,7 +166,7 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
 
 
 def _cannot_split(job: Job, model: Description, size: int) -> str | None:
-    """Why a model cannot be split over so many ranks, or None."""
+    """The reason that a model cannot be split over `size` ranks, or None."""
     if size == 1:
         return None
     try:
@@ -177,7 +177,7 @@ def _cannot_split(job: Job, model: Description, size: int) -> str | None:
 
 
 def warnings_of(plan: ComparisonPlan) -> list[str]:
-    """What a reader of the results has to know."""
+    """Warnings for readers of the results."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
     if is_dummy and not plan.settings.is_synthetic:
@@ -197,7 +197,7 @@ def warnings_of(plan: ComparisonPlan) -> list[str]:
 
 
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[str]) -> dict[str, Any]:
-    """What a comparison would do, for `--dry-run`; `text` says it for people."""
+    """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
     pairs = [
@@ -232,7 +232,7 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[str]) -> dict[str, An
 def open_folder(
     path: Path, plan: ComparisonPlan, records: ComparisonRecords, *, resume: bool
 ) -> RunFolder:
-    """The comparison's run folder, new or gone on with; `records` takes over what it holds.
+    """The comparison's run folder, new or resumed; `records` takes over what it holds.
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.
     """

@@ -1,6 +1,6 @@
-"""What a comparison has found so far, and the points that follow from it.
+"""The samples of a comparison and the points that follow from them.
 
-Everything is computed from what lies in the run folder. Knows no ranks and no terminal.
+Everything is computed from the run folder. Knows no ranks and no terminal.
 """
 
 from collections import defaultdict
@@ -29,7 +29,9 @@ _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 @dataclass(slots=True)
 class ComparisonRecords:
-    """samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
+    """The records of a comparison.
+
+    samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
     failures: of pairs and batch sizes, in this run of the command. points: as last written.
     """
 
@@ -43,7 +45,7 @@ class ComparisonRecords:
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder) -> None:
-        """Take over what lies in a folder; of two records of one prompt the last counts."""
+        """Read a folder. Of two records of one prompt the last counts."""
         self.samples.clear()
         further = partial(_problem, settings=self.settings)
         for sample in read_records(folder.path / "samples.jsonl", Sample, further):
@@ -54,11 +56,11 @@ class ComparisonRecords:
         self.points = list({_place(p): p for p in written}.values())
 
     def open_sizes(self, pair: Pair) -> list[int]:
-        """Batch sizes at which a pair is not measured in full."""
+        """The batch sizes at which a pair is not fully measured."""
         return [b for b in self.settings.batch_sizes if not self.is_complete(pair, b)]
 
     def is_open(self, pairs: Iterable[Pair]) -> bool:
-        """Whether one of them is not measured in full."""
+        """Whether one of the pairs is not fully measured."""
         return any(map(self.open_sizes, pairs))
 
     def is_complete(self, pair: Pair, batch_size: int) -> bool:
@@ -78,7 +80,7 @@ class ComparisonRecords:
         return changed
 
     def _points(self) -> list[Point]:
-        """Points of every pair that was tried or is not to be, and of plain decoding beside it."""
+        """Points of pairs that ran, failed or were skipped, and of plain decoding beside them."""
         found = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
@@ -112,8 +114,8 @@ class ComparisonRecords:
         return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """k = 0 at a target TP, from every pair's ranks: they are more repeats of the same."""
-        # A degree that does not divide says nothing about plain decoding.
+        """The point of k = 0 at a target TP: the ranks of every pair are further repeats of it."""
+        # A pair that cannot run because its degrees do not divide is no failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]
@@ -132,14 +134,14 @@ class ComparisonRecords:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """The cache of the pair that has the smallest."""
+        """The smallest cache among the pairs."""
         known = [self.facts[pair] for pair in pairs if pair in self.facts]
         least = min(known, key=lambda fact: fact.num_blocks, default=None)
         return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
 def _problem(sample: Sample, settings: ComparisonSettings) -> str | None:
-    """What makes it no sample of the comparison."""
+    """The reason that a sample belongs to no point of the comparison, or None."""
     if (pair := Pair.of(sample)) not in settings.pairs:
         return f"its degrees are {pair}"
     known = {"draft": [settings.draft], "k": (0, settings.k), "batch_size": settings.batch_sizes}
@@ -156,7 +158,7 @@ def point_of(
     failure: Failure | None,
     k: int | None = None,
 ) -> Point:
-    """A line of points.jsonl, without what other pairs have to say of it.
+    """A point without its comparison to other pairs.
 
     own, plain: samples of the point and of k = 0, by prompt. k: the comparison's unless given.
     """
@@ -180,9 +182,9 @@ def point_of(
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """Samples of the same point from several worlds, as if they were repeats in one.
+    """The samples of one point from several worlds, merged as repeats.
 
-    A prompt that could run in some of them, such as those with room for it, could run.
+    A prompt counts as run if it ran in any of them.
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:

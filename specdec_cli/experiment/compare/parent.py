@@ -1,6 +1,6 @@
-"""Runs a comparison: each pair in ranks of its own, started from here, one pair after the other.
+"""The parent process of a comparison: starts the ranks of one pair after the other.
 
-What ends one pair's ranks is a failure of that pair; the others go on.
+If a pair's ranks fail, that pair has failed; the others go on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from specdec_cli.launch.reports import Report
 
 
 class PairWatcher(Protocol):
-    """Is told how a comparison goes on."""
+    """Receives the progress of a comparison."""
 
     def begin(self, pair: Pair) -> None: ...
 
@@ -37,10 +37,10 @@ def run_pairs(
     program: Sequence[str],
     watcher: PairWatcher,
 ) -> list[int]:
-    """Measure every pair that is not recorded yet; returns the exit codes of those that failed.
+    """Measure every pair that is not recorded yet. Returns the exit codes of failed pairs.
 
-    program: the command line, after the interpreter, of a rank; the number of ranks, the device and
-    the timeout are added.
+    program: a rank's command line after the interpreter; the number of ranks, the device and the
+    timeout are appended.
     """
     codes = []
     records.update_points(folder)
@@ -79,14 +79,14 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Read what the ranks of a pair have written; killed ones may have left a torn line."""
+    """Read the records of a pair's ranks; killed ranks may have left a torn line."""
     folder.mend()
     records.load(folder)
 
 
 def _failure(report: Report | None) -> Failure:
     if report is None or report.explained is None:
-        return Failure("failed", "the ranks ended without a word")
+        return Failure("failed", "the ranks ended without a report")
     is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
 
@@ -94,7 +94,7 @@ def _failure(report: Report | None) -> Failure:
 def document_of(
     plan: ComparisonPlan, records: ComparisonRecords, warnings: Sequence[str], where: dict[str, Any]
 ) -> dict[str, Any]:
-    """`compare-tp --json`, and summary.json. where: its environment."""
+    """The document of `compare-tp --json` and summary.json. where: its environment."""
     verdict = verdict_of(records)
     said = [*warnings, *prompts_that_failed(records.samples.values())]
     if is_broken(verdict["tokens"]):
@@ -121,9 +121,11 @@ def exit_code(
     codes: Sequence[int],
     tokens: Mapping[str, Any],
 ) -> ExitCode:
-    """Partial where a point or a prompt that could be asked for has no result; where there is no
-    result at all, what stopped the pairs. Tokens that must not differ (`tokens`, of the document)
-    count for more."""
+    """The exit code of a comparison.
+
+    Without any result it is the code that stopped the pairs. Tokens that differ but must not
+    (`tokens`, of the document) come before missing results, which make it partial.
+    """
     statuses = _statuses(records.points)
     samples = [s for found in records.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:

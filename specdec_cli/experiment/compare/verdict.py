@@ -1,4 +1,4 @@
-"""What a comparison says: the best pair and why, where it changes, whether tokens are the same.
+"""The conclusions of a comparison: the best pair and why, where it changes, equal tokens.
 
 Computed from points and samples alone. Knows no terminal.
 """
@@ -19,12 +19,12 @@ from specdec_cli.experiment.stats import SumRatio
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # of the difference between two rounds: stages with less are not mentioned
-_SAME = 0.01  # of tokens a round
+_NOTABLE = 0.1  # share of the difference between two rounds below which a stage is not mentioned
+_SAME = 0.01  # relative difference of tokens a round that is not mentioned
 
 
 def verdict_of(records: ComparisonRecords) -> Verdict:
-    """The part of the document that is about all points together."""
+    """The part of the document that concerns all points together."""
     settings = records.settings
     sizes = settings.batch_sizes
     overall = {b: best_of(records, settings.target_tps, b) for b in sizes}
@@ -43,10 +43,10 @@ def verdict_of(records: ComparisonRecords) -> Verdict:
 def best_of(
     records: ComparisonRecords, target_tps: Iterable[int], batch_size: int
 ) -> dict[str, Any]:
-    """The fastest pair at a batch size among some target TPs, which may be tied with it, and why.
+    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
-    Speeds are compared on the same prompts; tied are pairs that cannot be told from the best at
-    95 %. That is over prompts: what differs from one start of the ranks to the next is not in it.
+    Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
+    95 % over prompts; variation between starts of the ranks is not included.
     """
     chosen = set(target_tps)
     points = [
@@ -112,7 +112,7 @@ def _name(point: Point) -> str:
 
 
 def _against(best: Point, rival: Point) -> str:
-    """Why the best beats the next best at the same target TP, from the stages of a round."""
+    """The comparison in words of the best with the next best at its target TP, stage by stage."""
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = theirs.round_ms - ours.round_ms
@@ -136,7 +136,7 @@ def _against(best: Point, rival: Point) -> str:
 
 
 def _difference(milliseconds: float) -> str:
-    """Of a stage, positive where the best spends less."""
+    """A stage's difference in words; positive if the best spends less."""
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
@@ -147,9 +147,9 @@ def _why_draft(best: Point, rival: Point) -> str:
 
 
 def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where the best draft TP of a target TP changes as batches grow.
+    """The batch sizes at which the best draft TP of a target TP changes.
 
-    is_tied: whether the one before may be as good there.
+    is_tied: whether the previous best is still tied there.
     """
     flips = []
     known = [(b, best) for b, best in sorted(row.items()) if best["draft_tp"] is not None]
@@ -169,7 +169,7 @@ def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[st
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
-    """The findings in words: by batch size the best pair of all, then that of each target TP."""
+    """The findings in words: the best pair by batch size, then that of each target TP."""
     overall: Mapping[str, Mapping[str, Any]] = verdict["best_by_batch_size"]
     lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():
@@ -203,7 +203,7 @@ def _tied(best: Mapping[str, Any]) -> str:
 
 
 def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
-    """Whether every pair wrote the same tokens, where they have to."""
+    """The document's `tokens`: whether every pair wrote the same."""
     settings = records.settings
     points = (
         ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
@@ -216,7 +216,7 @@ def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
 def _complete(
     records: ComparisonRecords, settings: ComparisonSettings
 ) -> Iterable[tuple[Pair, int, int, Samples]]:
-    """Points in the order in which the first is what the others are held against."""
+    """Complete points in order; tokens are compared with those of the first."""
     for pair in sorted(settings.pairs):
         for batch_size in settings.batch_sizes:
             if records.is_complete(pair, batch_size):

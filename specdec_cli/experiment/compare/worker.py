@@ -1,6 +1,6 @@
-"""One pair inside its ranks: loads both models and decodes the prompts at every batch size.
+"""The ranks of one pair: they load both models and decode the prompts at every batch size.
 
-Rank 0 writes what is found as it comes, so that whatever ends the ranks leaves what was finished.
+Rank 0 writes each sample as it comes, so that finished samples outlive the ranks.
 """
 
 import time
@@ -25,13 +25,13 @@ from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-# Of a warm-up: rounds are captured and kernels compiled before the first of them is done.
+# Tokens of a warm-up: rounds are captured and kernels compiled in its first round.
 _WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class PairTask:
-    """What the ranks of a pair are started with.
+    """The task that the ranks of a pair are started with.
 
     recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
     """
@@ -46,7 +46,7 @@ class PairTask:
 
 
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
-    """The recipe of one pair."""
+    """The recipe with the degrees of one pair."""
     assert recipe.draft is not None, "planning refuses recipes without a draft"
     return recipe.model_copy(
         update={
@@ -60,9 +60,9 @@ def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
-    """Run a pair in a world of its target's ranks; called by each of them.
+    """Measure a pair in a world of its target's ranks; every rank calls this.
 
-    on_point: called on rank 0 for k = 0 and the comparison's k, once a batch size is done.
+    on_point: called on rank 0 for k = 0 and the comparison's k after each batch size.
     """
     began = time.perf_counter()
     job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
@@ -83,7 +83,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
         )
     for batch_size in task.batch_sizes:
         chosen = job.part(0, task.settings.num_prompts(batch_size))
-        # The engine as it was built has captured its rounds for the largest batch already.
+        # The engine as built has already captured its rounds for the largest batch.
         is_whole = batch_size == engine.batch_size
         sized = engine if is_whole else engine.with_batch_size(batch_size)
         samples = _measure_size(world, task, chosen, sized, folder)
@@ -102,7 +102,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
 def _measure_size(
     world: World, task: PairTask, job: Job, engine: Engine, folder: RunFolder
 ) -> dict[Key, dict[int, Sample]]:
-    """Every prompt at k = 0 and at k; samples by point and prompt, which rank 0 also writes."""
+    """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
     keys = [Key(task.settings.draft, engine.batch_size, k) for k in (0, task.settings.k)]
     found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
 
@@ -120,17 +120,17 @@ def _measure_size(
 
 
 def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
-    """How many KV blocks would fit on each rank, beside what it holds of both models.
+    """The number of KV blocks that would fit on each rank beside the models.
 
-    The engine takes as many on every rank as fit on the one with least room, and no more than the
-    run can use.
+    The engine itself takes the same number on every rank: what fits on the rank with least room, at
+    most what the run can use.
     """
     plan, held = job.plan, engine.target.model.cache.num_blocks
     allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
     if plan.device.type == "cuda":
         fits = held + max(0, room_now(plan.device, allowance)) // block
     else:
-        # Caches have a share of what is free, theirs included: of all ranks, which are on one host.
+        # Caches get a share of the host's free memory, including the caches of all ranks.
         caches = sum(plan.parallel.gather_objects(held * block))
         budget = allowance.host_budget(available_memory() + caches, local_world_size())
         fits = budget // block

@@ -1,6 +1,6 @@
-"""From records to points, and the document that a sweep ends with.
+"""The document of a sweep, from its records.
 
-Everything is computed from what lies in a run folder. Knows no engine.
+Everything is computed from the run folder. Knows no engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def points_of_block(
     block: tuple[str | None, int],
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
-    """The points of one draft and batch size from what is recorded."""
+    """The points of one draft and batch size, from the records."""
     draft, batch_size = block
     keys = [Key(draft, batch_size, k) for k in settings.ks]
     failures = dict(failures)
@@ -39,7 +39,7 @@ def points_of_block(
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
     largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # Made-up acceptance writes another text at each k; only its length may be the same.
+    # Synthetic acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.is_synthetic
     if settings.is_synthetic:
         ends = {sample.finish_reason for sample in largest.values()}
@@ -80,7 +80,7 @@ def sweep_document(
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
-    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured.
+    """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
     failures: of this run of the command.
     """
@@ -111,7 +111,7 @@ def sweep_document(
 
 
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
-    """Whether every k wrote the same tokens, where it has to."""
+    """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=_order(settings))
     is_comparable = settings.is_greedy and not settings.is_synthetic
     points = ((asdict(key), records.samples[key]) for key in keys)
@@ -124,14 +124,13 @@ def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
 
 
 def sorted_samples(settings: SweepSettings, records: SweepRecords) -> list[Sample]:
-    """Every sample in the order of its point, then of its prompt."""
+    """Every sample, in the order of points, then of prompts."""
     keys = sorted(records.samples, key=_order(settings))
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
-    """A warning where prompts could not run: they count for nothing. samples: by prompt, of each
-    point."""
+    """A warning if prompts could not run. samples: of each point, by prompt."""
     failed = {
         index: sample.error or "no reason is known"
         for found in samples
@@ -149,10 +148,11 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
 def exit_code(
     document: dict[str, Any], records: SweepRecords, failures: Collection[Failure] = ()
 ) -> ExitCode:
-    """Partial where a point or a prompt failed; where no point is left, what stopped them all.
+    """The exit code of a sweep.
 
-    Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
-    than what is missing. failures: as for `sweep_document`.
+    Partial if a point or a prompt failed, also if no prompt could run. If every point failed, the
+    code of what stopped them. Tokens that differ but must not come before missing results.
+    failures: as for `sweep_document`.
     """
     points = [p for p in document["points"] if p.status != "skipped"]
     statuses = {p.status for p in points}
@@ -168,6 +168,6 @@ def exit_code(
 
 
 def _has_run(point: Point, records: SweepRecords) -> bool:
-    """Whether it was to its end that a point ran, though none of its prompts could."""
+    """Whether a point ran to its end although none of its prompts could."""
     samples = records.samples.get(Key.of(point), {})
     return bool(samples) and point.reason == why_none(samples)

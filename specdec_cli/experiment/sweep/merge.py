@@ -1,4 +1,4 @@
-"""Shards of a sweep joined into one folder. Knows no models and no terminals."""
+"""Merging the shards of a sweep into one folder. Knows no models and no terminals."""
 
 import json
 from collections.abc import Sequence
@@ -28,15 +28,15 @@ from specdec_cli.recipe import load_recipe
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], SweepRecords]:
-    """Write the whole sweep's folder; its document and records.
+    """Write the folder of the whole sweep; returns its document and records.
 
     Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
-    A shard that is missing or unfinished is a warning: its prompts are not there.
+    A missing or unfinished shard is a warning: its prompts are missing.
     """
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        # Names of drafts follow from the recipes' sections, where the same model may have two.
+        # Drafts are named by their section of the recipe, so that one model may have two names.
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
@@ -84,7 +84,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
-    """A shard's records, with the drafts called as in the whole."""
+    """A shard's records, with the draft names of the whole sweep."""
     names = dict(zip(settings.drafts, whole.drafts, strict=True))
     found = read_kept(path, kind, settings)
     return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
@@ -111,7 +111,7 @@ def _add(
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """Points that failed in a shard: what the others have of them is not the whole."""
+    """Points that failed in a shard; other shards cannot make up for them."""
     last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
         key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
@@ -136,7 +136,7 @@ def _missing(whole: SweepSettings, records: SweepRecords) -> list[str]:
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:
-    """The first shard's environment; where the others' differ, it says so."""
+    """The first shard's environment, and those of other shards if they differ."""
     found: list[dict[str, Any]] = []
     for path in paths:
         file = path / "environment.json"

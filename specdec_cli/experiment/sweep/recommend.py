@@ -1,4 +1,4 @@
-"""The k to use: the contract's `best` among a sweep's points."""
+"""The recommended k: the contract's `best` among a sweep's points."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,15 +9,15 @@ from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import SumRatio
 
 Gain = Callable[[Point], float]
-_TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
+_TIE = 0.02  # relative difference of tied predictions, which have no intervals
 
 
 def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int) -> dict[str, Any]:
-    """The contract's `best` among the points of one batch size, every draft's.
+    """The contract's `best` among the points of one batch size, over all drafts.
 
-    The draft is that of the fastest point that is faster than k = 0 beyond chance and cannot be
-    told from the fastest of all; k is the smallest such with that draft. 0, "no speculation", where
-    there is none. Points that were only predicted are compared by their predictions.
+    Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
+    The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
+    "no speculation", without candidates. In sweeps with predicted points, predictions are compared.
     """
     measured = [p for p in points if p.status == "ok"]
     if any(p.status == "skipped" for p in points):
@@ -41,10 +41,10 @@ def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int
 
 
 def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], gain_of: Gain) -> Point | None:
-    """The smallest k with the draft of the fastest, or of the fastest that is there; None without
-    points.
+    """The smallest k with the draft of the fastest point, or None.
 
-    Proposing less is a merit with one and the same draft only: of two, one costs more.
+    If the fastest is not among `tied`, the draft is that of the fastest there. A smaller k is
+    preferred only for the same draft, since proposals of different drafts cost differently.
     """
     if not tied:
         return None
@@ -53,12 +53,12 @@ def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], gain_of: Gain
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """Whether k alone does not say which point is meant."""
+    """Whether points are of several drafts, so that k alone does not name one."""
     return len({p.draft for p in points}) > 1
 
 
 def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
-    """Which point it is. with_draft: where there are several; at k = 0 it has no part in it."""
+    """The name of a point. with_draft: add the draft, except at k = 0, where it plays no part."""
     return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
 
 
@@ -71,7 +71,7 @@ def _predicted(point: Point) -> float:
 
 
 def _pays(point: Point) -> bool:
-    """Whether a point is faster than k = 0 beyond chance, or beyond doubt where none is known."""
+    """Whether a point is faster than k = 0 beyond chance, or at all if it has no interval."""
     low = point.speedup_ci[0] if point.speedup_ci is not None else _measured(point)
     return point.k > 0 and low > 1.0
 
@@ -129,7 +129,7 @@ def _reason(
     *,
     with_draft: bool,
 ) -> str:
-    """least_tied: the smallest tied k with the chosen draft."""
+    """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
     over = ""
     if num_prompts is not None:
         over = f" over {num_prompts} prompt{'s' if num_prompts > 1 else ''}"

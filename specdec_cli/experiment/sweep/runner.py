@@ -1,7 +1,7 @@
-"""A sweep's measuring: which points are run in which order.
+"""Running a sweep: which points run in which order, and what becomes of failures.
 
-With several ranks each runs the same points in the same order, and keeps the same records in
-memory; only rank 0 has a folder, and computes points. Knows nothing of terminals.
+Every rank runs the same points in the same order and keeps the same records in memory; only rank 0
+has a folder and computes points. Knows nothing of terminals.
 """
 
 import logging
@@ -37,7 +37,7 @@ _log = logging.getLogger("specdec")
 
 
 class SweepWatcher(Protocol):
-    """Is told how a sweep goes on."""
+    """Receives the progress of a sweep."""
 
     def begin(self, what: str) -> None: ...
 
@@ -47,9 +47,9 @@ class SweepWatcher(Protocol):
 
 
 class Sweep:
-    """Runs a plan; what is finished is in `records` at any moment.
+    """Runs a plan; `records` holds everything that is finished.
 
-    records: the same on every rank but for the folder, since what is left to do follows from them.
+    records: the same on every rank except for the folder, since they determine what is left to do.
     """
 
     def __init__(
@@ -63,13 +63,13 @@ class Sweep:
         self.clock = SweepClock()
         self._agreement = world.agreement()
         self._device = plan.jobs[0].plan.device
-        self._peak_memory = 0  # of the rank that held most, as known after each part of a point
+        self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
 
     def run(self) -> list[Point]:
-        """Measure what is not recorded yet; the points of the whole sweep, on rank 0.
+        """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
 
-        Raises what loading the only draft raises; with several, on one rank, its points have
-        failed.
+        Raises if the only draft cannot be loaded. One of several drafts, on one rank, becomes
+        failed points.
         """
         points: list[Point] = []
         target: PagedModel | None = None
@@ -83,7 +83,7 @@ class Sweep:
                 if engine is not None and self._is_open(job, batch_size):
                     sized = engine.with_batch_size(batch_size)
                     if sized is not engine:
-                        engine.forget_rounds()  # of the largest batch, captured while building
+                        engine.forget_rounds()  # captured for the largest batch
                     self._measure(job, sized)
                 if self.world.is_first:
                     points += self._points(job.plan.proposer, batch_size)
@@ -110,7 +110,7 @@ class Sweep:
             self.world.ready()
             return engine
         except SetupError as problem:
-            # Among ranks one may fail alone, as those that hold no part of the draft do not.
+            # A rank may fail alone: ranks without a part of the draft do not.
             if len(self.plan.jobs) == 1 or self.world.size > 1:
                 raise
             is_memory = problem.message.startswith("out of memory")
@@ -123,7 +123,7 @@ class Sweep:
             return None
 
     def _is_open(self, job: Job, batch_size: int) -> bool:
-        """Whether a block lacks a sample, or what its predictions need."""
+        """Whether samples or data for predictions are missing at a batch size."""
         draft = job.plan.proposer
         keys = [Key(draft, batch_size, k) for k in self.plan.settings.measured_ks]
         return (
@@ -132,12 +132,12 @@ class Sweep:
                 len(self.records.costs[Key(draft, batch_size, k)]) < curve_parts(job, batch_size)
                 for k in self.plan.settings.ks
             )
-            # Predictions at every batch size are made from the first one's texts.
+            # Predictions at every batch size use the texts of the first one.
             or (batch_size == self.plan.settings.batch_sizes[0] and bool(self._without_text(job)))
         )
 
     def _measure(self, job: Job, engine: Engine) -> None:
-        """All points of one draft and batch size; the rounds captured for them are given up."""
+        """Measure all points of one draft and batch size, then release their captured rounds."""
         settings, batch_size = self.plan.settings, engine.batch_size
         keys = [Key(job.plan.proposer, batch_size, k) for k in settings.ks]
         loop = MeasuringLoop(engine, self.world, self._keep, self._most_memory, self._guarded)
@@ -150,11 +150,11 @@ class Sweep:
             curve_began = time.perf_counter(), time.process_time()
             for part in parts:
                 if curve_unit(job, batch_size, part) == number:
-                    # In an order that turns, like that of the points which this predicts.
+                    # In a rotating order, like the points that it predicts.
                     for key in turned(keys, part * len(keys) // len(parts)):
                         if part not in self.records.costs[key]:
                             self._guarded(key, partial(self._cost, loop, unit, key, part))
-            # What the time curve takes is neither measuring nor recording.
+            # The time curve counts neither as measuring nor as recording.
             began += time.perf_counter() - curve_began[0]
             processor += time.process_time() - curve_began[1]
             loop.measure(self._without_samples(unit, batch_size), number)
@@ -167,7 +167,7 @@ class Sweep:
         release(job.plan.device)
 
     def _without_samples(self, unit: Job, batch_size: int) -> dict[Key, Job]:
-        """By point, the prompts of a unit that have no sample there yet."""
+        """The prompts of a unit that have no sample yet, by point."""
         found = {}
         for k in self.plan.settings.measured_ks:
             key = Key(unit.plan.proposer, batch_size, k)
@@ -177,7 +177,7 @@ class Sweep:
         return found
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
-        """One part of the time curve at one k: the cost of a round on the prompts of a unit."""
+        """Measure one part of the time curve at one k, on the prompts of a unit."""
         result = loop.run(unit, key.k, unit.plan.params)
         done = [s for s in result.seqs if s.finish_reason != "error"]
         metrics = result.metrics
@@ -207,7 +207,7 @@ class Sweep:
                 self.watcher.sample(key, sample)
 
     def _forecast(self, unit: Job, engine: Engine) -> None:
-        """How proposals for the outputs of the largest k would fare, for the predictions."""
+        """Record the acceptance of proposals for the outputs of the largest k, for predictions."""
         k = max(self.plan.settings.ks)
         key = Key(unit.plan.proposer, engine.batch_size, k)
         for index in self._without_text(unit):
@@ -236,7 +236,7 @@ class Sweep:
             )
 
     def _without_text(self, job: Job) -> list[int]:
-        """Prompts whose run at the largest k has not been made predictions from yet."""
+        """Prompts with a sample at the largest k but without a replay record."""
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0:
             return []
@@ -250,9 +250,9 @@ class Sweep:
         ]
 
     def _guarded(self, key: Key, run: Callable[[], object]) -> None:
-        """Run a part of a point. A point that fails is given up, and the sweep goes on.
+        """Run a part of a point. If it fails, the point has failed and the sweep goes on.
 
-        With several ranks it has to fail on all of them at the same place.
+        With several ranks, all of them have to fail in the same place.
         """
         if key in self.failures:
             return
@@ -280,5 +280,5 @@ class Sweep:
 
 
 def _may_be_common(problem: Exception) -> bool:
-    """Whether ranks fail so together: out of memory in the same pass, or by rank 0's verdict."""
+    """Whether all ranks fail like this together: out of memory in one pass, or rank 0's verdict."""
     return isinstance(problem, RunError) or is_out_of_memory(problem)

@@ -1,4 +1,4 @@
-"""The run folder of a sweep: begun, gone on with, and read again."""
+"""The run folder of a sweep: creating, resuming and reading it."""
 
 import json
 import math
@@ -29,7 +29,7 @@ from specdec_cli.recipe import dump_recipe
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
-    """The sweep's run folder, new or gone on with; `records` takes over what it holds.
+    """The sweep's run folder, new or resumed; `records` takes over what it holds.
 
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
@@ -54,8 +54,8 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 
 
 def read_settings(path: Path) -> SweepSettings:
-    """The settings of a sweep's folder. Raises `UsageError` when it is none, and `SetupError` when
-    they are damaged."""
+    """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
+    are damaged."""
     file = read_settings_file(path)
     found = file.get("settings")
     if isinstance(found, dict) and "ks" not in found:
@@ -83,7 +83,7 @@ def finish(
 ) -> dict[str, Any]:
     """The sweep's document, also written as the folder's summary.
 
-    Its warnings are `warnings` and what has shown itself since. failures: of this run.
+    Its warnings are `warnings` and those found since. failures: of this run.
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
@@ -99,7 +99,7 @@ def finish(
 
 
 def _earlier_clock(path: Path) -> SweepClock:
-    """Of who measured a sweep that is complete; zeros where no summary says so."""
+    """The clock in the folder's summary; zeros without one."""
     try:
         found = json.loads((path / "summary.json").read_text(encoding="utf-8"))["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]

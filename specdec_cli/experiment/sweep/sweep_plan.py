@@ -1,4 +1,4 @@
-"""From recipes to a checked sweep: its settings, and a job for each draft. Loads no weights."""
+"""The plan of a sweep: its settings, and a job for each draft. Loads no weights."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ from specdec_cli.text import digest
 class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
-    recipe: as the user's command line resolves. jobs: one for each draft, with this shard's
-    prompts only. short_drafts: warnings of drafts whose context ends before the texts.
+    recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
+    short_drafts: warnings about drafts whose context may end before the texts.
     """
 
     recipe: Recipe
@@ -38,7 +38,7 @@ class SweepPlan:
 
     @property
     def random_tokens(self) -> bool:
-        """Whether acceptance is an accident: random weights, and no rates given."""
+        """Whether acceptance is meaningless: weights are random and no rates are given."""
         models = [m for job in self.jobs for m in job.plan.models]
         is_dummy = any(m.spec.load_format == "dummy" for m in models)
         return is_dummy and max(self.settings.ks) > 0 and not self.settings.is_synthetic
@@ -54,7 +54,7 @@ def plan_sweep(
     predict_only: bool,
     shard: tuple[int, int] | None,
 ) -> SweepPlan:
-    """Check every pair and tokenise; a recipe for each draft, equal in everything else.
+    """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -88,7 +88,7 @@ def plan_sweep(
         shard=shard,
         device=device_name(jobs[0].plan.device),
     )
-    # Of the whole data's prompts, so that shards say the same.
+    # Over the prompts of all shards, so that each shard has the same warnings.
     short_drafts = _short_drafts(jobs)
     if shard is not None:
         place, count = shard
@@ -101,7 +101,7 @@ def plan_sweep(
 
 
 def _short_drafts(jobs: Sequence[Job]) -> list[str]:
-    """Warnings of drafts whose context ends before the texts; of several drafts with its name."""
+    """Warnings about drafts whose context may end before the texts; with names if several."""
     found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
     return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
 
@@ -116,7 +116,7 @@ def settings_of(
     shard: tuple[int, int] | None,
     device: str,
 ) -> SweepSettings:
-    """Settings of a sweep whose jobs still have the prompts of every shard."""
+    """The settings of a sweep. jobs: still with the prompts of every shard."""
     values = recipe.model_dump(mode="json")
     del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
@@ -144,7 +144,7 @@ def settings_of(
 
 
 def warnings_of(plan: SweepPlan) -> list[str]:
-    """What a reader of the results has to know, whatever the number of prompts."""
+    """Warnings for readers of the results, apart from the number of prompts."""
     found = []
     if plan.random_tokens:
         found.append(
@@ -157,7 +157,7 @@ def warnings_of(plan: SweepPlan) -> list[str]:
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
-    """What a sweep would do, for `--dry-run`; `text` says it for people."""
+    """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     longest = max(job.longest_prompt for job in plan.jobs)
     most = plan.num_prompts * plan.recipe.sampling.max_new_tokens

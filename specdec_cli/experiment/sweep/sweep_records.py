@@ -1,4 +1,4 @@
-"""What a sweep has found so far, in memory and in its folder."""
+"""The records of a sweep, in memory and in its folder."""
 
 import logging
 from collections import defaultdict
@@ -26,10 +26,10 @@ _log = logging.getLogger("specdec")
 
 @dataclass(slots=True)
 class SweepClock:
-    """Where the time of a sweep went, in seconds.
+    """The time that a sweep took, in seconds.
 
-    rounds: inside rounds and prefill passes of measured runs. measuring: the whole measured part,
-    with all that is recorded and written. processor: of this process, over the same part.
+    rounds: in rounds and prefill passes of measured runs. measuring: the whole measured part,
+    including recording and writing. processor: CPU time of this process over that part.
     """
 
     rounds: float = 0.0
@@ -43,11 +43,11 @@ class SweepClock:
 
 @dataclass(slots=True)
 class SweepRecords:
-    """What a sweep has found so far, in memory and in its folder.
+    """The records of a sweep, in memory and in its folder.
 
-    texts: by draft and prompt, how proposals for its output would fare. costs: the time curves.
-    earlier_clock, earlier_where: of the last part of the sweep that measured anything before this
-    process; the folder's summary, which has them, goes with the first record that is added.
+    texts: by draft and prompt. costs: the time curves. earlier_clock, earlier_where: from the
+    summary of the last earlier process that measured anything; the summary itself is removed with
+    the first new record.
     """
 
     folder: RunFolder | None = None
@@ -61,11 +61,11 @@ class SweepRecords:
     earlier_where: dict[str, Any] | None = None
 
     def without_folder(self) -> "SweepRecords":
-        """The same findings, for a rank that writes nothing."""
+        """The same records, for a rank that writes nothing."""
         return replace(self, folder=None)
 
     def load(self, folder: Path, settings: SweepSettings) -> None:
-        """Take over what lies in a folder; the first record of a sample counts."""
+        """Read a folder. The first record of a sample counts."""
         for sample in read_kept(folder, Sample, settings):
             self.samples[Key.of(sample)].setdefault(sample.index, sample)
         for text in read_kept(folder, ReplayText, settings):
@@ -76,7 +76,7 @@ class SweepRecords:
             self.points[Key.of(point)] = point
 
     def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Together, since waiting for the disk once for each would hold the next round up."""
+        """Add samples in one write: a sync for each would delay the next round."""
         self._keep("samples.jsonl", *samples)
         for sample in samples:
             self.samples[Key.of(sample)][sample.index] = sample
@@ -90,7 +90,7 @@ class SweepRecords:
         self.costs[Key.of(cost)][cost.part] = cost
 
     def add_point(self, point: Point) -> None:
-        """A point that was retried has a second line, and the last one counts."""
+        """Add a point if it changed. A retried point has a second line, and the last one counts."""
         if self.points.get(Key.of(point)) != point:
             self._keep("points.jsonl", point)
             self.points[Key.of(point)] = point
@@ -112,7 +112,7 @@ R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
 def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
     """The records of one kind in a sweep's folder.
 
-    Raises `SetupError` for a record that lacks something, or is of no point of the sweep.
+    Raises `SetupError` for a damaged record, or one of no point of the sweep.
     """
     known = {"draft": settings.drafts, "k": settings.ks, "batch_size": settings.batch_sizes}
 

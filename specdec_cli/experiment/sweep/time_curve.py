@@ -1,4 +1,4 @@
-"""The time curve of a sweep: what a round costs at each k, measured in parts."""
+"""The time curve of a sweep: the cost of a round at each k, measured in parts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -10,28 +10,28 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.records import CurvePart, Key
 
-# The time curve is measured in parts, spread over the sweep.
+# The parts of the time curve are spread over the sweep.
 _MOST_CURVE_PARTS = 16
 _CURVE_PARTS_OF_BATCHES = 2
 
 
 def curve_parts(job: Job, batch_size: int) -> int:
-    """In how many parts the time curve is measured: over half of the units at most."""
+    """The number of parts of the time curve: at most half of the units."""
     most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
     return max(1, min(most, len(units_of(job, batch_size)) // 2))
 
 
 def curve_unit(job: Job, batch_size: int, part: int) -> int:
-    """The unit whose prompts a part takes, and before which it is measured.
+    """The unit whose prompts a part uses, and before which it is measured.
 
-    A whole unit, so that its batch runs empty as often as those of the points do: a round of a
-    batch that is half empty costs each of its sequences more.
+    It is a whole unit, so that its batch drains as often as those of the points: in a half-empty
+    batch a round costs each sequence more.
     """
     return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
 
 
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
-    """What a round costs at one point, from the parts of the time curve."""
+    """The cost of a round at one point, from the parts of the time curve."""
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
     stage_ms = {
@@ -49,14 +49,13 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 
 def seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
-    """Of one sequence, over the parts of which a prompt could run; None without any."""
+    """The time of one sequence's round, over parts in which a prompt could run; None without."""
     found = [p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds]
     return _midmean(found) if found else None
 
 
 def _midmean(values: Iterable[float]) -> float:
-    """The mean without the lowest and the highest quarter: what disturbs a few says nothing of the
-    others."""
+    """The mean without the lowest and highest quarter, which may be outliers."""
     ordered = sorted(values)
     cut = len(ordered) // 4
     return fmean(ordered[cut : len(ordered) - cut])

@@ -8,8 +8,10 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
-    """The longest proposals of each line, at the smallest batch size that has them; whether there
-    are any."""
+    """Draw acceptance at the largest k of each draft, at the smallest batch size that has it.
+
+    Returns whether there is anything to draw.
+    """
     longest: dict[str, Point] = {}
     for point in run.points:
         if point.metrics is None or point.is_baseline:

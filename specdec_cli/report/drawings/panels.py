@@ -1,4 +1,4 @@
-"""Which points a drawing shows where: a panel for each setting, a line for each draft."""
+"""The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.findings import PlotPlace, place_of
@@ -16,7 +16,7 @@ def x_label(run: ReportedRun) -> str:
 
 
 def placed(run: ReportedRun) -> dict[str, dict[str, list[tuple[PlotPlace, Point]]]]:
-    """Points with a place that are ok, by panel and line."""
+    """The measured points that have a place, by panel and line."""
     found: dict[str, dict[str, list[tuple[PlotPlace, Point]]]] = {}
     for point in run.points:
         place = place_of(run, point)

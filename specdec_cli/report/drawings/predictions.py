@@ -15,7 +15,7 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_predictions(figure: Any, run: ReportedRun) -> bool:
-    """Predicted against measured speed-ups; whether there are any."""
+    """Draw predicted against measured speed-ups. Returns whether there are any."""
     groups: dict[str, list[tuple[float, float, Point]]] = {}
     for point in run.points:
         predicted, measured = point.predicted_speedup, point.speedup

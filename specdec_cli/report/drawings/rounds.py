@@ -1,4 +1,4 @@
-"""Where a round's time goes."""
+"""The time of a round by stage."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ _COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#999999")
 
 
 def draw_rounds(figure: Any, run: ReportedRun) -> bool:
-    """Bars of the stages of a round; whether there are any."""
+    """Draw bars of the stages of a round. Returns whether there are any."""
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():
         for name, line in lines.items():
@@ -33,7 +33,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # A row for each panel of the speed-ups, where its lines fit side by side.
+    # One row for each panel of the speed-up plot, if its lines fit side by side.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
@@ -54,7 +54,7 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
 
 
 def _stage(point: Point, stage: str) -> float:
-    """A stage's time in ms; `other` is what the stages leave of the round."""
+    """A stage's time in ms; `other` is the rest of the round."""
     if stage != "other":
         return max(0.0, point.number(f"{stage}_ms") or 0.0)
     named = sum(_stage(point, name) for name in STAGES)

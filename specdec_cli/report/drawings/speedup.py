@@ -19,7 +19,7 @@ from specdec_cli.report.folder import ReportedRun
 
 
 def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
-    """Speed-ups by proposal length or draft TP; whether there are any."""
+    """Draw speed-ups by proposal length or draft TP. Returns whether there are any."""
     panels = {
         panel: lines
         for panel, lines in placed(run).items()
@@ -75,7 +75,7 @@ def _line(
     *,
     starts_at_plain: bool,
 ) -> None:
-    """Speed-ups along x with their intervals, from plain decoding where x is k."""
+    """Draw speed-ups with their intervals; the line starts at plain decoding if x is k."""
     start = [(0, 1.0)] if starts_at_plain else []
     xs, ys = zip(*start, *((x, y) for x, y, _ in known), strict=True)
     axis.plot(xs, ys, linewidth=1.5, markersize=4.5, label=name, **style)
