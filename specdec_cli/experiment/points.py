@@ -4,16 +4,15 @@ Everything is computed from the records of a run folder, so that interrupted, sh
 sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any, Literal
 
 from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.metrics import Acceptance, Spread
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length
+from specdec_cli.experiment.predict import Text, expected_rounds, iid_length
 from specdec_cli.experiment.records import (
     CategoryMetrics,
     Key,
@@ -72,7 +71,7 @@ def block_points(
     at_largest = (
         list(without_errors(samples.get(largest, {})).values()) if largest is not None else []
     )
-    rounds_of, alpha = _rounds_of(forecasts), _iid_alpha(at_largest)
+    alpha = _iid_alpha(at_largest)
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
@@ -83,7 +82,7 @@ def block_points(
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )
-        found = _prediction(key.k, point, rounds_of, forecasts, alpha)
+        found = _prediction(key.k, point, forecasts, alpha)
         predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
         points.append(point.model_copy(update=predicted))
     return points
@@ -187,22 +186,16 @@ def decode_seconds(sample: Sample) -> float:
     return _mean(sample.decode_seconds)
 
 
-def _rounds_of(forecasts: Forecasts) -> Callable[[int], Rounds] | None:
-    """A function that predicts the rounds for any k up to the largest; None without texts."""
-    return partial(expected_rounds, forecasts.texts) if forecasts.texts else None
-
-
 def _prediction(
     k: int,
     point: Point,
-    rounds_of: Callable[[int], Rounds] | None,
     forecasts: Forecasts,
     alpha: float,
 ) -> Prediction | None:
     """The predicted mean length and speed-up, with their errors where both are known."""
-    if rounds_of is None:
+    if not forecasts.texts:
         return None
-    rounds, plain = rounds_of(k), rounds_of(0)
+    rounds, plain = expected_rounds(forecasts.texts, k), expected_rounds(forecasts.texts, 0)
     costs = forecasts.costs
     predicted = None
     if k in costs and 0 in costs and rounds.total:

@@ -51,6 +51,14 @@ def read_settings_file(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
 def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
     """Raise `UsageError` if a folder was begun with other settings than ours."""
     found = settings_difference(theirs, ours)
@@ -73,14 +81,11 @@ def another_environment(path: Path, where: dict[str, Any]) -> str | None:
 
     Its samples are kept, but their times may differ.
     """
-    try:
-        earlier = json.loads((path / "environment.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    earlier, now = read_json(path / "environment.json"), json.loads(to_json(where))
+    if earlier is None or (found := first_difference(earlier, now)) is None:
         return None
-    if (found := first_difference(earlier, json.loads(to_json(where)))) is None:
-        return None
-    key, there, now = found
-    return f"samples are of two environments: {key} was {to_json(there)} and is {to_json(now)}"
+    key, was, is_now = found
+    return f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
 
 
 def keep_environment_warning(
@@ -94,12 +99,7 @@ def keep_environment_warning(
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
     """The environment in a folder's summary, else the one it was begun in, else `where`."""
-    for name, key in (("summary.json", "environment"), ("environment.json", None)):
-        try:
-            found = json.loads((path / name).read_text(encoding="utf-8"))
-            found = found if key is None else found[key]
-        except (OSError, ValueError, RecursionError, KeyError, TypeError):
-            continue
-        if isinstance(found, dict):
-            return found
-    return where
+    summary = read_json(path / "summary.json")
+    measured = summary.get("environment") if isinstance(summary, dict) else None
+    found = measured, read_json(path / "environment.json"), where
+    return next(one for one in found if isinstance(one, dict))

@@ -1,6 +1,5 @@
 """The run folder of a sweep: creating, resuming and reading it."""
 
-import json
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from specdec_cli.experiment.settings_file import (
     check_same,
     earlier_environment,
     keep_environment_warning,
+    read_json,
     read_settings_file,
     reopened,
     write_settings,
@@ -101,9 +101,9 @@ def finish(
 def _earlier_clock(path: Path) -> SweepClock:
     """The clock in the folder's summary; zeros without one."""
     try:
-        found = json.loads((path / "summary.json").read_text(encoding="utf-8"))["measuring"]
+        found = read_json(path / "summary.json")["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return SweepClock()
     return SweepClock(*times) if all(map(math.isfinite, times)) else SweepClock()
 
