@@ -172,6 +172,18 @@ class PointMetrics(StageTimes):
     acceptance_histogram: list[Count]
     peak_memory_bytes: Count | None = None
 
+    @model_validator(mode="after")
+    def _has_k_positions(self) -> Self:
+        lengths = {
+            len(self.num_accepted_tokens_per_pos),
+            len(self.acceptance_rate_per_pos),
+            len(self.conditional_acceptance_rate_per_pos),
+            len(self.acceptance_histogram) - 1,
+        }
+        if lengths != {self.k}:
+            raise impossible("its metrics have not k positions")
+        return self
+
 
 class CategoryMetrics(Record):
     """Figures of a point over the prompts of one category."""

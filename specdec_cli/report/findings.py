@@ -39,7 +39,7 @@ class Best:
     is_recorded: bool
 
 
-def residual(run: ReportedRun, point: Point) -> float | None:
+def residual(point: Point) -> float | None:
     """The relative error of the predicted speed-up."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None

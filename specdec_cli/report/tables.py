@@ -1,6 +1,6 @@
 """The tables of a report as values, for HTML, markdown and CSV alike."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec_cli.core.stages import STAGES
@@ -47,78 +47,65 @@ def cell(value: Value, column: Column) -> str:
     return str(value)
 
 
-def setting_columns(run: ReportedRun) -> tuple[Column, ...]:
-    """The columns that name a row's point."""
-    if run.is_comparison:
-        return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
-    return (Column("draft"), Column("batch"), Column("k"))
+Cell = tuple[Column, Callable[[Point], Value]]  # a column, and its value for a point
 
 
-def setting_cells(run: ReportedRun, point: Point) -> tuple[Value, ...]:
-    """A point's cells under `setting_columns`."""
+def _by_point(
+    texts: tuple[str, str, str], run: ReportedRun, points: Iterable[Point], cells: Iterable[Cell]
+) -> Table:
+    """A table with a row for each point, after the columns that name it.
+
+    texts: the table's name, title and note.
+    """
+    setting: list[Cell]
     if run.is_comparison:
-        draft_tp = None if point.is_baseline else point.draft_tp
-        return (point.target_tp, draft_tp, point.batch_size, point.k)
-    return (run.labels[point.draft], point.batch_size, point.k)
+        setting = [
+            (Column("target TP"), lambda p: p.target_tp),
+            (Column("draft TP"), lambda p: None if p.is_baseline else p.draft_tp),
+        ]
+    else:
+        setting = [(Column("draft"), lambda p: run.labels[p.draft])]
+    setting += [(Column("batch"), lambda p: p.batch_size), (Column("k"), lambda p: p.k)]
+    columns, values = zip(*setting, *cells, strict=True)
+    rows = tuple(tuple(value(point) for value in values) for point in points)
+    name, title, note = texts
+    return Table(name, title, columns, rows, note)
+
+
+def _figure(title: str, digits: int, unit: str, name: str, part: str | None = None) -> Cell:
+    return Column(title, digits, unit), lambda p: p.number(name, part)
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
 
 
 def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
-    columns = (
-        *setting_columns(run),
-        Column("speed-up", 2, "×"),
-        Column("95 % interval"),
-        Column("decoding", 1, "tokens/s"),
-        Column("tokens a round", 2),
-        Column("95 % interval"),
-        Column("proposing", 0, "% of rounds"),
-        Column("accepted", 1, "%"),
-        Column("status"),
-    )
+    cells: list[Cell] = [
+        _figure("speed-up", 2, "×", "speedup"),
+        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
+        _figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
+        _figure("tokens a round", 2, "", "mean_acceptance_length"),
+        (Column("95 % interval"), lambda p: _span(p.mean_acceptance_length_ci)),
+        (Column("accepted", 1, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
+    ]
+    if any(_proposing(point) is not None for point in run.points):
+        cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
     if run.is_comparison:
-        extra = (Column("against equal TP", 2, "×"), Column("blocks"))
-        columns = (*columns[:-1], *extra, columns[-1])
-    rows = []
-    for point in run.points:
-        rate = point.number("draft_acceptance_rate")
-        row: list[Value] = [
-            *setting_cells(run, point),
-            point.speedup,
-            _span(point.speedup_ci),
-            point.number("decode_tokens_per_second"),
-            point.number("mean_acceptance_length"),
-            _span(point.mean_acceptance_length_ci),
-            _proposing(point),
-            None if rate is None else 100 * rate,
-        ]
-        if run.is_comparison:
-            row += [point.speedup_vs_equal_tp, point.num_blocks]
-        status = point.status if point.is_ok else f"{point.status}: {point.reason}"
-        rows.append((*row, status))
-    best = {id(b.point) for b in bests if b.point is not None}
-    strong = frozenset(i for i, p in enumerate(run.points) if id(p) in best)
+        cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
+        cells.append((Column("blocks"), lambda p: p.num_blocks))
+    cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
-    return _without_empty(
-        "proposing", Table("results", "Every point", columns, tuple(rows), note, strong)
-    )
+    table = _by_point(("results", "Every point", note), run, run.points, cells)
+    best = {id(b.point) for b in bests if b.point is not None}
+    return replace(table, strong=frozenset(i for i, p in enumerate(run.points) if id(p) in best))
 
 
 def _proposing(point: Point) -> float | None:
-    drafts, without = (point.number(name) for name in ("num_drafts", "num_rounds_without_proposal"))
-    rate = proposing_rate(int(drafts or 0), int(without or 0))
-    return None if rate is None else 100 * rate
-
-
-def _without_empty(title: str, table: Table) -> Table:
-    """The table without the column of this title if it is empty."""
-    place = [column.title for column in table.columns].index(title)
-    if any(row[place] is not None for row in table.rows):
-        return table
-    return replace(
-        table,
-        columns=table.columns[:place] + table.columns[place + 1 :],
-        rows=tuple(row[:place] + row[place + 1 :] for row in table.rows),
-    )
+    if (m := point.metrics) is None:
+        return None
+    return _percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
 
 
 def _span(interval: Sequence[float] | None) -> str | None:
@@ -127,44 +114,22 @@ def _span(interval: Sequence[float] | None) -> str | None:
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
-    columns = (
-        *setting_columns(run),
-        *(Column(stage, 3, "ms") for stage in STAGES),
-        Column("round", 3, "ms"),
-        Column("prefill", 2, "ms"),
-    )
-    rows = [
-        (
-            *setting_cells(run, point),
-            *(point.number(f"{stage}_ms") for stage in STAGES),
-            point.number("round_ms"),
-            point.number("prefill_ms"),
-        )
-        for point in run.points
-        if point.is_ok
-    ]
+    cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*STAGES, "round")]
+    cells.append(_figure("prefill", 2, "ms", "prefill_ms"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return Table("rounds", "Time of a round", columns, tuple(rows), note)
+    return _by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
 
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    columns = (
-        *setting_columns(run),
-        *(Column(f"first token {p}", 1, "ms") for p in _PERCENTILES),
-        *(Column(f"per token {p}", 2, "ms") for p in _PERCENTILES),
-    )
-    rows = [
-        (
-            *setting_cells(run, point),
-            *(point.number("ttft_ms", p) for p in _PERCENTILES),
-            *(point.number("tpot_ms", p) for p in _PERCENTILES),
-        )
-        for point in run.points
-        if point.is_ok
-    ]
+    cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in _PERCENTILES]
+    cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in _PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return Table("latencies", "Latency", columns, tuple(rows), note)
+    return _by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
+
+
+def _is_ok(point: Point) -> bool:
+    return point.is_ok
 
 
 def predictions(run: ReportedRun) -> Table | None:
@@ -172,30 +137,17 @@ def predictions(run: ReportedRun) -> Table | None:
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
-    columns = (
-        *setting_columns(run),
-        Column("predicted", 3, "×"),
-        Column("measured", 3, "×"),
-        Column("95 % interval"),
-        Column("residual", 1, "%"),
-    )
-    rows = []
-    for point in points:
-        miss = residual(run, point)
-        rows.append(
-            (
-                *setting_cells(run, point),
-                point.predicted_speedup,
-                point.speedup,
-                _span(point.speedup_ci),
-                None if miss is None else 100 * miss,
-            )
-        )
+    cells: list[Cell] = [
+        _figure("predicted", 3, "×", "predicted_speedup"),
+        _figure("measured", 3, "×", "speedup"),
+        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
+        (Column("residual", 1, "%"), lambda p: _percent(residual(p))),
+    ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
         "measured, less one."
     )
-    return Table("predictions", "Predicted and measured", columns, tuple(rows), note)
+    return _by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
 
 def _method(points: Sequence[Point]) -> str:
@@ -215,8 +167,7 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
     """One point by category of prompt, from its record, else from its samples."""
     found: list[tuple[Value, ...]] = []
     for name, row in point.per_category.items():
-        rate = row.draft_acceptance_rate
-        percent = None if rate is None else 100 * rate
+        percent = _percent(row.draft_acceptance_rate)
         found.append((name, row.num_prompts, row.mean_acceptance_length, percent, row.speedup))
     note = ""
     if not found:
@@ -247,6 +198,11 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
 
 
 # Tables for other programs, with full names and figures as recorded.
+_SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")
+
+
+def _setting(point: Point) -> tuple[Value, ...]:
+    return tuple(getattr(point, name) for name in _SETTING)
 
 
 def raw_points(run: ReportedRun) -> Table:
@@ -302,18 +258,9 @@ def raw_points(run: ReportedRun) -> Table:
 
 def raw_acceptance(run: ReportedRun) -> Table:
     """One row a point and position."""
-    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "position")
     rates = ("acceptance_rate", "conditional_acceptance_rate")
     rows = [
-        (
-            point.draft,
-            point.target_tp,
-            point.draft_tp,
-            point.k,
-            point.batch_size,
-            position,
-            *pair,
-        )
+        (*_setting(point), position, *pair)
         for point in run.points
         if point.metrics is not None
         for position, pair in enumerate(
@@ -321,16 +268,16 @@ def raw_acceptance(run: ReportedRun) -> Table:
             start=1,
         )
     ]
-    return Table("acceptance", "", tuple(map(Column, (*titles, *rates))), tuple(rows))
+    return Table("acceptance", "", tuple(map(Column, (*_SETTING, "position", *rates))), tuple(rows))
 
 
 def raw_categories(run: ReportedRun) -> Table:
     """One row a point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
-    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "category", *names)
-    rows = []
-    for point in run.points:
-        for category, row in point.per_category.items():
-            setting = (point.draft, point.target_tp, point.draft_tp, point.k, point.batch_size)
-            rows.append((*setting, category, *(getattr(row, name) for name in names)))
+    rows = [
+        (*_setting(point), category, *(getattr(row, name) for name in names))
+        for point in run.points
+        for category, row in point.per_category.items()
+    ]
+    titles = (*_SETTING, "category", *names)
     return Table("categories", "", tuple(map(Column, titles)), tuple(rows))
