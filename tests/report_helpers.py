@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from specdec_cli.experiment.records import Point
+
 Record = dict[str, Any]
 DRAFT, OTHER = "org/draft-1b", "org/draft-300m"
 
@@ -50,7 +52,9 @@ def metrics(k: int, batch_size: int, rate: float, draft_ms: float, target_ms: fl
         "num_prompts": 80,
         "num_output_tokens": 80 * 64,
         "num_rounds": 1000,
+        "num_preemptions": 0,
         "draft_ms": draft,
+        "broadcast_ms": 0.0,
         "verify_ms": verify,
         "sample_ms": sample,
         "round_ms": round_ms,
@@ -74,7 +78,7 @@ def sweep_points(
     """Points of a sweep; drafts: name, chance that a proposal stands, ms a proposal."""
     points: list[Record] = []
     for batch_size in batch_sizes:
-        plain = metrics(0, batch_size, 0.0, 0.0, target_ms) | {"broadcast_ms": 0.0}
+        plain = metrics(0, batch_size, 0.0, 0.0, target_ms)
         points.append(
             {
                 "k": 0,
@@ -105,7 +109,7 @@ def sweep_points(
 def sweep_point(
     draft: str, k: int, batch_size: int, rate: float, draft_ms: float, target_ms: float
 ) -> Record:
-    figures = metrics(k, batch_size, rate, draft_ms, target_ms) | {"broadcast_ms": 0.0}
+    figures = metrics(k, batch_size, rate, draft_ms, target_ms)
     length = figures["mean_acceptance_length"]
     names = {"writing": -0.18, "math": 0.1, "coding": 0.14, "qa": 0.0, "rag": 0.05}
     per_category = {}
@@ -113,8 +117,13 @@ def sweep_point(
         counts = acceptance(k, min(0.95, rate + shift), 200)
         per_category[name] = {
             "num_prompts": 16,
+            "num_output_tokens": 16 * 64,
             "mean_acceptance_length": counts["mean_acceptance_length"],
             "draft_acceptance_rate": counts["draft_acceptance_rate"],
+            "acceptance_rate_per_pos": counts["acceptance_rate_per_pos"],
+            "decode_tokens_per_second": 100.0,
+            "speedup": None,
+            "speedup_ci": None,
         }
     return {
         "k": k,
@@ -155,6 +164,7 @@ def comparison_point(
     return {
         "target_tp": target_tp,
         "draft_tp": draft_tp,
+        "k": figures["k"],
         "batch_size": batch_size,
         "status": "ok",
         "metrics": figures,
@@ -164,6 +174,36 @@ def comparison_point(
         "speedup": gain,
         "speedup_vs_equal_tp": 1.0 if draft_tp == target_tp else 1.04,
     }
+
+
+def as_points(records: Iterable[Record]) -> list[Point]:
+    return [Point.model_validate(record) for record in records]
+
+
+def sample_record(**fields: Any) -> Record:
+    """A line of samples.jsonl; of a prompt of 12 tokens, each from a round of its own."""
+    found = {
+        "draft": DRAFT,
+        "k": 0,
+        "batch_size": 1,
+        "index": 0,
+        "category": None,
+        "prompt_token_ids": [1],
+        "token_ids": [1] * 12,
+        "finish_reason": "length",
+        "accepted_per_round": [],
+        "seconds": [1.0],
+        "proposed_per_round": [fields.get("k", 0)] * len(fields.get("accepted_per_round", ())),
+        "rounds_without_proposal": 0,
+        "num_preemptions": 0,
+        "decode_seconds": [1.0],
+        "round_share": [3.0],
+        "stage_ms": {},
+        "ttft_ms": [1.0],
+        "tpot_ms": [1.0],
+        "peak_memory_bytes": 1,
+    }
+    return found | fields
 
 
 RECIPE: Record = {

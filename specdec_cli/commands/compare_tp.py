@@ -155,21 +155,21 @@ def _compare(
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
             from specdec_cli.engine.plan import Permissions
-            from specdec_cli.experiment.compare.records import Records
-            from specdec_cli.experiment.compare.setup import (
+            from specdec_cli.experiment.compare.comparison_plan import (
                 describe_plan,
                 open_folder,
                 plan_comparison,
                 warnings_of,
             )
+            from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.results import to_json
             from specdec_cli.experiment.run_folder import RunFolder
-            from specdec_cli.experiment.sweep import earlier_environment, read_warnings
+            from specdec_cli.experiment.settings_file import earlier_environment, read_warnings
 
         allowed = Permissions(*permissions)
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, allowed)
         warnings = warnings_of(plan)
-        records, where = Records(plan.settings, plan.skips), plan.where
+        records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:
             document = describe_plan(plan, warnings)
         elif output is not None:
@@ -186,7 +186,12 @@ def _compare(
         typer.echo(to_json(document) if as_json else document["text"])
         return ExitCode.OK
 
-    from specdec_cli.experiment.compare.run import document_of, exit_code, run_pairs, write_summary
+    from specdec_cli.experiment.compare.parent import (
+        document_of,
+        exit_code,
+        run_pairs,
+        write_summary,
+    )
     from specdec_cli.experiment.points import error_of
     from specdec_cli.terminal.compare import print_results, watcher
 
@@ -239,15 +244,15 @@ def compare_tp_ranks(
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
     ):
         with importing():
-            from specdec_cli.experiment.compare.measure import Task, measure
-            from specdec_cli.experiment.points import Point
+            from specdec_cli.experiment.compare.worker import PairTask, measure
+            from specdec_cli.experiment.records import Point
             from specdec_cli.terminal.compare import point_line, say
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():
                 say(point_line(point))
 
-        def missing() -> Task:
+        def missing() -> PairTask:
             raise AssertionError("run_ranks was given a task")
 
         measure(world, world.inputs(missing), tell)

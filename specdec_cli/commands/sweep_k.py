@@ -206,17 +206,18 @@ def _sweep(
     with waiting("getting ready", quiet=quiet):
         with importing():
             from specdec_cli.engine.plan import Permissions
+            from specdec_cli.experiment.preparing import few_prompts
             from specdec_cli.experiment.results import to_json
+            from specdec_cli.experiment.settings_file import read_warnings
             from specdec_cli.experiment.sweep.document import exit_code
-            from specdec_cli.experiment.sweep.folder import finish, open_folder, read_warnings
-            from specdec_cli.experiment.sweep.measure import Sweep
-            from specdec_cli.experiment.sweep.plan import (
+            from specdec_cli.experiment.sweep.runner import Sweep
+            from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
+            from specdec_cli.experiment.sweep.sweep_plan import (
                 describe_plan,
-                few_prompts,
                 plan_sweep,
                 warnings_of,
             )
-            from specdec_cli.experiment.sweep.records import Records
+            from specdec_cli.experiment.sweep.sweep_records import SweepRecords
             from specdec_cli.terminal.sweep import print_results, watcher
 
         plan = plan_sweep(
@@ -228,7 +229,7 @@ def _sweep(
             shard=shard,
         )
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
-        records, folder = Records(), None
+        records, folder = SweepRecords(), None
         if dry_run:
             document = describe_plan(plan, warnings)
         elif output is not None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.core.types import Sequence
 
 
@@ -121,9 +122,6 @@ class Metrics:
         flat = asdict(self)
         acceptance: dict[str, Any] = flat.pop("acceptance")
         return flat | acceptance
-
-
-STAGES = ("draft", "broadcast", "verify", "sample")
 
 
 @dataclass(slots=True)

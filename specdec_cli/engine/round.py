@@ -19,6 +19,7 @@ from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import round_noise
+from specdec_cli.core.stages import STAGES
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.lengths.base import LengthPolicy
@@ -27,7 +28,7 @@ from specdec_cli.models.paged import PagedModel
 
 # The stage that ends at each stamp after the first. One rank sends nothing, and leaves out the
 # stamps of broadcasts.
-STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "sample")
+STAMPED = (*STAGES, "broadcast", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
 

@@ -1,1 +1,1 @@
-"""What is measured, kept and concluded; knows no terminal."""
+"""Measuring, keeping and concluding: sweeps, comparisons, memory profiles. Knows no terminal."""

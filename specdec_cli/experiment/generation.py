@@ -4,6 +4,7 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -26,7 +27,7 @@ from specdec_cli.text import is_unicode
 
 _log = logging.getLogger("specdec")
 _BASELINE_TOKENS = 32
-_BASELINE_LEAST = 16  # tokens of a run below which a speed means nothing
+_BASELINE_LEAST = 16  # fewest tokens of a run whose speed means something
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +45,18 @@ class Job:
     def longest_prompt(self) -> int:
         return max(map(len, self.token_ids))
 
+    def part(self, start: int, stop: int) -> "Job":
+        """The job with the prompts at places start to stop."""
+        return replace(self, prompts=self.prompts[start:stop], token_ids=self.token_ids[start:stop])
+
+    def only(self, keep: Callable[[int], bool]) -> "Job":
+        """The job with the prompts whose index `keep` accepts."""
+        pairs = zip(self.prompts, self.token_ids, strict=True)
+        kept = [(prompt, ids) for prompt, ids in pairs if keep(prompt.index)]
+        return replace(self, prompts=[p for p, _ in kept], token_ids=[ids for _, ids in kept])
+
     def too_long(self, prompt: int) -> str | None:
-        """Why a prompt cannot run whatever the cache, or None."""
+        """The reason that a prompt cannot run with any cache, or None."""
         length, most = len(self.token_ids[prompt]), self.plan.max_model_len
         if length < most:
             return None
@@ -54,10 +65,10 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """All that a run needs.
+    """Everything that a run needs.
 
-    recipe: what is to be said of it, which runs again. where: the record of its environment.
-    folder: for its results, on rank 0, where there is to be one.
+    recipe: to be recorded, and runnable again. where: the record of the environment. folder: for
+    results, on rank 0 only, if one was asked for.
     """
 
     recipe: Recipe
@@ -69,14 +80,14 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What came of a run: an output for each prompt, in their order."""
+    """The result of a run: an output for each prompt, in their order."""
 
     outputs: list[Output]
     metrics: Metrics
 
 
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
-    """`tokenised`, with a warning on the log where the draft's context ends before the texts."""
+    """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
     job = tokenised(recipe, prompts, permissions)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
@@ -103,10 +114,10 @@ def tokenised(
 
 
 def draft_context_warning(planned: Plan, token_ids: list[tuple[int, ...]]) -> str | None:
-    """A warning where texts may outgrow the draft's context; None where each fits, or no draft.
+    """A warning if texts may outgrow the draft's context; None if all fit or there is no draft.
 
-    As `types.Sequence.room` has it, proposals are lost to it where a text is to have two tokens
-    more: the last one is always the target's own.
+    Proposals are lost (see `types.Sequence.room`) if a text may have two more tokens than the
+    context: the last token is always the target's own.
     """
     if planned.draft is None:
         return None
@@ -157,13 +168,13 @@ def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
 
 
 def _lacks_system(prompt: Prompt) -> bool:
-    """Whether a rendered conversation has a system message that its text is without."""
+    """Whether a rendered conversation has a system message that is missing from its text."""
     contents = [str(m["content"]) for m in prompt.messages or () if m["role"] == "system"]
     return any(content.strip() not in (prompt.text or "") for content in contents)
 
 
 def requests(job: Job) -> list[Request]:
-    """What the engine is to decode."""
+    """The engine's requests for the job's prompts."""
     stop = job.plan.params.stop
     return [
         Request(
@@ -176,7 +187,7 @@ def requests(job: Job) -> list[Request]:
 
 
 def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
-    """The output that a finished sequence stands for."""
+    """The output of a finished sequence."""
     assert seq.finish_reason is not None
     tokenizer = job.plan.tokenizer
     text = _text_of(job, seq)
@@ -211,10 +222,10 @@ def _text_of(job: Job, seq: Sequence) -> str:
 
 
 def baseline(engine: Engine, job: Job, outputs: list[Output]) -> Metrics | None:
-    """A few tokens of the first prompts again at k = 0, to say whether speculation pays here.
+    """Metrics of a few tokens of the first prompts at k = 0, to tell whether speculation pays.
 
-    None when the run wrote too little to compare with, or left no memory for other rounds on its
-    only GPU: the run itself is done, and what it found counts.
+    None if the run wrote too little to compare with, or left no memory for other rounds on its only
+    GPU; the run itself is complete.
     """
     ran = [o.index for o in outputs if o.error is None]
     params = job.plan.params

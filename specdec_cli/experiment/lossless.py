@@ -1,4 +1,4 @@
-"""Whether points wrote the same tokens, where they have to: greedy decoding is lossless.
+"""The losslessness check: greedy decoding has to write the same tokens at every point.
 
 Computed from samples alone. Knows no engine and no terminal.
 """
@@ -6,7 +6,7 @@ Computed from samples alone. Knows no engine and no terminal.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from specdec_cli.experiment.points import Sample, without_errors
+from specdec_cli.experiment.points import Samples, without_errors
 
 _LABELS = {
     "target_tp": "target TP {}",
@@ -18,17 +18,17 @@ _LABELS = {
 
 
 def compare_tokens(
-    points: Iterable[tuple[dict[str, Any], Mapping[int, Sample]]],
+    points: Iterable[tuple[dict[str, Any], Samples]],
     *,
     is_comparable: bool,
     dtype: str,
 ) -> dict[str, Any]:
-    """What is to be told of the tokens of `points`, each its labels and its samples by prompt.
+    """The document's `tokens` for `points`, each with its labels and its samples by prompt.
 
-    is_comparable: greedy, and acceptance not made up. dtype: the target's. Of each prompt the first
-    point that has it is what the others are held against. In float32 a difference is a fault. In
-    narrower formats sums in another order move near-ties, so there the number of prompts that
-    diverge is for information.
+    is_comparable: greedy, and acceptance not synthetic. dtype: the target's. The tokens of each
+    prompt are compared with those of the first point that has it. In float32 a difference is a
+    fault. In narrower formats another order of sums can flip near-ties, so there the number of
+    diverging prompts is informational.
     """
     found: dict[str, Any] = {
         "compared": is_comparable,
@@ -43,8 +43,8 @@ def compare_tokens(
     for labels, whole in points:
         samples = without_errors(whole)
         for index, sample in samples.items():
-            reference.setdefault(index, sample["token_ids"])
-        differing = [i for i, s in sorted(samples.items()) if s["token_ids"] != reference[i]]
+            reference.setdefault(index, sample.token_ids)
+        differing = [i for i, s in sorted(samples.items()) if s.token_ids != reference[i]]
         if differing:
             counts = {"num_prompts": len(samples), "num_diverging": len(differing)}
             diverging.append(labels | counts | {"first": differing[0]})
@@ -54,12 +54,12 @@ def compare_tokens(
 
 
 def is_broken(tokens: Mapping[str, Any]) -> bool:
-    """Whether tokens differ that must not."""
+    """Whether tokens differ that must be identical."""
     return bool(tokens["must_be_identical"]) and tokens["identical"] is False
 
 
 def tokens_line(tokens: Mapping[str, Any]) -> str | None:
-    """What is to be said of tokens, or None where there is nothing to compare."""
+    """The result of the check in words, or None if there was nothing to compare."""
     if tokens["identical"] is None:
         return None
     if tokens["identical"]:
@@ -71,4 +71,4 @@ def tokens_line(tokens: Mapping[str, Any]) -> str | None:
     where = f"{worst['num_diverging']} of {worst['num_prompts']} prompts at {place}"
     if tokens["must_be_identical"]:
         return f"tokens differ between points, which in float32 they must not: {where}"
-    return f"tokens diverge, as sums in another order make them: at most in {where}"
+    return f"tokens diverge, as other orders of summation make them: at most in {where}"

@@ -1,7 +1,7 @@
-"""`profile-blocks`: measured or estimated memory of every rank, and what follows from it.
+"""`profile-blocks`: measured or estimated memory of every rank, and its consequences.
 
-Answers in the user's terms: tokens, sequences, what would make a batch fit, what the draft costs.
-Knows the contract's JSON names; knows nothing of terminals.
+The answers are in the user's terms: tokens, sequences, advice for a batch that does not fit, the
+draft's cost. Knows the contract's JSON names; knows nothing of terminals.
 """
 
 import functools
@@ -36,20 +36,20 @@ from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
-_MOST_UTILIZATION = 0.98  # more is not advised: nothing would be left for anybody's fluctuations
+_MOST_UTILIZATION = 0.98  # the most that is advised: the rest is left for fluctuations
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """The memory of every rank of one plan. context: tokens of the sequences to be held.
+    """The memory of every rank of one plan. context: length in tokens of the sequences to hold.
 
-    at_degree: that of another draft TP, where it can be estimated anew.
+    at_degree: the memory at another draft TP, if it can be estimated anew.
     """
 
     plan: Plan
     split: Split
     context: int
-    machine: Machine | None = None  # that was estimated, None where it was measured
+    machine: Machine | None = None  # the estimated machine; None if measured
     at_degree: Callable[[int], Split] | None = None
 
     @property
@@ -58,11 +58,11 @@ class Profile:
 
     @property
     def need(self) -> CacheNeed:
-        """What a full batch of sequences of `context` tokens asks for."""
+        """The cache needs of a full batch of sequences of `context` tokens."""
         return _need(self.plan, self.context)
 
     def capacity(self, num_blocks: int) -> dict[str, int]:
-        """What a cache of so many blocks holds: block 0 holds nothing."""
+        """The capacity of a cache of so many blocks; block 0 holds no tokens."""
         usable = max(0, num_blocks - 1)
         return {
             "num_blocks": num_blocks,
@@ -97,9 +97,9 @@ def measure_blocks(
 
 @dataclass(slots=True)
 class Estimator:
-    """The same from configs alone, for GPUs of `device_memory` bytes or for the device here.
+    """Estimates profiles from configs alone, for GPUs of `device_memory` bytes or for this device.
 
-    Models are described once, whatever else changes from one estimate to the next.
+    Models are described once and reused by later estimates.
     """
 
     permissions: Permissions
@@ -108,7 +108,7 @@ class Estimator:
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt]) -> Profile:
-        """Raises `SetupError` and `UsageError` for what could not run either."""
+        """The estimated profile. Raises `SetupError` and `UsageError` as the run would."""
         device, machine = self._machine(recipe)
         plans = plan_all_ranks(recipe, self.permissions, device, self._describe)
         tokens = _context(plans[0], prompts, self.context)
@@ -142,7 +142,7 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 
 
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """`profile-blocks --json`, but for the points of an estimate."""
+    """The document of `profile-blocks --json`, without the points of an estimate."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
     where = environment(
         planned.device if profile.machine is None else torch.device("cpu"),
@@ -167,7 +167,7 @@ def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 
 def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
-    """One row of an estimate over several settings."""
+    """One point of an estimate over several settings."""
     split = profile.split
     problem = None
     try:
@@ -185,7 +185,7 @@ def point(recipe: Recipe, profile: Profile) -> dict[str, Any]:
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """What rows of an estimate differ in."""
+    """The settings in which points of an estimate differ."""
     return {
         "draft_tp": recipe.draft.tensor_parallel_size if recipe.draft is not None else None,
         "block_size": recipe.cache.block_size,
@@ -209,7 +209,7 @@ def _need(planned: Plan, longest: int) -> CacheNeed:
 
 
 def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
-    """Tokens of a sequence: as asked, by the recipe, by its longest prompt, or the model's most."""
+    """A sequence's length: as asked, the recipe's, by the longest prompt, or the model's limit."""
     recipe, most = planned.recipe, planned.max_model_len
     if wanted is not None:
         if wanted > most:
@@ -225,7 +225,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
 
 
 def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
-    """Whether the recipe's batch fits at the context, and what would make it."""
+    """The document's `fit`: whether the recipe's batch fits at the context, else advice."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     held = split.num_blocks if asked is None else min(asked, split.num_blocks)
@@ -244,7 +244,7 @@ def _fit(profile: Profile, cost: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
-    """Changes of which each makes the batch fit."""
+    """Changes, each of which makes the batch fit."""
     need, split = profile.need, profile.split
     asked = profile.plan.recipe.cache.num_blocks
     if need.num_blocks <= split.num_blocks:
@@ -262,7 +262,7 @@ def _advice(profile: Profile, cost: dict[str, Any] | None) -> list[str]:
 
 
 def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> list[str]:
-    """The same where memory is what lacks. longest: tokens at which the batch fits."""
+    """Advice if memory is short. longest: tokens at which the batch fits."""
     need, split, planned = profile.need, profile.split, profile.plan
     found = []
     if batch := profile.capacity(split.num_blocks)["max_sequences"]:
@@ -288,10 +288,10 @@ def _more_room(profile: Profile, longest: int, cost: dict[str, Any] | None) -> l
 
 
 def _draft_cost(profile: Profile) -> dict[str, Any] | None:
-    """What the draft costs in capacity against the target alone, and at each degree.
+    """The draft's cost in capacity against the target alone, at each degree; None without a draft.
 
-    Of measured ranks only the draft's weights and blocks are exchanged, which are known from its
-    config. None without a draft.
+    For measured ranks only the draft's weights and blocks are replaced, which follow from its
+    config.
     """
     planned = profile.plan
     if planned.draft is None:
@@ -312,7 +312,7 @@ def _draft_cost(profile: Profile) -> dict[str, Any] | None:
             except SpecdecError as problem:
                 rows.append({"draft_tp": degree, "status": "skipped", "reason": problem.message})
                 continue
-        # Of the target's own capacity, the part that is given up.
+        # The share of the target's own capacity that is given up.
         lost = 1.0 - found.num_blocks / alone.num_blocks if alone.num_blocks else 0.0
         rows.append(
             {

@@ -1,44 +1,39 @@
-"""From the samples of a sweep to its points: metrics, intervals, predictions.
+"""Points from samples: metrics, intervals, predictions.
 
-Everything here is computed from what lies in a run folder, so that interrupted, sharded and merged
-sweeps give the points of a whole one. Knows no engine and no terminal.
+Everything is computed from the records of a run folder, so that interrupted, sharded and merged
+sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
-from specdec_cli.engine.metrics import Acceptance, Metrics, Spread
+from specdec_cli.core.stages import STAGES
+from specdec_cli.engine.metrics import Acceptance, Spread
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length
+from specdec_cli.experiment.predict import Text, expected_rounds, iid_length
+from specdec_cli.experiment.records import (
+    CategoryMetrics,
+    Key,
+    LatencySpread,
+    Point,
+    PointMetrics,
+    Prediction,
+    Sample,
+)
 from specdec_cli.experiment.stats import SumRatio
 
-Sample = dict[str, Any]
-Point = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """Which point a sample belongs to."""
-
-    draft: str | None
-    batch_size: int
-    k: int
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Key":
-        return cls(record["draft"], record["batch_size"], record["k"])
+Samples = Mapping[int, Sample]  # of one point, by prompt index
 
 
 @dataclass(frozen=True, slots=True)
 class Forecasts:
-    """What predictions are made from, for one draft and batch size.
+    """The basis of predictions, for one draft and batch size.
 
-    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time that one
-    round of one sequence costs, from the time curve. is_exact: whether replaying `texts` gives the
-    very rounds of every k.
+    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time per round
+    of one sequence, from the time curve. is_exact: whether replaying `texts` gives exactly the
+    rounds of every k.
     """
 
     largest_k: int
@@ -49,18 +44,18 @@ class Forecasts:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a point has no metrics: its status in the contract's words, and the reason.
+    """The status and reason of a point without metrics.
 
-    code: what a command ends with that has no point at all for such reasons.
+    code: the command's exit code if every point failed like this.
     """
 
-    status: str
+    status: Literal["failed", "oom", "skipped"]
     reason: str
     code: ExitCode = ExitCode.RUN_FAILED
 
 
 def block_points(
-    samples: Mapping[Key, Mapping[int, Sample]],
+    samples: Mapping[Key, Samples],
     keys: Sequence[Key],
     failures: Mapping[Key, Failure],
     forecasts: Forecasts,
@@ -68,7 +63,7 @@ def block_points(
 ) -> list[Point]:
     """The points of one draft and batch size, in the order of `keys`.
 
-    samples: by point and prompt index. failures: points that were not measured, and why.
+    samples: by point and prompt index. failures: of points without metrics.
     """
     plain = next((k for k in keys if k.k == 0 and k not in failures), None)
     baseline = without_errors(samples.get(plain, {})) if plain is not None else {}
@@ -76,109 +71,108 @@ def block_points(
     at_largest = (
         list(without_errors(samples.get(largest, {})).values()) if largest is not None else []
     )
-    rounds_of, alpha = _rounds_of(forecasts), _iid_alpha(at_largest)
+    alpha = _iid_alpha(at_largest)
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
-        point = measured_point(key, own, baseline, failures.get(key), seed)
-        point["prediction"] = _prediction(key.k, point, rounds_of, forecasts, alpha)
-        if point["prediction"] is not None:
-            point["predicted_speedup"] = point["prediction"]["speedup"]
-        points.append(point)
+        point = Point(
+            k=key.k,
+            batch_size=key.batch_size,
+            draft=key.draft,
+            predicted_speedup=None,
+            **measured(key, own, baseline, failures.get(key), seed),
+        )
+        found = _prediction(key.k, point, forecasts, alpha)
+        predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
+        points.append(point.model_copy(update=predicted))
     return points
 
 
-def measured_point(
-    key: Key,
-    samples: Mapping[int, Sample],
-    baseline: Mapping[int, Sample],
-    failure: Failure | None,
-    seed: int,
-) -> Point:
-    """What was measured at a point, compared with `baseline`: the same prompts at k = 0.
+def measured(
+    key: Key, samples: Samples, baseline: Samples, failure: Failure | None, seed: int
+) -> dict[str, Any]:
+    """The measured fields of a `Point`. baseline: samples of the same prompts at k = 0.
 
-    Both by prompt index. failure: why there is nothing.
+    failure: set if the point has no metrics.
     """
     usable = without_errors(samples)
-    point: Point = {
-        "k": key.k,
-        "batch_size": key.batch_size,
-        "draft": key.draft,
-        "status": "ok",
-        "metrics": None,
-        "speedup": None,
-        "speedup_ci": None,
-        "predicted_speedup": None,
-        "mean_acceptance_length_ci": None,
-        "per_category": {},
-    }
     if failure is None and not usable:
         failure = Failure("failed", why_none(samples))
     if failure is not None:
-        point |= {"status": failure.status, "reason": failure.reason}
-    else:
-        length = _length(usable)
-        faster = speedup(usable, baseline)
-        point["metrics"] = metrics_of(list(samples.values()), key)
-        point |= _gain(faster, key.k, seed)
-        point["mean_acceptance_length_ci"] = [1.0, 1.0]
-        if length is not None:
-            mean = point["metrics"]["mean_acceptance_length"]
-            point["mean_acceptance_length_ci"] = _length_interval(length, mean, key.k, seed)
-        point["per_category"] = _per_category(usable, baseline, key.k, seed)
-    return point
+        nothing = dict.fromkeys(
+            ("metrics", "speedup", "speedup_ci", "mean_acceptance_length_ci"), None
+        )
+        return nothing | {
+            "status": failure.status,
+            "per_category": {},
+            "reason": failure.reason,
+        }
+    metrics, length = metrics_of(list(samples.values()), key), _length(usable)
+    lengths: list[float] | None = [1.0, 1.0]
+    if length is not None:
+        lengths = _length_interval(length, metrics.mean_acceptance_length, key.k, seed)
+    return {
+        "status": "ok",
+        "metrics": metrics,
+        "mean_acceptance_length_ci": lengths,
+        "per_category": _per_category(usable, baseline, key.k, seed),
+        **_gain(speedup(usable, baseline), key.k, seed),
+    }
 
 
 def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
-    """What a document says more where no point has been measured, as `code` tells: its `error`."""
+    """The document's `error` if no point was measured, as `code` tells; else nothing."""
     if code not in (ExitCode.RUN_FAILED, ExitCode.ENVIRONMENT):
         return {}
-    reason = next((str(p["reason"]) for p in points if p["status"] in ("failed", "oom")), "")
+    reason = next((p.reason for p in points if p.status in ("failed", "oom")), "")
     what = f"no point could be measured: {reason}".removesuffix(": ")
     hint = "every point's reason is in the result"
     return {"error": {"code": int(code), "message": what, "hint": hint}}
 
 
-def metrics_of(samples: Sequence[Sample], key: Key) -> dict[str, Any]:
+def metrics_of(samples: Sequence[Sample], key: Key) -> PointMetrics:
     """The contract's `metrics` of one point. Times are means over the repeats.
 
-    The shares that sequences have in an engine round make it whole again, up to rounding, in
-    `num_rounds`.
+    `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
-    done = [s for s in samples if s["finish_reason"] != "error"]
-    tokens = sum(len(s["token_ids"]) for s in done)
+    done = [s for s in samples if s.could_run]
+    tokens = sum(len(s.token_ids) for s in done)
     decode = sum(map(decode_seconds, done))
-    prefill = sum(_mean(s["seconds"]) for s in done) - decode
-    shares = sum(_mean(s["round_share"]) for s in done) or 1.0
-    stages = {name for s in done for name in s["stage_ms"]}
-    ms = {name: sum(_mean(s["stage_ms"].get(name, [0.0])) for s in done) for name in stages}
+    prefill = sum(_mean(s.seconds) for s in done) - decode
+    shares = sum(_mean(s.round_share) for s in done) or 1.0
     seconds = prefill + decode
-    return Metrics(
+    stage_ms: dict[str, Any] = {
+        f"{stage}_ms": sum(_mean(s.stage_ms.get(stage, [])) for s in done) / shares
+        for stage in STAGES
+    }
+    return PointMetrics(
         k=key.k,
         batch_size=key.batch_size,
         num_prompts=len(done),
         num_output_tokens=tokens,
         num_rounds=round(shares),
-        num_rounds_without_proposal=sum(s["rounds_without_proposal"] for s in done),
-        num_preemptions=sum(s["num_preemptions"] for s in done),
-        acceptance=_acceptance(done, key.k),
-        draft_ms=ms.get("draft", 0.0) / shares,
-        broadcast_ms=ms.get("broadcast", 0.0) / shares,
-        verify_ms=ms.get("verify", 0.0) / shares,
-        sample_ms=ms.get("sample", 0.0) / shares,
+        num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),
+        num_preemptions=sum(s.num_preemptions for s in done),
+        **stage_ms,
         round_ms=decode * 1e3 / shares,
         prefill_ms=prefill * 1e3 / max(1, len(done)),
         prefill_seconds=prefill,
         decode_seconds=decode,
         output_tokens_per_second=tokens / seconds if seconds else 0.0,
         decode_tokens_per_second=tokens / decode if decode else 0.0,
-        ttft_ms=Spread.of([_mean(s["ttft_ms"]) for s in done]),
-        tpot_ms=Spread.of([_mean(s["tpot_ms"]) for s in done if s["tpot_ms"]]),
-    ).as_dict() | {"peak_memory_bytes": max((s["peak_memory_bytes"] for s in done), default=None)}
+        ttft_ms=_spread([_mean(s.ttft_ms) for s in done]),
+        tpot_ms=_spread([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
+        peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
+        **asdict(_acceptance(done, key.k)),
+    )
 
 
-def speedup(samples: Mapping[int, Sample], baseline: Mapping[int, Sample]) -> SumRatio | None:
-    """Decoding speed over that of the same prompts at k = 0; None without common prompts."""
+def _spread(values: Sequence[float]) -> LatencySpread:
+    return LatencySpread(**asdict(Spread.of(values)))
+
+
+def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
+    """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
     common = sorted(samples.keys() & baseline.keys())
     if not common:
         return None
@@ -188,102 +182,94 @@ def speedup(samples: Mapping[int, Sample], baseline: Mapping[int, Sample]) -> Su
 
 
 def decode_seconds(sample: Sample) -> float:
-    """A prompt's share of the time of its rounds, mean over the repeats."""
-    return _mean(sample["decode_seconds"])
-
-
-def _rounds_of(forecasts: Forecasts) -> Callable[[int], Rounds] | None:
-    """Expected rounds for any k up to the largest; None when there is nothing to go by."""
-    return partial(expected_rounds, forecasts.texts) if forecasts.texts else None
+    """A prompt's share of the time of its rounds, averaged over repeats."""
+    return _mean(sample.decode_seconds)
 
 
 def _prediction(
     k: int,
     point: Point,
-    rounds_of: Callable[[int], Rounds] | None,
     forecasts: Forecasts,
     alpha: float,
-) -> dict[str, Any] | None:
-    """Predicted mean length and speed-up, beside what was measured."""
-    if rounds_of is None:
+) -> Prediction | None:
+    """The predicted mean length and speed-up, with their errors where both are known."""
+    if not forecasts.texts:
         return None
-    rounds, plain = rounds_of(k), rounds_of(0)
+    rounds, plain = expected_rounds(forecasts.texts, k), expected_rounds(forecasts.texts, 0)
     costs = forecasts.costs
     predicted = None
     if k in costs and 0 in costs and rounds.total:
         predicted = plain.total * costs[0] / (rounds.total * costs[k])
-    metrics, measured = point["metrics"], point["speedup"]
-    length = rounds.mean_acceptance_length
-    iid = iid_length(alpha, k)
-    true_length = metrics["mean_acceptance_length"] if metrics else None
-    return {
-        "method": "replay",
-        "is_exact": forecasts.is_exact,
-        "speedup": predicted,
-        "speedup_error": predicted / measured - 1 if predicted and measured else None,
-        "mean_acceptance_length": length,
-        "mean_acceptance_length_error": length / true_length - 1 if true_length else None,
-        "iid_alpha": alpha,
-        "iid_mean_acceptance_length": iid,
-        "iid_error": iid / true_length - 1 if true_length else None,
-        "analytic_alpha": _analytic_alpha(forecasts),
-    }
+    faster = point.speedup
+    length, iid = rounds.mean_acceptance_length, iid_length(alpha, k)
+    true_length = point.metrics.mean_acceptance_length if point.metrics else None
+    return Prediction(
+        method="replay",
+        is_exact=forecasts.is_exact,
+        speedup=predicted,
+        speedup_error=predicted / faster - 1 if predicted and faster else None,
+        mean_acceptance_length=length,
+        mean_acceptance_length_error=length / true_length - 1 if true_length else None,
+        iid_alpha=alpha,
+        iid_mean_acceptance_length=iid,
+        iid_error=iid / true_length - 1 if true_length else None,
+        analytic_alpha=_analytic_alpha(forecasts),
+    )
 
 
 def _iid_alpha(samples: Iterable[Sample]) -> float:
-    """The rate at which a proposal is accepted when those before it were, whatever its place."""
+    """The acceptance rate of a proposal whose predecessors were accepted, at any position."""
     chosen = list(samples)
-    accepted = sum(sum(s["accepted_per_round"]) for s in chosen)
-    rejected: int = sum(
+    accepted = sum(sum(s.accepted_per_round) for s in chosen)
+    rejected = sum(
         a < p
         for s in chosen
-        for p, a in zip(_judged_per_round(s), s["accepted_per_round"], strict=True)
+        for p, a in zip(_judged_per_round(s), s.accepted_per_round, strict=True)
     )
-    return float(accepted / max(1, accepted + rejected))
+    return accepted / max(1, accepted + rejected)
 
 
 def _judged_per_round(sample: Sample) -> list[int]:
-    """Of the proposals of each round, how many may have been rejected or were accepted.
+    """The number of proposals in each round that were accepted or could have been rejected.
 
-    All of them, but for a last round whose accepted proposals end the text (an end-of-text token,
-    or a stop string): nothing was decided of those after them.
+    These are all proposals, except in a last round whose accepted proposals end the text (an
+    end-of-text token or a stop string): those after the end were not judged.
     """
-    proposed, accepted = sample["proposed_per_round"], sample["accepted_per_round"]
-    # Every other round adds a token of the target's own, also one that ends in a rejection.
-    whole = sum(accepted) + len(accepted) + sample["rounds_without_proposal"]
-    if sample["finish_reason"] in ("eos", "stop") and len(sample["token_ids"]) < whole:
+    proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
+    # Every other round adds one token of the target's own, whether or not it rejects a proposal.
+    whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
+    if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
         return [*proposed[:-1], *accepted[-1:]]
     return list(proposed)
 
 
 def _analytic_alpha(forecasts: Forecasts) -> float | None:
     """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for text in forecasts.texts for o in text.overlap]
+    overlaps = [o for text in forecasts.texts for o in text.overlap or ()]
     return sum(overlaps) / len(overlaps) if overlaps else None
 
 
 def _per_category(
-    samples: Mapping[int, Sample], baseline: Mapping[int, Sample], k: int, seed: int
-) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for category in sorted({s["category"] for s in samples.values()} - {None}):
-        own = {i: s for i, s in samples.items() if s["category"] == category}
+    samples: Samples, baseline: Samples, k: int, seed: int
+) -> dict[str, CategoryMetrics]:
+    rows: dict[str, CategoryMetrics] = {}
+    for category in sorted({c for s in samples.values() if (c := s.category) is not None}):
+        own = {i: s for i, s in samples.items() if s.category == category}
         acceptance = _acceptance(own.values(), k)
-        faster = speedup(own, baseline)
-        rows[category] = {
-            "num_prompts": len(own),
-            "num_output_tokens": sum(len(s["token_ids"]) for s in own.values()),
-            "mean_acceptance_length": acceptance.mean_acceptance_length,
-            "draft_acceptance_rate": acceptance.draft_acceptance_rate,
-            "acceptance_rate_per_pos": acceptance.acceptance_rate_per_pos,
-            "decode_tokens_per_second": measured_speed(own.values()).value,
-            **_gain(faster, k, seed),
-        }
+        rows[category] = CategoryMetrics(
+            num_prompts=len(own),
+            num_output_tokens=sum(len(s.token_ids) for s in own.values()),
+            mean_acceptance_length=acceptance.mean_acceptance_length,
+            draft_acceptance_rate=acceptance.draft_acceptance_rate,
+            acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
+            decode_tokens_per_second=measured_speed(own.values()).value,
+            **_gain(speedup(own, baseline), k, seed),
+        )
     return rows
 
 
 def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
-    """`speedup` and `speedup_ci`; those of k = 0 over itself are known."""
+    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition."""
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
     if faster is None:
@@ -291,19 +277,20 @@ def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
     return {"speedup": faster.value, "speedup_ci": stats.interval(faster, seed)}
 
 
-def _length(samples: Mapping[int, Sample]) -> SumRatio | None:
+def _length(samples: Samples) -> SumRatio | None:
     """Mean acceptance length over prompts; None where nothing was proposed."""
-    rounds = [samples[index]["accepted_per_round"] for index in sorted(samples)]  # as in every run
+    # In the same order in every run, since resampling depends on it.
+    rounds = [samples[index].accepted_per_round for index in sorted(samples)]
     accepted, drafts = list(map(sum, rounds)), list(map(len, rounds))
     return stats.mean_acceptance_length(accepted, drafts) if sum(drafts) else None
 
 
 def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[float] | None:
-    """The 95 % interval of a mean length, which is nowhere below 1 or above k + 1.
+    """The 95 % interval of a mean length, within 1 and k + 1.
 
-    Prompts that are all alike are still as many observations, unlike their times in one batch: the
-    interval is then that length alone. mean: the length as the point has it, which can differ from
-    that of `length` by a rounding.
+    Identical prompts are still separate observations, unlike their times in one batch: the interval
+    is then the length itself. mean: the point's length, which may differ from that of `length` by
+    rounding.
     """
     found = stats.interval(length, seed)
     if found is None:
@@ -313,28 +300,28 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Output tokens over the time of rounds."""
+    """Output tokens per second of round time."""
     chosen = list(samples)
-    return stats.speed([len(s["token_ids"]) for s in chosen], [decode_seconds(s) for s in chosen])
+    return stats.speed([len(s.token_ids) for s in chosen], [decode_seconds(s) for s in chosen])
 
 
 def _acceptance(samples: Iterable[Sample], k: int) -> Acceptance:
     chosen = list(samples)
     return Acceptance.of(
-        [p for s in chosen for p in s["proposed_per_round"]],
-        [a for s in chosen for a in s["accepted_per_round"]],
+        [p for s in chosen for p in s.proposed_per_round],
+        [a for s in chosen for a in s.accepted_per_round],
         k,
     )
 
 
-def without_errors(samples: Mapping[int, Sample]) -> dict[int, Sample]:
-    """Of samples by prompt, those of prompts that could run."""
-    return {i: s for i, s in samples.items() if s["finish_reason"] != "error"}
+def without_errors(samples: Samples) -> dict[int, Sample]:
+    """The samples of prompts that could run."""
+    return {i: s for i, s in samples.items() if s.could_run}
 
 
-def why_none(samples: Mapping[int, Sample]) -> str:
-    """The reason of a point that did not fail itself, but of whose prompts none ran."""
-    why = next((s.get("error") for s in samples.values() if s.get("error")), None)
+def why_none(samples: Samples) -> str:
+    """The reason of a point that did not fail, but none of whose prompts ran."""
+    why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
 

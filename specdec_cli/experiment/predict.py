@@ -1,40 +1,50 @@
-"""What other proposal lengths would have done to a text that is already written.
+"""Predicts the rounds of other proposal lengths over a text that is already written.
 
-Knows no engine: works on what is recorded of each prompt. The argument, for lossless decoding:
-whatever k, the text follows the target's distribution, and given the text a token x at a position
+Works on the records of each prompt and knows no engine. The argument, for lossless decoding: for
+any k, the text follows the target's distribution, and given the text a token x at a position
 that was proposed came by acceptance with probability min(1, q(x) / p(x)), independently of how the
 rounds fell. (Proposal d ~ q is accepted as x with probability min(p(x), q(x)), and x is written
 with probability p(x).) So one text with these probabilities gives the expected rounds for every k.
-For greedy decoding they are 0 or 1 and the replay is exact: the very rounds that a run makes.
+For greedy decoding they are 0 or 1, and the replay gives exactly the rounds of a run.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Annotated, Any, Self
+
+from pydantic import Field, model_validator
+
+from specdec_cli.experiment.records import Count, Name, Record, Whole, impossible
+
+_Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
+_Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
-@dataclass(frozen=True, slots=True)
-class Text:
-    """One prompt's output and how proposals for it would fare.
+class Text(Record):
+    """One prompt's output, and the acceptance of proposals for it.
 
-    accept: for a draft model, for each output token the probability that it is accepted where it is
-    proposed. chains: for a proposer that may find fewer than asked (n-grams), for a round that
-    begins at each output token, how many it proposes and how many of them stand. draws: under
-    synthetic acceptance, a uniform number for each output token, which stands where that is below
-    `rates` at its place in the draft. Exactly one of the three is given. limit: most output tokens
-    that the prompt may have. draft_limit: output tokens up to the end of the draft's own context.
-    overlap: for each output token the sum of min(p, q), where it is known.
+    accept: for a draft model, each output token's probability of acceptance if it is proposed.
+    chains: for a proposer that may find fewer tokens than asked (n-grams), the proposed and
+    accepted counts of a round that begins at each output token. draws: for synthetic acceptance, a
+    uniform number for each output token, which is accepted if that is below `rates` at its
+    position. Exactly one of the three is given. limit: most output tokens of the prompt.
+    draft_limit: output tokens up to the end of the draft's context. overlap: the sum of min(p, q)
+    for each output token, if known.
     """
 
-    limit: int
-    draft_limit: int
-    accept: tuple[float, ...] | None = None
-    chains: tuple[tuple[int, int], ...] | None = None
-    draws: tuple[float, ...] | None = None
-    rates: tuple[float, ...] = ()
-    overlap: tuple[float, ...] = ()
+    limit: Count
+    draft_limit: Whole  # below 0 if the prompt is longer than the draft's context
+    accept: _Numbers | None = None
+    overlap: _Numbers | None = None
+    chains: Annotated[tuple[_Chain, ...], Field(strict=False)] | None = None
+    draws: _Numbers | None = None
+    rates: _Numbers | None = None
 
-    def __post_init__(self) -> None:
-        assert [self.accept, self.chains, self.draws].count(None) == 2
+    @model_validator(mode="after")
+    def _has_one_source(self) -> Self:
+        if [self.accept, self.chains, self.draws].count(None) != 2:
+            raise impossible("it has not one of accept, chains and draws")
+        return self
 
     @property
     def length(self) -> int:
@@ -43,7 +53,7 @@ class Text:
     def round_at(self, start: int, k: int) -> Sequence[float]:
         """Acceptance probabilities of the proposals of a round that begins at token `start`.
 
-        Past the end of the text nothing is known, and nothing matters: those come as 0.
+        Past the end of the text they are unknown and do not matter: they are 0.
         """
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
         if self.accept is not None:
@@ -53,7 +63,7 @@ class Text:
             known = tuple(
                 float(draw < rate)
                 for draw, rate in zip(
-                    self.draws[start : start + asked], self.rates[:asked], strict=False
+                    self.draws[start : start + asked], (self.rates or ())[:asked], strict=False
                 )
             )
             return known + (0.0,) * (asked - len(known))
@@ -63,11 +73,21 @@ class Text:
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
 
 
+class ReplayText(Text):
+    """A line of replay.jsonl: a prompt's text with a draft at the largest k."""
+
+    draft: Name | None
+    index: Count
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"draft": self.draft, "index": self.index} | super().as_dict()
+
+
 @dataclass(slots=True)
 class Rounds:
-    """Expected counts of rounds over some texts; whole numbers where acceptance is certain.
+    """Expected counts of rounds over some texts; whole numbers if acceptance is certain.
 
-    drafts: rounds with proposals. plain: rounds without. accepted: proposals that stand.
+    drafts: rounds with proposals. plain: rounds without. accepted: accepted proposals.
     """
 
     k: int
@@ -116,11 +136,11 @@ def expected_rounds(texts: Iterable[Text], k: int) -> Rounds:
 
 
 def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, int]:
-    """The text of a greedy run with what its own rounds showed, and how often that was news.
+    """The text of a greedy run corrected by its own rounds, and the number of corrections.
 
-    rounds: proposed and accepted tokens of each round from the first on, without the rounds that
-    proposed nothing. A pass over a whole text rounds otherwise than one over single tokens: in
-    half precision a near-tie may fall to the other side.
+    rounds: proposed and accepted tokens of each round from the first on, without rounds that
+    proposed nothing. A pass over a whole text has other rounding errors than passes over single
+    tokens: in half precision near-ties may flip.
     """
     assert text.accept is not None
     accept, start, news = list(text.accept), 0, 0
@@ -131,11 +151,11 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
                 news += accept[start + place] != shown
                 accept[start + place] = shown
         start += accepted + 1
-    return replace(text, accept=tuple(accept)), news
+    return text.model_copy(update={"accept": tuple(accept)}), news
 
 
 def iid_length(alpha: float, k: int) -> float:
-    """(1 - a^(k+1)) / (1 - a): tokens a round if each proposal were accepted with chance `alpha`.
+    """Tokens a round if each proposal is accepted with chance `alpha`: (1 - a^(k+1)) / (1 - a).
 
     Leviathan et al., 2211.17192, equation 1.
     """

@@ -1,4 +1,4 @@
-"""The documents that commands give out, and records of what they measured.
+"""The JSON documents of commands, and the records of a single run.
 
 Knows the contract's JSON names; knows nothing of terminals or folders.
 """
@@ -17,6 +17,7 @@ import torch
 from specdec_cli import __version__
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.metrics import Metrics
+from specdec_cli.experiment.records import Point, PointMetrics, Record, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
 
@@ -25,7 +26,7 @@ _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetens
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What one prompt gave. `error` is set exactly when `finish_reason` is "error"."""
+    """The output of one prompt. `error` is set exactly if `finish_reason` is "error"."""
 
     index: int
     prompt: str
@@ -53,9 +54,9 @@ class Output:
 def environment(
     device: torch.device, dtype: torch.dtype, execution: dict[str, str]
 ) -> dict[str, Any]:
-    """Where the numbers come from. An allow-list: no environment variable is ever copied.
+    """The record of the environment. An allow-list: no environment variable is copied.
 
-    dtype: the target's. execution: what was compiled or captured, and why.
+    dtype: the target's. execution: which parts were compiled or captured, and why.
     """
     found: dict[str, Any] = {
         "specdec": __version__,
@@ -79,7 +80,7 @@ def environment(
 def generate_document(
     recipe: Recipe, where: dict[str, Any], outputs: Values[Output], metrics: Metrics
 ) -> dict[str, Any]:
-    """`generate --json`."""
+    """The document of `generate --json`."""
     return {
         "schema": "specdec.generate/1",
         "recipe": recipe.model_dump(mode="json"),
@@ -95,6 +96,8 @@ def to_json(document: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
+    if isinstance(value, Record):
+        value = value.as_dict()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -114,36 +117,39 @@ def _version(package: str) -> str | None:
 def point_record(
     outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
 ) -> dict[str, Any]:
-    """The line of points.jsonl of a single run, which compares with nothing."""
+    """The line of points.jsonl of a single run, which has no baseline."""
     could_run = any(o.error is None for o in outputs)
     why = next((o.error for o in outputs if o.error is not None), None)
-    return {
-        "k": k,
-        "batch_size": batch_size,
-        "draft": draft,
-        "status": "ok" if could_run else "failed",
-        **({} if could_run else {"reason": f"no prompt could run: {why}"}),
-        "metrics": metrics.as_dict() if could_run else None,
-        "speedup": None,
-        "speedup_ci": None,
-        "predicted_speedup": None,
-        "mean_acceptance_length_ci": None,
-        "per_category": {},
-    }
+    point = Point(
+        k=k,
+        batch_size=batch_size,
+        draft=draft,
+        status="ok" if could_run else "failed",
+        metrics=PointMetrics(**metrics.as_dict()) if could_run else None,
+        speedup=None,
+        speedup_ci=None,
+        predicted_speedup=None,
+        mean_acceptance_length_ci=None,
+        per_category={},
+        **given(reason=None if could_run else f"no prompt could run: {why}"),
+    )
+    # In a single run the reason follows the status, unlike in the points of a sweep.
+    order = () if could_run else ("k", "batch_size", "draft", "status", "reason")
+    return dict.fromkeys(order) | point.as_dict()
 
 
-def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> dict[str, Any]:
-    """A line of samples.jsonl."""
-    record: dict[str, Any] = {
-        "draft": draft,
-        "k": k,
-        "batch_size": batch_size,
-        "index": output.index,
-        "category": output.category,
-        "prompt_token_ids": output.prompt_token_ids,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "accepted_per_round": output.accepted_per_round,
-        "seconds": [output.seconds],
-    }
-    return record if output.error is None else record | {"error": output.error}
+def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> TextSample:
+    """A line of samples.jsonl of a single run."""
+    return TextSample(
+        draft=draft,
+        k=k,
+        batch_size=batch_size,
+        index=output.index,
+        category=output.category,
+        prompt_token_ids=output.prompt_token_ids,
+        token_ids=output.token_ids,
+        finish_reason=output.finish_reason,
+        accepted_per_round=output.accepted_per_round,
+        seconds=[output.seconds],
+        **given(error=output.error),
+    )

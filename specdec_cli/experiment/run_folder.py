@@ -1,10 +1,9 @@
-"""The folder that a run's results are kept in: who may write there, and what survives a crash.
+"""The run folder: who may write there, and crash-safe writing of records and documents.
 
-Knows nothing of what its records and documents mean.
+Knows nothing of what records and documents mean.
 """
 
 import fcntl
-import json
 import logging
 import os
 from contextlib import suppress
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.records import Record
 from specdec_cli.experiment.results import to_json
 from specdec_cli.recipe import Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
@@ -23,7 +23,7 @@ _RECORDS = ("samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pai
 
 @dataclass(slots=True)
 class RunFolder:
-    """A folder of results: what a record has been acknowledged for survives a crash.
+    """A folder of results. A record survives a crash once `append` has returned.
 
     Raises `SetupError` when the folder cannot be written, and `UsageError` when it holds the
     results of another run.
@@ -34,7 +34,7 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
-        """A folder that a run left behind, mended."""
+        """The folder of an earlier run, locked and repaired."""
         folder = cls(path)
         folder._claim()
         folder.mend()
@@ -66,7 +66,7 @@ class RunFolder:
         return folder
 
     def refuse_foreign(self, name: str) -> None:
-        """Raise `UsageError` for a file of somebody else, which would be replaced."""
+        """Raise `UsageError` if a file is there that no run has written."""
         try:
             is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
         except OSError as problem:
@@ -82,12 +82,12 @@ class RunFolder:
         )
 
     def mend(self) -> None:
-        """Cut off what a crash left of a last line."""
+        """Cut off unfinished last lines that a crash left."""
         for file in sorted(self.path.glob("*.jsonl")):
             _cut_torn_line(file)
 
     def _claim(self) -> None:
-        """Keep others that begin or go on with a run out, until this process closes or ends."""
+        """Lock the folder against other runs until this process closes it or ends."""
         try:
             self._files["."] = os.open(self.path, os.O_RDONLY)
             fcntl.flock(self._files["."], fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -100,13 +100,12 @@ class RunFolder:
         except OSError as problem:  # a file system without locks
             _log.info("%s is not locked: %s", self.path, problem.strerror)
 
-    def append(self, name: str, *records: dict[str, Any]) -> None:
-        """Add a line a record to a .jsonl file: a single write, synced before this returns."""
+    def append(self, name: str, *records: Record | dict[str, Any]) -> None:
+        """Append records to a .jsonl file in a single write, synced before this returns."""
         line = "".join(to_json(record) + "\n" for record in records).encode()
         try:
             if name not in self._files:
-                # Of a run that goes on: should it be cut short, nothing is to speak for it but
-                # its records.
+                # The run goes on: if it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._files[name] = os.open(self.path / name, flags, 0o644)
@@ -120,7 +119,7 @@ class RunFolder:
             raise SetupError(f"cannot write {self.path / name}: {why}") from None
 
     def write(self, name: str, text: str) -> None:
-        """Replace a file as a whole, or leave the old one."""
+        """Replace a file atomically."""
         temporary = self.path / f".{name}.tmp"
         try:
             with open(temporary, "w", encoding="utf-8") as file:
@@ -135,7 +134,7 @@ class RunFolder:
             raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
 
     def forget(self, name: str) -> None:
-        """Take away a file of records that stand for nothing."""
+        """Remove a file of records that count for nothing."""
         try:
             (self.path / name).unlink(missing_ok=True)
         except OSError as problem:
@@ -154,7 +153,7 @@ def _unusable(path: Path, problem: OSError) -> SetupError:
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:
-    """`recipe` with full paths of what lies on this machine: it may be run again from elsewhere.
+    """The recipe with absolute paths, so that it can be run again from any folder.
 
     Raises `UsageError` for a path that no recipe can name.
     """
@@ -173,31 +172,8 @@ def found_from_anywhere(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=changes)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a .jsonl file; a last line without its end is left out.
-
-    Raises `SetupError` for a file that cannot be read, or holds a line that is no record.
-    """
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    except OSError as problem:
-        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
-            record = None
-        if not isinstance(record, dict):
-            raise SetupError(f"{path}:{number}: not a record", "the file was damaged or edited")
-        records.append(record)
-    return records
-
-
 def _sync_names(folder: Path) -> None:
-    """Have the names in a folder survive a crash too, on file systems that can promise it."""
+    """Sync a folder's entries, on file systems that support it."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:
@@ -207,7 +183,7 @@ def _sync_names(folder: Path) -> None:
 
 
 def _is_foreign(path: Path) -> bool:
-    """Whether a recipe is of somebody's own writing: ours have every section, and no comments."""
+    """Whether a recipe was written by hand: ours have every section and no comments."""
     try:
         lines = path.read_bytes().splitlines()
     except OSError:

@@ -2,7 +2,7 @@
 
 Every measure of a sweep is a product of sums over prompts, some of them in the denominator: mean
 acceptance length is (accepted + drafts) / drafts, a speed-up is (tokens / time) over the same of
-k = 0. Prompts are what is drawn anew: rounds of one prompt resemble each other.
+k = 0. Prompts are resampled, since rounds of one prompt resemble each other.
 """
 
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 
 RESAMPLES = 2000
-_FEW = 8  # prompts; below, resamples are too much alike to say anything
+_FEW = 8  # prompts; with fewer, resamples are too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
 _STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
-# Of the standard error, in a resample: without the one prompt that something disturbed the others
-# may be as good as alike, and dividing by that would stretch the interval over orders of magnitude.
+# Lower bound on a resample's standard error, relative to that of the sample. Without one outlier,
+# the other prompts may be nearly identical, and dividing by their error would blow up the interval.
 _LEAST_ERROR = 0.25
-_FEW_WITHOUT = 0.1  # of the rounds
-_CHUNK = 2_000_000  # numbers held at a time
+_FEW_WITHOUT = 0.1  # share of rounds without proposals that is worth mentioning
+_CHUNK = 2_000_000  # numbers in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SumRatio:
 
     @property
     def value(self) -> float:
-        """The measure over all prompts; NaN where a sum is 0."""
+        """The measure over all prompts; NaN if a sum is 0."""
         sums = self.columns.sum(axis=0)
         if len(self.columns) == 0 or (sums <= 0).any():
             return float("nan")
@@ -60,10 +60,10 @@ def mean_acceptance_length(accepted: Sequence[float], drafts: Sequence[float]) -
 
 
 def proposing_rate(num_drafts: int, num_without: int) -> float | None:
-    """Which part of a run's rounds proposed anything, where that is worth telling.
+    """The share of a run's rounds that proposed anything; None if it is nearly all.
 
-    `mean_acceptance_length` is of these rounds alone. A draft model leaves out a text's last round
-    at most; n-grams may find nothing in most. num_without: `num_rounds_without_proposal`.
+    `mean_acceptance_length` is over these rounds only. A draft model proposes in all rounds except
+    a text's last; n-grams may find nothing in most. num_without: `num_rounds_without_proposal`.
     """
     rounds = num_drafts + num_without
     is_telling = num_drafts > 0 and num_without > _FEW_WITHOUT * rounds
@@ -71,7 +71,7 @@ def proposing_rate(num_drafts: int, num_without: int) -> float | None:
 
 
 def among_rounds(num_drafts: int, num_without: int) -> str:
-    """Of which rounds an acceptance length is, to follow it; "" where it is of nearly all."""
+    """A suffix that says over which rounds an acceptance length is; "" if over nearly all."""
     rate = proposing_rate(num_drafts, num_without)
     return "" if rate is None else f" in the {100 * rate:.0f}% that proposed"
 
@@ -82,9 +82,10 @@ def speed(tokens: Sequence[float], seconds: Sequence[float]) -> SumRatio:
 
 
 def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> list[float] | None:
-    """The 95 % interval [low, high] of `measure`; None where the prompts cannot tell how far it may
-    be off: fewer than two of them, or all exactly alike, as the shares of a batch are that begins
-    and ends together.
+    """The 95 % interval [low, high] of `measure`, or None.
+
+    There is none for fewer than two prompts, or if all are exactly alike, such as the time shares
+    of one batch that begins and ends together.
 
     The bootstrap-t of the logarithm, whose standard error is the linearised one (Efron and
     Tibshirani, An Introduction to the Bootstrap, chapter 12.5). The percentile interval is too
@@ -130,10 +131,9 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which of several measures is recommended.
+    """The recommended one of several measures, by places in their list.
 
-    best: the largest. tied: those not told from it at 95 %, the best among them. Both are places in
-    the list.
+    best: the largest. tied: those that do not differ from it at 95 %, including the best.
     """
 
     best: int
@@ -141,11 +141,10 @@ class Choice:
 
 
 def choose(measures: Sequence[SumRatio], seed: int = 0) -> Choice:
-    """The largest of measures over the same prompts, and which others may as well be it.
+    """The largest of several measures over the same prompts, and the ones tied with it.
 
-    A measure is tied when the interval of its ratio to the best holds 1. Where there is none
-    nothing can be told apart, and only the largest counts. One without a value is neither, unless
-    all of them have none.
+    A measure is tied if the interval of its ratio to the best contains 1; without an interval only
+    an equal value is tied. A measure without a value is neither, unless all have none.
     """
     values = [m.value for m in measures]
     best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])

@@ -1,23 +1,26 @@
-"""What a report says, put together once for every format."""
+"""The content of a report, the same for every format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
 from specdec_cli.report.vllm import Deployment, deployment
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """headline: the answer. answers: one by batch size. reasons: the run's own words for them.
-    tables: by name, None where there is nothing to show. category_point: which point those are of.
+    """The content of a report.
+
+    headline: the answer. answers: one by batch size. reasons: the run's own words for them. tables:
+    by name, None if there is nothing to show. category_point: the point that categories are of.
     """
 
-    run: Run
+    run: ReportedRun
     bests: tuple[Best, ...]
     title: str
     headline: str
@@ -30,9 +33,8 @@ class Content:
     deployment: Deployment | None
 
 
-def content_of(run: Run) -> Content:
-    """A report's content, of whatever the folder had."""
-    labels = findings.draft_labels(run)
+def content_of(run: ReportedRun) -> Content:
+    """The content of a report on a run, complete or not."""
     bests = findings.best_by_batch_size(run)
     shown = _point_for_categories(run, bests)
     by_category = tables.categories(run, shown) if shown is not None else None
@@ -40,8 +42,8 @@ def content_of(run: Run) -> Content:
         run=run,
         bests=tuple(bests),
         title=f"specdec {run.kind}: {run.path.resolve().name}",
-        headline=findings.headline(run, bests, labels),
-        answers=tuple(findings.answer(run, best, labels) for best in bests),
+        headline=findings.headline(run, bests),
+        answers=tuple(findings.answer(run, best) for best in bests),
         reasons=tuple(dict.fromkeys(b.reason for b in bests if b.reason)),
         warnings=tuple(findings.warnings(run)),
         setup=_setup(run),
@@ -54,26 +56,26 @@ def content_of(run: Run) -> Content:
         },
         category_point=""
         if shown is None
-        else f"{findings.setting_in_words(run, shown, labels)}, batch size {shown.batch_size}.",
+        else f"{findings.setting_in_words(run, shown)}, batch size {shown.batch_size}.",
         deployment=deployment(run, bests),
     )
 
 
-def _point_for_categories(run: Run, bests: list[Best]) -> Point | None:
-    """The best point; where that is no speculation, the fastest with proposals."""
+def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:
+    """The best point, or the fastest with proposals if no speculation is best."""
     for best in bests:
         if best.point is not None and best.point.is_ok and not best.point.is_baseline:
             return best.point
     speeds = [
         (s, i)
         for i, p in enumerate(run.points)
-        if not p.is_baseline and (s := findings.speedup(run, p)) is not None
+        if not p.is_baseline and (s := p.speedup) is not None
     ]
     return run.points[max(speeds)[1]] if speeds else None
 
 
-def _setup(run: Run) -> str:
-    """What was run, in a line."""
+def _setup(run: ReportedRun) -> str:
+    """The setup of a run in one line."""
     parts = [f"target {run.setting('target', 'model') or '?'}"]
     drafts = sorted({p.draft for p in run.points if p.draft is not None})
     named: Any = ", ".join(drafts) or run.setting("draft", "model")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 
 from specdec_cli.report.content import Content
-from specdec_cli.report.folder import Run
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
 from specdec_cli.report.tables import (
     Table,
@@ -18,13 +18,13 @@ from specdec_cli.report.tables import (
 )
 from specdec_cli.text import inert, one_line
 
-# What a spreadsheet takes for the beginning of a formula.
+# Characters that begin a formula in spreadsheets.
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
-def csv_tables(run: Run) -> dict[str, str]:
-    """File names and contents: points.csv, and by position and category where there are figures."""
+def csv_tables(run: ReportedRun) -> dict[str, str]:
+    """CSV files by name: points.csv, and acceptance.csv and categories.csv if they have rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run)]
     return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
 
@@ -38,7 +38,7 @@ def _csv(table: Table) -> str:
 
 
 def _cell(value: Value) -> str:
-    """Figures as they are; text that a spreadsheet would run gets an apostrophe in front."""
+    """A cell as text; an apostrophe precedes what a spreadsheet would run as a formula."""
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -48,7 +48,7 @@ def _cell(value: Value) -> str:
 
 
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
-    """The report as markdown; `folder` is where its pictures lie, from it."""
+    """The report as markdown. folder: of its pictures, relative to it."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> {_plain(warning)}" for warning in content.warnings]
     if len(content.answers) > 1:
@@ -93,13 +93,13 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text that markdown shows as it is, on one line."""
+    """Text escaped for markdown, on one line."""
     line = one_line_of(text)
     return _MARKUP.sub(r"\\\1", line)
 
 
 def one_line_of(text: str) -> str:
-    """All of a text on one line, nothing in it invisible."""
+    """A whole text on one line, with nothing invisible in it."""
     pieces = [one_line(text[i : i + 80]) for i in range(0, len(text), 80)]
     return "".join(pieces)
 

@@ -1,23 +1,22 @@
-"""What a run says: speed-ups, the best point by batch size, the answer in words.
+"""The findings of a run: the best point by batch size, and the answer in words.
 
-Computes from points alone what a run that was cut short did not come to write. Knows nothing of
-HTML or plots.
+For a run that was cut short they are computed from its points. Knows nothing of HTML or plots.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.experiment.records import Point
+from specdec_cli.report.folder import ReportedRun
 
-_LABEL_LENGTH = 32
-# Warnings that runs record and that a report has its own words for.
+# Recorded warnings for which a report has its own words.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """Where a point stands in a plot: the panel, the line in it, and its place on the x axis."""
+class PlotPlace:
+    """A point's place in a plot: the panel, the line in it, and x."""
 
     panel: str
     series: str
@@ -28,9 +27,9 @@ class Place:
 class Best:
     """The best point at a batch size.
 
-    point: None when nothing could be measured; k = 0 stands for no speculation. tied: others that
-    are no different statistically, in words. is_recorded: the run said so itself; else it is the
-    fastest of the points there are.
+    point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
+    not differ statistically, in words. is_recorded: the run recorded it; else it is the fastest of
+    the points there are.
     """
 
     batch_size: int | None
@@ -40,69 +39,30 @@ class Best:
     is_recorded: bool
 
 
-def draft_labels(run: Run) -> dict[str | None, str]:
-    """A short name for each draft: the last part of a path, or more where that is not unique."""
-    names = sorted({p.draft for p in run.points if p.draft is not None})
-    labels: dict[str | None, str] = {None: "no draft"}
-    for name in names:
-        short = name.rstrip("/").rpartition("/")[2] or name
-        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
-        text = short if is_unique else name
-        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
-    return labels
-
-
-def baseline_of(run: Run, point: Point) -> Point | None:
-    """Plain decoding to compare a point with: same batch size and target TP."""
-    same = [
-        p
-        for p in run.points
-        if p.is_ok
-        and p.is_baseline
-        and (p.batch_size, p.target_tp) == (point.batch_size, point.target_tp)
-    ]
-    own = [p for p in same if p.draft == point.draft]
-    return next(iter(own or same), None)
-
-
-def speedup(run: Run, point: Point) -> float | None:
-    """As recorded, or from decoding speeds when the run ended before it was."""
-    if not point.is_ok:
-        return None
-    if (recorded := point.number("speedup")) is not None:
-        return recorded
-    if point.is_baseline:
-        return 1.0
-    base = baseline_of(run, point)
-    speed = point.number("decode_tokens_per_second")
-    plain = base.number("decode_tokens_per_second") if base is not None else None
-    return speed / plain if speed is not None and plain else None
-
-
-def residual(run: Run, point: Point) -> float | None:
-    """Predicted over measured speed-up, less one."""
-    predicted, measured = point.number("predicted_speedup"), speedup(run, point)
+def residual(point: Point) -> float | None:
+    """The relative error of the predicted speed-up."""
+    predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-def place_of(run: Run, point: Point, labels: Mapping[str | None, str]) -> Place | None:
-    """Where a point with proposals is drawn; None for plain decoding and incomplete records."""
-    if run.kind == "compare-tp":
+def place_of(run: ReportedRun, point: Point) -> PlotPlace | None:
+    """The place of a point with proposals; None for plain decoding."""
+    if run.is_comparison:
         if point.is_baseline or point.draft_tp is None:
             return None
-        return Place(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
+        return PlotPlace(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
     if point.k is None or point.is_baseline:
         return None
-    return Place(_batch(point.batch_size), labels[point.draft], point.k)
+    return PlotPlace(_batch(point.batch_size), run.labels[point.draft], point.k)
 
 
 def _batch(size: int | None) -> str:
     return f"batch size {size}"
 
 
-def best_by_batch_size(run: Run) -> list[Best]:
+def best_by_batch_size(run: ReportedRun) -> list[Best]:
     """The best point at each batch size, in order."""
-    sizes = sorted({p.batch_size for p in run.points if p.batch_size is not None})
+    sizes = sorted({p.batch_size for p in run.points})
     recorded = (run.summary or {}).get("best_by_batch_size")
     found = []
     for size in sizes:
@@ -114,7 +74,7 @@ def best_by_batch_size(run: Run) -> list[Best]:
     return found
 
 
-def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
+def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | None:
     keys = [key for key in ("k", "draft", "target_tp", "draft_tp") if key in entry]
     points = [p for p in run.points if (p.is_ok or p.is_predicted) and p.batch_size == size]
 
@@ -128,7 +88,7 @@ def _recorded(run: Run, size: int, entry: Mapping[str, Any]) -> Best | None:
         return None
     chosen = matching[0]
     drafts = {p.draft for p in points if p.draft is not None}
-    # Of several drafts `tied` has the chosen one's k alone.
+    # With several drafts, `tied` lists only ks of the chosen one.
     tied = entry.get("tied_points") if len(drafts) > 1 else None
     tied = tied or entry.get("tied")
     others = [_tied_in_words(one) for one in tied] if isinstance(tied, list) else []
@@ -149,137 +109,131 @@ def _tied_in_words(one: object) -> str:
         said = [
             f"{word} {one[key]}"
             for key, word in words.items()
-            # Without proposals no draft has a part in it.
+            # At k = 0 the draft plays no part.
             if one.get(key) is not None and not (key == "draft" and one.get("k") == 0)
         ]
         return " ".join(said)
-    return f"k = {one}" if finite(one) is not None else str(one)
+    return f"k = {one}" if isinstance(one, int) else str(one)
 
 
-def _fastest(run: Run, size: int) -> Best:
+def _fastest(run: ReportedRun, size: int) -> Best:
     points = [p for p in run.points if p.is_ok and p.batch_size == size]
-    # Across target TPs a speed-up would compare with different speeds of plain decoding.
+    # Speed-ups at different target TPs have different baselines.
     name = "decode_tokens_per_second"
-    by_speed = run.kind == "compare-tp"
+    by_speed = run.is_comparison
     speeds = [
-        (s, -(p.k or 0), p)
-        for p in points
-        if (s := p.number(name) if by_speed else speedup(run, p)) is not None
+        (s, -p.k, p) for p in points if (s := p.number(name) if by_speed else p.speedup) is not None
     ]
     if not speeds:
         return Best(size, None, (), "", False)
     return Best(size, max(speeds, key=lambda item: item[:2])[2], (), "", False)
 
 
-def setting_in_words(run: Run, point: Point, labels: Mapping[str | None, str]) -> str:
-    """What is run at a point: `k = 4 with draft-1b`."""
+def setting_in_words(run: ReportedRun, point: Point) -> str:
+    """The name of a point's setting: `k = 4 with draft-1b`."""
     if point.is_baseline:
-        is_comparison = run.kind == "compare-tp"
+        is_comparison = run.is_comparison
         return f"target TP {point.target_tp} alone" if is_comparison else "no speculation"
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
-    named = f" with {labels[point.draft]}" if point.draft is not None else ""
+    named = f" with {run.labels[point.draft]}" if point.draft is not None else ""
     return f"k = {point.k}{named}"
 
 
 def times(value: float) -> str:
-    """A speed-up as it is shown."""
+    """A speed-up as text."""
     return f"{value:.2f}×"
 
 
-def interval_in_words(interval: tuple[float, float] | None) -> str:
+def interval_in_words(interval: Sequence[float] | None) -> str:
     return f" (95 % interval {interval[0]:.2f} to {interval[1]:.2f})" if interval else ""
 
 
-def answer(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
+def answer(run: ReportedRun, best: Best) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
     at = f"at {_batch(best.batch_size)}"
     if point is None:
         return f"Nothing was measured {at}."
-    measured = speedup(run, point)
+    measured = point.speedup
     if point.is_baseline:
-        which = f", on target TP {point.target_tp}" if run.kind == "compare-tp" else ""
+        which = f", on target TP {point.target_tp}" if run.is_comparison else ""
         why = f"plain decoding is fastest{which}"
         if _is_within_chance(run, best):
             why = "nothing is faster than plain decoding beyond chance"
-        return f"No speculation {at}: {why}. {_runner_up(run, best, labels)}"
-    what = setting_in_words(run, point, labels)
+        return f"No speculation {at}: {why}. {_runner_up(run, best)}"
+    what = setting_in_words(run, point)
     fast = ""
-    if point.is_predicted and (predicted := point.number("predicted_speedup")) is not None:
+    if point.is_predicted and (predicted := point.predicted_speedup) is not None:
         fast = f", predicted to be {times(predicted)} the speed of plain decoding"
     if measured is not None:
         fast = f", {times(measured)} the speed of plain decoding"
-        fast += interval_in_words(point.interval("speedup_ci"))
-    if measured is not None and measured < 1 and run.kind == "compare-tp":
+        fast += interval_in_words(point.speedup_ci)
+    if measured is not None and measured < 1 and run.is_comparison:
         fast += ", so no speculation would be faster still"
     tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
     least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
     return f"Best {at}: {what}{fast}.{tied}{least}"
 
 
-def _with_proposals(run: Run, best: Best) -> list[tuple[float, Point]]:
-    """What was measured with proposals at a batch size, with its speed-up."""
+def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
+    """The measured points with proposals at a batch size, each after its speed-up."""
     return [
         (s, p)
         for p in run.points
-        if p.batch_size == best.batch_size
-        and not p.is_baseline
-        and (s := speedup(run, p)) is not None
+        if p.batch_size == best.batch_size and not p.is_baseline and (s := p.speedup) is not None
     ]
 
 
-def _is_within_chance(run: Run, best: Best) -> bool:
-    """Whether plain decoding was chosen though something else was faster, by what may be chance."""
+def _is_within_chance(run: ReportedRun, best: Best) -> bool:
+    """Whether plain decoding was chosen because faster points may be faster by chance."""
     faster = [s for s, _ in _with_proposals(run, best) if s > 1]
-    return bool(faster) and best.is_recorded and run.kind == "sweep-k"
+    return bool(faster) and best.is_recorded and not run.is_comparison
 
 
-def _runner_up(run: Run, best: Best, labels: Mapping[str | None, str]) -> str:
-    """How near speculation came where plain decoding won."""
+def _runner_up(run: ReportedRun, best: Best) -> str:
+    """The best point with proposals in words, if plain decoding won."""
     rest = _with_proposals(run, best)
     if not rest:
         return "No point with proposals was measured."
     fastest, point = max(rest, key=lambda item: item[0])
-    interval = interval_in_words(point.interval("speedup_ci"))
-    what = f"{setting_in_words(run, point, labels)}, is {times(fastest)}{interval}"
+    interval = interval_in_words(point.speedup_ci)
+    what = f"{setting_in_words(run, point)}, is {times(fastest)}{interval}"
     return f"The best with proposals, {what}."
 
 
-def headline(run: Run, bests: list[Best], labels: Mapping[str | None, str]) -> str:
+def headline(run: ReportedRun, bests: list[Best]) -> str:
     """The answer of the whole run, in a line."""
     found = [best for best in bests if best.point is not None]
     if not found:
         return "No point was measured."
     if len(found) == 1:
-        return answer(run, found[0], labels)
+        return answer(run, found[0])
     if all(b.point is not None and b.point.is_baseline for b in found):
         if any(_is_within_chance(run, best) for best in found):
             return "No speculation: nothing is faster than plain decoding beyond chance."
         return "No speculation: plain decoding is fastest at every batch size."
-    settings = {setting_in_words(run, b.point, labels) for b in found if b.point is not None}
+    settings = {setting_in_words(run, b.point) for b in found if b.point is not None}
     if len(settings) == 1:
-        speeds = [s for b in found if b.point and (s := speedup(run, b.point)) is not None]
+        speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
         (what,) = settings
         return f"Best at every batch size: {what}{span} the speed of plain decoding."
     parts = [
-        f"at {b.batch_size}: {setting_in_words(run, b.point, labels)}"
-        for b in found
-        if b.point is not None
+        f"at {b.batch_size}: {setting_in_words(run, b.point)}" for b in found if b.point is not None
     ]
     return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
 
 
-def warnings(run: Run) -> list[str]:
-    """What a reader has to know before believing the figures."""
+def warnings(run: ReportedRun) -> list[str]:
+    """Warnings for readers of the figures."""
     found = []
     if run.is_partial:
         found.append(
             "This run did not come to its end: there is no summary. What is shown was computed "
             "from the points that were finished."
         )
-        if run.kind == "sweep-k" and run.samples:
+        if not run.is_comparison and run.samples:
             found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
     if run.setting("speculation", "acceptance") == "synthetic":
         found.append("Acceptance was given, not measured: the text is not the target's.")

@@ -1,12 +1,11 @@
 """Reads a run folder of sweep-k or compare-tp, whole or cut short by a crash.
 
-Knows the contract's names and believes nothing: what is no number where one belongs counts as not
-there, and what could not be read is said in `notes`. Knows nothing of how it is shown.
+Damaged records and files are left out, each with a line in `notes`. Knows nothing of how a run is
+shown.
 """
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,122 +13,39 @@ from typing import Any
 import yaml
 
 from specdec_cli.errors import UsageError
+from specdec_cli.experiment.records import Key, Point, R, Record, Sample, checked, parsed
 
 _MAX_FILE_BYTES = 1024**3
-
-_KEYS = ("draft", "k", "batch_size", "target_tp", "draft_tp")
-
-
-@dataclass(frozen=True, slots=True)
-class Point:
-    """One measured setting. `record` is its line of points.jsonl."""
-
-    record: Mapping[str, Any]
-
-    @property
-    def draft(self) -> str | None:
-        return self._text("draft")
-
-    @property
-    def k(self) -> int | None:
-        return self._whole("k")
-
-    @property
-    def batch_size(self) -> int | None:
-        return self._whole("batch_size")
-
-    @property
-    def target_tp(self) -> int | None:
-        return self._whole("target_tp")
-
-    @property
-    def draft_tp(self) -> int | None:
-        return self._whole("draft_tp")
-
-    @property
-    def status(self) -> str:
-        return self._text("status") or "ok"
-
-    @property
-    def is_ok(self) -> bool:
-        return self.status == "ok"
-
-    @property
-    def is_predicted(self) -> bool:
-        """Whether this was predicted and not measured, on purpose."""
-        return self.status == "skipped" and self.number("predicted_speedup") is not None
-
-    @property
-    def is_baseline(self) -> bool:
-        """Whether this is plain decoding."""
-        return self.k == 0
-
-    @property
-    def reason(self) -> str:
-        return self._text("reason") or ""
-
-    def number(self, name: str, inner: str | None = None) -> float | None:
-        """A figure of the point or its metrics; `inner` names a part of it, such as p50."""
-        value = self._value(name)
-        if inner is not None:
-            value = value.get(inner) if isinstance(value, Mapping) else None
-        return finite(value)
-
-    def interval(self, name: str) -> tuple[float, float] | None:
-        """A confidence interval [lo, hi]."""
-        value = self._value(name)
-        if not isinstance(value, list) or len(value) != 2:
-            return None
-        low, high = map(finite, value)
-        return None if low is None or high is None else (low, high)
-
-    def numbers(self, name: str) -> list[float | None]:
-        """A list of figures, such as a rate by position."""
-        value = self._value(name)
-        return [finite(item) for item in value] if isinstance(value, list) else []
-
-    def categories(self) -> dict[str, Mapping[str, Any]]:
-        """Figures by category of prompt."""
-        value = self.record.get("per_category")
-        if not isinstance(value, Mapping):
-            return {}
-        return {str(name): row for name, row in value.items() if isinstance(row, Mapping)}
-
-    def _value(self, name: str) -> Any:
-        metrics = self.record.get("metrics")
-        if name not in self.record and isinstance(metrics, Mapping):
-            return metrics.get(name)
-        return self.record.get(name)
-
-    def _text(self, name: str) -> str | None:
-        value = self.record.get(name)
-        return None if value is None else str(value)
-
-    def _whole(self, name: str) -> int | None:
-        value = self._value(name)
-        return value if type(value) is int else None
+_LABEL_LENGTH = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What a run folder holds.
+class ReportedRun:
+    """A run as read from its folder.
 
-    kind: "sweep-k" or "compare-tp". samples: finished prompts by point and category, as (drafts,
-    accepted tokens, prompts). is_partial: there is no summary, so the run did not come to its end.
+    points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
+    samples: finished prompts by point and category, as (drafts, accepted tokens, prompts).
     """
 
     path: Path
-    kind: str
+    is_comparison: bool
     points: tuple[Point, ...]
+    labels: Mapping[str | None, str]
     summary: Mapping[str, Any] | None
     recipe: Mapping[str, Any]
     recipe_text: str
     environment: Mapping[str, Any]
-    samples: Mapping[tuple[str | None, int, int], Mapping[str, tuple[int, int, int]]]
+    samples: Mapping[Key, Mapping[str, tuple[int, int, int]]]
     notes: tuple[str, ...]
 
     @property
+    def kind(self) -> str:
+        """The command that made the run."""
+        return "compare-tp" if self.is_comparison else "sweep-k"
+
+    @property
     def is_partial(self) -> bool:
+        """Whether the run did not come to its end: it has no summary."""
         return self.summary is None
 
     def setting(self, section: str, key: str) -> Any:
@@ -138,19 +54,8 @@ class Run:
         return values.get(key) if isinstance(values, Mapping) else None
 
 
-def finite(value: object) -> float | None:
-    """The number, unless it is none, or not finite."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number of hundreds of digits
-        return None
-    return number if math.isfinite(number) else None
-
-
-def read_folder(path: Path) -> Run:
-    """The run in a folder. Raises `UsageError` when it holds none that a report is about."""
+def read_folder(path: Path) -> ReportedRun:
+    """The run in a folder. Raises `UsageError` if it holds no run that a report can show."""
     if not path.is_dir():
         what = "is a file" if path.exists() else "no such folder"
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
@@ -169,20 +74,22 @@ def read_folder(path: Path) -> Run:
             f"{path}: neither points.jsonl nor summary.json in it",
             "name a run folder of sweep-k or compare-tp",
         )
-    records = list(_lines(path / "points.jsonl", notes))
+    records = list(_lines(path / "points.jsonl", Point, notes))
     listed = (summary or {}).get("points")
     if isinstance(listed, list) and listed:
-        records = [record for record in listed if isinstance(record, dict)]
+        numbered = enumerate((checked(point, Point) for point in listed), start=1)
+        records = list(_good("summary.json, point", numbered, notes))
     points = _latest(records)
-    is_comparison = "compare-tp" in schema or any("target_tp" in p.record for p in points)
+    is_comparison = "compare-tp" in schema or any(p.target_tp is not None for p in points)
     text, recipe = _recipe(path / "recipe.yaml", notes)
     if not recipe and isinstance((summary or {}).get("recipe"), dict):
         recipe = (summary or {})["recipe"]
     environment = _document(path / "environment.json", notes)
-    return Run(
+    return ReportedRun(
         path=path,
-        kind="compare-tp" if is_comparison else "sweep-k",
+        is_comparison=is_comparison,
         points=points,
+        labels=_labels(points),
         summary=summary,
         recipe=recipe,
         recipe_text=text,
@@ -193,28 +100,57 @@ def read_folder(path: Path) -> Run:
 
 
 def _refuse_unfinished(path: Path) -> None:
-    """Raise `UsageError` where a run was begun and no point of it was finished."""
+    """Raise `UsageError` if a run was begun but has no finished point."""
     begun = _document(path / "settings.json", [])
     if begun is None:
         return
     settings = begun.get("settings")
     is_sweep = isinstance(settings, Mapping) and "ks" in settings
-    has_samples = next(_lines(path / "samples.jsonl", []), None) is not None
+    has_samples = next(_lines(path / "samples.jsonl", Record, []), None) is not None
     hint = "go on with the command that began it, and --resume"
     if is_sweep and has_samples:
         hint = f"`specdec merge {path} -o NEW` makes points of the samples there are; or {hint}"
     raise UsageError(f"{path}: no point of this run is finished yet", hint)
 
 
-def _latest(records: list[dict[str, Any]]) -> tuple[Point, ...]:
-    """A point for each setting, the last record of it: a resumed run tries failed ones again."""
-    found = {tuple(str(r.get(key)) for key in _KEYS): Point(r) for r in records}
+def _latest(records: list[Point]) -> tuple[Point, ...]:
+    """The last record of each setting, since a resumed run retries failed points."""
 
-    def order(point: Point) -> tuple[Any, ...]:
-        places = (point.target_tp, point.batch_size, point.draft_tp, point.k)
-        return (point.draft or "", *(-1 if place is None else place for place in places))
+    def place(p: Point) -> tuple[Any, ...]:
+        return (p.draft or "", p.target_tp or 0, p.batch_size, p.draft_tp or 0, p.k)
 
-    return tuple(sorted(found.values(), key=order))
+    last = {place(point): point for point in records}
+    found = [last[at] for at in sorted(last)]
+    return tuple(_with_speedup(point, found) for point in found)
+
+
+def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
+    """The point with its speed-up, from decoding speeds if the run ended before computing it."""
+    if point.metrics is None or point.speedup is not None:
+        return point
+    base = baseline_of(points, point)
+    plain = base.number("decode_tokens_per_second") if base is not None else None
+    found = point.metrics.decode_tokens_per_second / plain if plain else None
+    return point.model_copy(update={"speedup": 1.0 if point.is_baseline else found})
+
+
+def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
+    """The baseline of a point: plain decoding at its batch size and target TP."""
+    place = (point.batch_size, point.target_tp)
+    same = [p for p in points if p.is_ok and p.is_baseline and (p.batch_size, p.target_tp) == place]
+    return next(iter([p for p in same if p.draft == point.draft] or same), None)
+
+
+def _labels(points: Sequence[Point]) -> dict[str | None, str]:
+    """A short name for each draft: the last part of its path, if that is unique."""
+    names = sorted({p.draft for p in points if p.draft is not None})
+    labels: dict[str | None, str] = {None: "no draft"}
+    for name in names:
+        short = name.rstrip("/").rpartition("/")[2] or name
+        is_unique = sum(other.rstrip("/").endswith(short) for other in names) == 1
+        text = short if is_unique else name
+        labels[name] = text if len(text) <= _LABEL_LENGTH else f"…{text[1 - _LABEL_LENGTH :]}"
+    return labels
 
 
 def _read(path: Path, notes: list[str]) -> str | None:
@@ -244,27 +180,29 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def _lines(path: Path, notes: list[str]) -> Iterator[dict[str, Any]]:
-    """The records of a .jsonl file; of a crashed run the last line may be torn."""
+def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
+    """The intact records of a .jsonl file; a crash may have torn the last line."""
     try:
-        with path.open("rb") as file:
-            for number, raw in enumerate(file, start=1):
-                if not raw.strip():
-                    continue
-                try:
-                    record = json.loads(raw.decode("utf-8", "replace"))
-                except (ValueError, RecursionError):
-                    record = None
-                if isinstance(record, dict):
-                    yield record
-                    continue
-                is_torn = not raw.endswith(b"\n")
-                what = "is torn, as a crash leaves it" if is_torn else "is no record"
-                notes.append(f"{path.name}, line {number} {what}: left out")
+        lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         return
     except OSError as error:
         notes.append(f"{path.name} cannot be read: {error.strerror}")
+        return
+    whole = ((n, parsed(line, kind)) for n, line in enumerate(lines[:-1], start=1) if line.strip())
+    yield from _good(f"{path.name}, line", whole, notes)
+    if lines[-1].strip():
+        notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
+
+
+def _good(what: str, found: Iterable[tuple[int, R | str]], notes: list[str]) -> Iterator[R]:
+    """The intact ones among numbered records. Each other one gets a note that names the key."""
+    for number, record in found:
+        if isinstance(record, str):
+            told = f" ({record})" if record else ""
+            notes.append(f"{what} {number} is no record{told}: left out")
+        else:
+            yield record
 
 
 def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
@@ -281,20 +219,12 @@ def _recipe(path: Path, notes: list[str]) -> tuple[str, Mapping[str, Any]]:
     return text, found
 
 
-def _count(
-    path: Path, notes: list[str]
-) -> dict[tuple[str | None, int, int], dict[str, tuple[int, int, int]]]:
-    """Drafts, accepted tokens and prompts of samples.jsonl, by (draft, k, batch size), category."""
-    found: dict[tuple[str | None, int, int], dict[str, tuple[int, int, int]]] = {}
-    for record in _lines(path, notes):
-        draft, k, batch = (record.get(key) for key in ("draft", "k", "batch_size"))
-        accepted = record.get("accepted_per_round")
-        if type(k) is not int or type(batch) is not int or not isinstance(accepted, list):
-            continue
-        if not all(type(count) is int for count in accepted):
-            continue
-        point = found.setdefault((None if draft is None else str(draft), k, batch), {})
-        category = str(record.get("category") or "(none)")
+def _count(path: Path, notes: list[str]) -> dict[Key, dict[str, tuple[int, int, int]]]:
+    """Drafts, accepted tokens and prompts of samples.jsonl, by point, then by category."""
+    found: dict[Key, dict[str, tuple[int, int, int]]] = {}
+    for sample in _lines(path, Sample, notes):
+        point = found.setdefault(Key.of(sample), {})
+        category, accepted = sample.category or "(none)", sample.accepted_per_round
         drafts, tokens, prompts = point.get(category, (0, 0, 0))
         point[category] = (drafts + len(accepted), tokens + sum(accepted), prompts + 1)
     return found

@@ -1,4 +1,4 @@
-"""The picture of a memory profile: a stacked bar for each rank, drawn without a display."""
+"""The picture of a memory profile: a stacked bar for each rank."""
 
 import io
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _GIB = 2**30
 
 
 def memory_picture(document: Mapping[str, Any]) -> bytes:
-    """A PNG of the document of `profile-blocks --json`. Raises `SetupError` without matplotlib."""
+    """A document of `profile-blocks --json` as PNG. Raises `SetupError` without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -50,5 +50,5 @@ def memory_picture(document: Mapping[str, Any]) -> bytes:
 
 
 def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
-    """Raises `SetupError` without matplotlib, or when the file cannot be written."""
+    """Write the picture. Raises `SetupError` without matplotlib, or if writing fails."""
     write_file(file, memory_picture(document))

@@ -1,6 +1,6 @@
-"""A report as one HTML page that needs nothing else: no script, no address, plots inside.
+"""A report as one self-contained HTML page: no scripts, no links, plots inside.
 
-Everything from the folder is escaped by the template's engine; only our own plots are not.
+The template engine escapes everything from the folder; only our own plots are not escaped.
 """
 
 import json
@@ -30,7 +30,7 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
     )
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
-    engine.filters["drawn"] = Markup  # the plots' text was escaped as they were drawn
+    engine.filters["drawn"] = Markup  # text in plots was escaped when drawn
     return engine.get_template(_TEMPLATE).render(
         title=inert(content.title),
         headline=content.headline,
@@ -50,7 +50,7 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
 
 
 def is_text(table: Table, column: int) -> bool:
-    """Whether a column holds words, which are set flush left."""
+    """Whether a column holds words, which are left-aligned."""
     return any(
         isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
         for row in table.rows
@@ -58,7 +58,7 @@ def is_text(table: Table, column: int) -> bool:
 
 
 def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The environment as keys and values, inner ones with dots."""
+    """The environment as dotted keys and values."""
     found: list[tuple[str, str]] = []
     for key, value in environment.items():
         if isinstance(value, Mapping):

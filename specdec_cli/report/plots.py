@@ -13,15 +13,13 @@ from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speedup import draw_speedup
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Run
+from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. caption: what it shows, for those who cannot see it too. png, svg: empty where
-    they were not asked for.
-    """
+    """A drawn plot. caption: also the alternative text. png, svg: empty if not asked for."""
 
     name: str
     title: str
@@ -31,7 +29,7 @@ class Plot:
 
 
 def plots(
-    run: Run,
+    run: ReportedRun,
     bests: Sequence[Best],
     by_category: Table | None,
     *,

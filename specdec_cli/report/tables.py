@@ -1,14 +1,14 @@
-"""The tables of a report, as values; HTML, markdown and CSV are made of the same ones."""
+"""The tables of a report as values, for HTML, markdown and CSV alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
 
+from specdec_cli.core.stages import STAGES
+from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import proposing_rate
-from specdec_cli.report.findings import Best, draft_labels, residual, speedup
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.report.findings import Best, residual
+from specdec_cli.report.folder import ReportedRun
 
-STAGES = ("draft", "broadcast", "verify", "sample")
 _PERCENTILES = ("p50", "p90", "p99")
 
 Value = str | float | int | None
@@ -16,7 +16,7 @@ Value = str | float | int | None
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column: `digits` after the point where it holds numbers, None for text and whole ones."""
+    """A column. digits: after the decimal point; None for text and whole numbers."""
 
     title: str
     digits: int | None = None
@@ -25,7 +25,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """name: of its file. note: what a reader has to know, below the title. strong: rows to mark."""
+    """A table. name: of its file. note: below the title. strong: rows to mark."""
 
     name: str
     title: str
@@ -47,174 +47,115 @@ def cell(value: Value, column: Column) -> str:
     return str(value)
 
 
-def setting_columns(run: Run) -> tuple[Column, ...]:
-    """The columns that say which point a row is about."""
-    if run.kind == "compare-tp":
-        return (Column("target TP"), Column("draft TP"), Column("batch"), Column("k"))
-    return (Column("draft"), Column("batch"), Column("k"))
+Cell = tuple[Column, Callable[[Point], Value]]  # a column, and its value for a point
 
 
-def setting_cells(
-    run: Run, point: Point, labels: Mapping[str | None, str] | None
-) -> tuple[Value, ...]:
-    """A point's cells under `setting_columns`; without labels drafts have their full names."""
-    if run.kind == "compare-tp":
-        draft_tp = None if point.is_baseline else point.draft_tp
-        return (point.target_tp, draft_tp, point.batch_size, point.k)
-    name = point.draft if labels is None else labels[point.draft]
-    return (name, point.batch_size, point.k)
+def _by_point(
+    texts: tuple[str, str, str], run: ReportedRun, points: Iterable[Point], cells: Iterable[Cell]
+) -> Table:
+    """A table with a row for each point, after the columns that name it.
 
-
-def results(run: Run, bests: Sequence[Best]) -> Table:
-    """Speed and acceptance of every point, those that failed too."""
-    labels = draft_labels(run)
-    columns = (
-        *setting_columns(run),
-        Column("speed-up", 2, "×"),
-        Column("95 % interval"),
-        Column("decoding", 1, "tokens/s"),
-        Column("tokens a round", 2),
-        Column("95 % interval"),
-        Column("proposing", 0, "% of rounds"),
-        Column("accepted", 1, "%"),
-        Column("status"),
-    )
-    if run.kind == "compare-tp":
-        extra = (Column("against equal TP", 2, "×"), Column("blocks"))
-        columns = (*columns[:-1], *extra, columns[-1])
-    rows = []
-    for point in run.points:
-        rate = point.number("draft_acceptance_rate")
-        row: list[Value] = [
-            *setting_cells(run, point, labels),
-            speedup(run, point),
-            _span(point.interval("speedup_ci")),
-            point.number("decode_tokens_per_second"),
-            point.number("mean_acceptance_length"),
-            _span(point.interval("mean_acceptance_length_ci")),
-            _proposing(point),
-            None if rate is None else 100 * rate,
+    texts: the table's name, title and note.
+    """
+    setting: list[Cell]
+    if run.is_comparison:
+        setting = [
+            (Column("target TP"), lambda p: p.target_tp),
+            (Column("draft TP"), lambda p: None if p.is_baseline else p.draft_tp),
         ]
-        if run.kind == "compare-tp":
-            blocks = point.number("num_blocks")
-            row += [point.number("speedup_vs_equal_tp"), None if blocks is None else int(blocks)]
-        status = point.status if point.is_ok else f"{point.status}: {point.reason or 'no reason'}"
-        rows.append((*row, status))
-    best = {id(b.point.record) for b in bests if b.point is not None}
-    strong = frozenset(i for i, p in enumerate(run.points) if id(p.record) in best)
+    else:
+        setting = [(Column("draft"), lambda p: run.labels[p.draft])]
+    setting += [(Column("batch"), lambda p: p.batch_size), (Column("k"), lambda p: p.k)]
+    columns, values = zip(*setting, *cells, strict=True)
+    rows = tuple(tuple(value(point) for value in values) for point in points)
+    name, title, note = texts
+    return Table(name, title, columns, rows, note)
+
+
+def _figure(title: str, digits: int, unit: str, name: str, part: str | None = None) -> Cell:
+    return Column(title, digits, unit), lambda p: p.number(name, part)
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else 100 * value
+
+
+def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
+    """Speed and acceptance of every point, including failed ones."""
+    cells: list[Cell] = [
+        _figure("speed-up", 2, "×", "speedup"),
+        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
+        _figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
+        _figure("tokens a round", 2, "", "mean_acceptance_length"),
+        (Column("95 % interval"), lambda p: _span(p.mean_acceptance_length_ci)),
+        (Column("accepted", 1, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
+    ]
+    if any(_proposing(point) is not None for point in run.points):
+        cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
+    if run.is_comparison:
+        cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
+        cells.append((Column("blocks"), lambda p: p.num_blocks))
+    cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
-    return _without_empty(
-        "proposing", Table("results", "Every point", columns, tuple(rows), note, strong)
-    )
+    table = _by_point(("results", "Every point", note), run, run.points, cells)
+    best = {id(b.point) for b in bests if b.point is not None}
+    return replace(table, strong=frozenset(i for i, p in enumerate(run.points) if id(p) in best))
 
 
 def _proposing(point: Point) -> float | None:
-    drafts, without = (point.number(name) for name in ("num_drafts", "num_rounds_without_proposal"))
-    rate = proposing_rate(int(drafts or 0), int(without or 0))
-    return None if rate is None else 100 * rate
+    if (m := point.metrics) is None:
+        return None
+    return _percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
 
 
-def _without_empty(title: str, table: Table) -> Table:
-    """The table without the column of this title if no row has anything there."""
-    place = [column.title for column in table.columns].index(title)
-    if any(row[place] is not None for row in table.rows):
-        return table
-    return replace(
-        table,
-        columns=table.columns[:place] + table.columns[place + 1 :],
-        rows=tuple(row[:place] + row[place + 1 :] for row in table.rows),
-    )
-
-
-def _span(interval: tuple[float, float] | None) -> str | None:
+def _span(interval: Sequence[float] | None) -> str | None:
     return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
 
 
-def times_of_a_round(run: Run) -> Table:
-    """Where a round's time goes."""
-    labels = draft_labels(run)
-    columns = (
-        *setting_columns(run),
-        *(Column(stage, 3, "ms") for stage in STAGES),
-        Column("round", 3, "ms"),
-        Column("prefill", 2, "ms"),
-    )
-    rows = [
-        (
-            *setting_cells(run, point, labels),
-            *(point.number(f"{stage}_ms") for stage in STAGES),
-            point.number("round_ms"),
-            point.number("prefill_ms"),
-        )
-        for point in run.points
-        if point.is_ok
-    ]
+def times_of_a_round(run: ReportedRun) -> Table:
+    """The time of a round by stage."""
+    cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*STAGES, "round")]
+    cells.append(_figure("prefill", 2, "ms", "prefill_ms"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return Table("rounds", "Time of a round", columns, tuple(rows), note)
+    return _by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
 
 
-def latencies(run: Run) -> Table:
+def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    labels = draft_labels(run)
-    columns = (
-        *setting_columns(run),
-        *(Column(f"first token {p}", 1, "ms") for p in _PERCENTILES),
-        *(Column(f"per token {p}", 2, "ms") for p in _PERCENTILES),
-    )
-    rows = [
-        (
-            *setting_cells(run, point, labels),
-            *(point.number("ttft_ms", p) for p in _PERCENTILES),
-            *(point.number("tpot_ms", p) for p in _PERCENTILES),
-        )
-        for point in run.points
-        if point.is_ok
-    ]
+    cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in _PERCENTILES]
+    cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in _PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return Table("latencies", "Latency", columns, tuple(rows), note)
+    return _by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
 
 
-def predictions(run: Run) -> Table | None:
+def _is_ok(point: Point) -> bool:
+    return point.is_ok
+
+
+def predictions(run: ReportedRun) -> Table | None:
     """Predicted speed-up beside the measured one; None without predictions."""
-    labels = draft_labels(run)
-    points = [
-        p for p in run.points if not p.is_baseline and p.number("predicted_speedup") is not None
-    ]
+    points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
-    columns = (
-        *setting_columns(run),
-        Column("predicted", 3, "×"),
-        Column("measured", 3, "×"),
-        Column("95 % interval"),
-        Column("residual", 1, "%"),
-    )
-    rows = []
-    for point in points:
-        miss = residual(run, point)
-        rows.append(
-            (
-                *setting_cells(run, point, labels),
-                point.number("predicted_speedup"),
-                speedup(run, point),
-                _span(point.interval("speedup_ci")),
-                None if miss is None else 100 * miss,
-            )
-        )
+    cells: list[Cell] = [
+        _figure("predicted", 3, "×", "predicted_speedup"),
+        _figure("measured", 3, "×", "speedup"),
+        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
+        (Column("residual", 1, "%"), lambda p: _percent(residual(p))),
+    ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
         "measured, less one."
     )
-    return Table("predictions", "Predicted and measured", columns, tuple(rows), note)
+    return _by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
 
 def _method(points: Sequence[Point]) -> str:
-    """How acceptance was predicted, as far as the points say it."""
-    found = [p.record.get("prediction") for p in points]
-    are_exact = [one.get("is_exact") for one in found if isinstance(one, Mapping)]
+    """The method of prediction in words, as far as the points record it."""
+    are_exact = [p.prediction.is_exact for p in points if p.prediction is not None]
     if not are_exact:
         return ""
-    if all(one is True for one in are_exact):
+    if all(are_exact):
         return " by replaying rounds over the recorded matches, which is exact"
     return (
         " by replaying rounds over the chance of each proposal to stand, given the text: in other "
@@ -222,26 +163,15 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: Run, point: Point) -> Table | None:
-    """One point by category of prompt, from its record, else from the samples that there are."""
+def categories(run: ReportedRun, point: Point) -> Table | None:
+    """One point by category of prompt, from its record, else from its samples."""
     found: list[tuple[Value, ...]] = []
-    for name, row in point.categories().items():
-        inner = row.get("metrics")
-        figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
-        rate = finite(figures.get("draft_acceptance_rate"))
-        prompts = finite(figures.get("num_prompts"))
-        found.append(
-            (
-                name,
-                None if prompts is None else int(prompts),
-                finite(figures.get("mean_acceptance_length")),
-                None if rate is None else 100 * rate,
-                finite(figures.get("speedup")),
-            )
-        )
+    for name, row in point.per_category.items():
+        percent = _percent(row.draft_acceptance_rate)
+        found.append((name, row.num_prompts, row.mean_acceptance_length, percent, row.speedup))
     note = ""
-    if not found and point.k is not None and point.batch_size is not None:
-        counts = run.samples.get((point.draft, point.k, point.batch_size), {})
+    if not found:
+        counts = run.samples.get(Key.of(point), {})
         found = [
             (name, prompts, 1 + tokens / drafts if drafts else None, None, None)
             for name, (drafts, tokens, prompts) in counts.items()
@@ -249,7 +179,7 @@ def categories(run: Run, point: Point) -> Table | None:
         note = "Counted from samples.jsonl."
     if not found:
         return None
-    found.sort(key=lambda row: (-(finite(row[2]) or 0), str(row[0])))
+    found.sort(key=lambda row: (-float(row[2] or 0), str(row[0])))
     columns = (
         Column("category"),
         Column("prompts"),
@@ -267,10 +197,15 @@ def categories(run: Run, point: Point) -> Table | None:
     )
 
 
-# Tables for other programs: full names, and figures as they were recorded.
+# Tables for other programs, with full names and figures as recorded.
+_SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")
 
 
-def raw_points(run: Run) -> Table:
+def _setting(point: Point) -> tuple[Value, ...]:
+    return tuple(getattr(point, name) for name in _SETTING)
+
+
+def raw_points(run: ReportedRun) -> Table:
     """One row a point with every figure of it."""
     names = (
         "decode_tokens_per_second",
@@ -290,7 +225,7 @@ def raw_points(run: Run) -> Table:
     )
     spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *_PERCENTILES)]
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
         names = (*names, "num_blocks", "speedup_vs_equal_tp")
     titles = (
@@ -310,10 +245,10 @@ def raw_points(run: Run) -> Table:
             *(getattr(point, name) for name in setting),
             point.status,
             point.reason,
-            speedup(run, point),
-            *(point.interval("speedup_ci") or (None, None)),
-            *(point.interval("mean_acceptance_length_ci") or (None, None)),
-            *(_as_recorded(name, point.number(name)) for name in names),
+            point.speedup,
+            *(point.speedup_ci or (None, None)),
+            *(point.mean_acceptance_length_ci or (None, None)),
+            *(point.number(name) for name in names),
             *(point.number(name, p) for name, p in spreads),
         )
         for point in run.points
@@ -321,43 +256,28 @@ def raw_points(run: Run) -> Table:
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
 
 
-def _as_recorded(name: str, value: float | None) -> Value:
-    """A count is a whole number, and is written as one."""
-    return int(value) if value is not None and name.startswith("num_") else value
-
-
-def raw_acceptance(run: Run) -> Table:
+def raw_acceptance(run: ReportedRun) -> Table:
     """One row a point and position."""
-    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "position")
     rates = ("acceptance_rate", "conditional_acceptance_rate")
     rows = [
-        (
-            point.draft,
-            point.target_tp,
-            point.draft_tp,
-            point.k,
-            point.batch_size,
-            position,
-            *pair,
-        )
+        (*_setting(point), position, *pair)
         for point in run.points
+        if point.metrics is not None
         for position, pair in enumerate(
-            zip_longest(*(point.numbers(f"{rate}_per_pos") for rate in rates)), start=1
+            zip(*(getattr(point.metrics, f"{rate}_per_pos") for rate in rates), strict=True),
+            start=1,
         )
     ]
-    return Table("acceptance", "", tuple(map(Column, (*titles, *rates))), tuple(rows))
+    return Table("acceptance", "", tuple(map(Column, (*_SETTING, "position", *rates))), tuple(rows))
 
 
-def raw_categories(run: Run) -> Table:
+def raw_categories(run: ReportedRun) -> Table:
     """One row a point and category."""
     names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
-    titles = ("draft", "target_tp", "draft_tp", "k", "batch_size", "category", *names)
-    rows = []
-    for point in run.points:
-        for category, row in point.categories().items():
-            inner = row.get("metrics")
-            figures = {**row, **(inner if isinstance(inner, Mapping) else {})}
-            setting = (point.draft, point.target_tp, point.draft_tp, point.k, point.batch_size)
-            values = (_as_recorded(name, finite(figures.get(name))) for name in names)
-            rows.append((*setting, category, *values))
+    rows = [
+        (*_setting(point), category, *(getattr(row, name) for name in names))
+        for point in run.points
+        for category, row in point.per_category.items()
+    ]
+    titles = (*_SETTING, "category", *names)
     return Table("categories", "", tuple(map(Column, titles)), tuple(rows))

@@ -1,4 +1,4 @@
-"""The answer for deployment: vLLM's `speculative_config`, and what vLLM would refuse.
+"""The recommendation for deployment: vLLM's `speculative_config`, and its restrictions.
 
 Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothing.
 """
@@ -9,14 +9,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import Point, Run, finite
+from specdec_cli.report.folder import ReportedRun
 
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """config: `speculative_config`, None for no speculation. rehearsal: the same with the measured
-    acceptance given, to time vLLM without trusting the pair. command: what starts a server.
+    """The recommendation for vLLM.
+
+    config: `speculative_config`, None for no speculation. rehearsal: the same with synthetic
+    acceptance as measured, to time vLLM by itself. command: starts a server.
     """
 
     config: dict[str, Any] | None
@@ -33,8 +36,8 @@ class Deployment:
         }
 
 
-def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
-    """The config for the best point, by batch size where that matters; None without a point."""
+def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
+    """The config for the best point, by batch size if k changes with it; None without a point."""
     found = [b for b in bests if b.point is not None]
     if not found:
         return None
@@ -46,11 +49,9 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
             "speculative config."
         )
         return Deployment(None, None, _command(run, target, None, None), (note,))
-    # One draft serves every batch size: that of the smallest batch, where speculation pays most.
+    # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
-    largest = max(
-        (p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k or 0
-    )
+    largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
     rehearsal = _rehearsal(config, largest)
     if schedule := _schedule(found, chosen.draft):
@@ -73,7 +74,7 @@ def deployment(run: Run, bests: Sequence[Best]) -> Deployment | None:
     return Deployment(config, rehearsal, command, tuple(notes))
 
 
-def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
+def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any], list[str]]:
     config: dict[str, Any] = {"num_speculative_tokens": point.k}
     if run.setting("speculation", "method") == "ngram":
         config["method"] = "ngram"
@@ -105,9 +106,9 @@ def _config(run: Run, point: Point) -> tuple[dict[str, Any], list[str]]:
     return config, notes + _notes_on_sampling(run, config)
 
 
-def _notes_on_sampling(run: Run, config: dict[str, Any]) -> list[str]:
+def _notes_on_sampling(run: ReportedRun, config: dict[str, Any]) -> list[str]:
     notes = []
-    is_sampled = (finite(run.setting("sampling", "temperature")) or 0) > 0
+    is_sampled = run.setting("sampling", "temperature") not in (None, 0)
     if is_sampled and config["method"] == "draft_model":
         config["draft_sample_method"] = "probabilistic"
         notes.append(
@@ -125,13 +126,12 @@ def _notes_on_sampling(run: Run, config: dict[str, Any]) -> list[str]:
 
 
 def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
-    """[first batch size, last, k] in order; empty where k is the same throughout."""
+    """The schedule as [first batch size, last, k] in order; empty if k is constant."""
     ks = [
         (best.batch_size, best.point.k)
         for best in bests
         if best.point is not None
         and best.batch_size is not None
-        and best.point.k is not None
         and (best.point.is_baseline or best.point.draft == draft)
     ]
     changes = [(size, k) for i, (size, k) in enumerate(ks) if i == 0 or k != ks[i - 1][1]]
@@ -143,25 +143,22 @@ def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:
 
 
 def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
-    """The config with acceptance given; vLLM wants k marginal rates that do not rise.
+    """The config with synthetic acceptance; vLLM wants k marginal rates that do not rise.
 
-    A point that was predicted has no rates, and vLLM takes its mean length.
+    A predicted point has no rates, so its mean length is used.
     """
     if point.is_predicted:
-        prediction = point.record.get("prediction")
-        length = prediction.get("mean_acceptance_length") if isinstance(prediction, dict) else None
-        if (length := finite(length)) is None:
+        if point.prediction is None:
             return None
         return {
             **config,
             "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": round(length, 6),
+            "synthetic_acceptance_length": round(point.prediction.mean_acceptance_length, 6),
         }
-    rates = point.numbers("acceptance_rate_per_pos")
-    known = [rate for rate in rates if rate is not None]
-    if not rates or len(known) != len(rates) or len(known) != point.k:
+    rates = point.metrics.acceptance_rate_per_pos if point.metrics is not None else []
+    if len(rates) != point.k:
         return None
-    falling = [round(min(known[: i + 1]), 6) for i in range(len(known))]
+    falling = [round(min(rates[: i + 1]), 6) for i in range(len(rates))]
     return {
         **config,
         "rejection_sample_method": "synthetic",
@@ -169,7 +166,9 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
     }
 
 
-def _command(run: Run, target: str, point: Point | None, config: dict[str, Any] | None) -> str:
+def _command(
+    run: ReportedRun, target: str, point: Point | None, config: dict[str, Any] | None
+) -> str:
     tp = (point.target_tp if point else None) or run.setting("target", "tensor_parallel_size")
     parts = ["vllm", "serve", target]
     if isinstance(tp, int) and tp > 1:

@@ -1,4 +1,4 @@
-"""The files of a report, each written as a whole or not at all."""
+"""Writing the files of a report atomically."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 
 def write_page(content: Content, file: Path) -> Path:
-    """Write the HTML page alone, under a name of one's own."""
+    """Write only the HTML page, to any file."""
     drawn = plots(content.run, content.bests, content.tables["categories"], png=False)
     write_file(file, _encoded(page(content, drawn)))
     return file

@@ -1,1 +1,1 @@
-"""What people see on a terminal; computes nothing."""
+"""Output on terminals: text, tables, progress. Computes nothing."""

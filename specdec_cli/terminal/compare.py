@@ -1,25 +1,24 @@
-"""What people see of a comparison: a line a point or a growing table, then the table of results.
+"""A comparison on the terminal: progress as lines or a live table, then the results.
 
-Computes nothing but running means; the results are computed in `records` and `verdict`.
+Computes only running means; `comparison_records` and `verdict` compute the results.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.engine.metrics import STAGES
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair
+from specdec_cli.core.stages import STAGES
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import Failure, Point, Sample, decode_seconds
+from specdec_cli.experiment.points import Failure, decode_seconds
+from specdec_cli.experiment.records import PairFacts, Point, R, Sample, parsed
 from specdec_cli.terminal.render import (
     console,
     console_of_results,
@@ -36,7 +35,7 @@ _TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
 
 
 def say(line: str) -> None:
-    """A line on stderr."""
+    """Print a line on stderr."""
     console(sys.stderr).print(Text(inert(line)))
 
 
@@ -54,24 +53,21 @@ class Silent:
 
 
 class PlainLines(Silent):
-    """A line on stderr for each point that failed; of the others rank 0 tells itself."""
+    """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
         say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
 class LiveTable(Silent):
-    """A table that fills and a bar, on a terminal.
+    """A live table and a progress bar on a terminal, from the records in the run folder."""
 
-    The ranks write to the run folder, and this reads what they have written.
-    """
-
-    def __init__(self, folder: Path, records: Records, total: int) -> None:
+    def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
         self._settings = records.settings
         self._rows: dict[tuple[Pair, int], dict[int, list[float]]] = {}
         self._failures: dict[tuple[Pair, int], Failure] = {}
-        self._samples = _Tail(folder / "samples.jsonl")
-        self._loaded = _Tail(folder / "pairs.jsonl")
+        self._samples = _Tail(folder / "samples.jsonl", Sample)
+        self._loaded = _Tail(folder / "pairs.jsonl", PairFacts)
         self._done: set[tuple[Pair, int, int, int]] = set()
         self._pair: Pair | None = None
         self._progress = live_bar()
@@ -100,7 +96,7 @@ class LiveTable(Silent):
         table = Table(box=None, pad_edge=False)
         for heading in ("target TP", "draft TP", "batch", "prompts", "tokens/s", "x k = 0"):
             table.add_column(heading, justify="right")
-        for (pair, batch_size), by_k in list(self._rows.items()):  # drawn by a thread of its own
+        for (pair, batch_size), by_k in list(self._rows.items()):  # a copy: another thread draws
             cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
             if (failure := self._failures.get((pair, batch_size))) is not None:
                 table.add_row(*cells, "", failure.status, "")
@@ -114,24 +110,25 @@ class LiveTable(Silent):
         return Group(table, self._progress)
 
     def _add(self, sample: Sample) -> None:
-        pair, batch_size, k = Pair.of(sample), sample["batch_size"], sample["k"]
-        place = (pair, batch_size, k, sample["index"])
+        pair, batch_size, k = Pair.of(sample), sample.batch_size, sample.k
+        place = (pair, batch_size, k, sample.index)
         if place in self._done:
             return
         self._done.add(place)
         sums = self._rows.setdefault((pair, batch_size), {}).setdefault(k, [0.0, 0.0, 0.0])
-        for at, value in enumerate((1, len(sample["token_ids"]), decode_seconds(sample))):
+        for at, value in enumerate((1, len(sample.token_ids), decode_seconds(sample))):
             sums[at] += value
 
 
-class _Tail:
-    """The records that were added to a .jsonl file since it was last read."""
+class _Tail(Generic[R]):
+    """Reads the records that were added to a .jsonl file since the last call."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, kind: type[R]) -> None:
         self._path = path
+        self._kind = kind
         self._offset = 0
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[R]:
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -140,15 +137,12 @@ class _Tail:
             return []
         if whole:
             self._offset += len(whole) + 1
-        found = []
-        for line in whole.split(b"\n"):
-            with suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+        found = (parsed(line, self._kind) for line in whole.split(b"\n"))
+        return [record for record in found if not isinstance(record, str)]
 
 
-def watcher(folder: Path, records: Records, total: int, *, quiet: bool) -> Silent:
-    """What shows a comparison's progress on this stderr."""
+def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Silent:
+    """The progress display for this stderr."""
     if quiet:
         return Silent()
     return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
@@ -156,20 +150,20 @@ def watcher(folder: Path, records: Records, total: int, *, quiet: bool) -> Silen
 
 def point_line(point: Point) -> str:
     """A point in one line for logs."""
-    of = f"draft TP {point['draft_tp']}" if point["k"] else "k = 0"
-    name = f"target TP {point['target_tp']}, {of}, batch size {point['batch_size']}"
-    metrics = point["metrics"]
+    of = f"draft TP {point.draft_tp}" if point.k else "k = 0"
+    name = f"target TP {point.target_tp}, {of}, batch size {point.batch_size}"
+    metrics = point.metrics
     if metrics is None:
-        return f"{name}: {point['status']}: {point.get('reason', '')}"
-    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
-    if point["k"] and point["speedup"] is not None:
-        line += f", {point['speedup']:.2f}x k = 0"
-    stages = ", ".join(f"{stage} {metrics[f'{stage}_ms']:.2f}" for stage in STAGES)
-    return f"{line}, round {metrics['round_ms']:.2f} ms ({stages})"
+        return f"{name}: {point.status}: {point.reason or ''}"
+    line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
+    if point.k and point.speedup is not None:
+        line += f", {point.speedup:.2f}x k = 0"
+    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in STAGES)
+    return f"{line}, round {metrics.round_ms:.2f} ms ({stages})"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """The tables of points and what they say, on stdout."""
+    """Print the tables of points and the conclusions on stdout."""
     out = console_of_results()
     points: list[Point] = document["points"]
     for table in results_tables(points, out.width):
@@ -187,13 +181,15 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
-    """A row a point, k = 0 of each target TP first; the times of rounds in a table of their own
-    where one table would not fit into so many columns."""
-    shown = [point for point in points if point["status"] != "skipped"]
+    """Tables with a row for each point, k = 0 of each target TP first.
+
+    The times of rounds get a table of their own if one table would be wider than `width`.
+    """
+    shown = [point for point in points if point.status != "skipped"]
     whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
     if table_width(whole).maximum <= width:
         return [whole]
-    timed = [point for point in shown if point["metrics"] is not None]
+    timed = [point for point in shown if point.metrics is not None]
     speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
     return [speeds, *([_table(timed, (*_SETTING, *_TIMES), is_narrow=True)] if timed else [])]
 
@@ -205,47 +201,47 @@ def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool 
         table.add_column(said, justify="right", no_wrap=True)
     for point in points:
         cells = _cells(point)
-        if is_narrow and len(set(point["blocks_per_rank"] or ())) > 1:
+        if is_narrow and len(set(point.blocks_per_rank or ())) > 1:
             cells["blocks"] = cells["blocks"].replace(" ", "\n")
         table.add_row(*(Text(cells.get(heading, "")) for heading in headings))
     return table
 
 
 def _without_results(points: Sequence[Point]) -> list[str]:
-    """Why points have no results: that is more than a column holds."""
-    skipped = (f"{_pair_of(p)}: skipped: {p['reason']}" for p in points if p["status"] == "skipped")
-    failed = (point_line(p) for p in points if p["status"] in ("failed", "oom"))
+    """Lines for points without results, since reasons do not fit into a column."""
+    skipped = (f"{_pair_of(p)}: skipped: {p.reason}" for p in points if p.status == "skipped")
+    failed = (point_line(p) for p in points if p.status in ("failed", "oom"))
     return [*dict.fromkeys(skipped), *failed]
 
 
 def _pair_of(point: Point) -> str:
-    of = f", draft TP {point['draft_tp']}" if point["draft_tp"] is not None else " alone"
-    return f"target TP {point['target_tp']}{of}"
+    of = f", draft TP {point.draft_tp}" if point.draft_tp is not None else " alone"
+    return f"target TP {point.target_tp}{of}"
 
 
 def _cells(point: Point) -> dict[str, str]:
-    """By heading."""
+    """A point's cells by heading."""
     found = {
-        "target TP": str(point["target_tp"]),
-        "draft TP": str(point["draft_tp"]) if point["k"] else "none",
-        "batch": str(point["batch_size"]),
+        "target TP": str(point.target_tp),
+        "draft TP": str(point.draft_tp) if point.k else "none",
+        "batch": str(point.batch_size),
     }
-    m = point["metrics"]
+    m = point.metrics
     if m is None:
-        return found | {"tokens/s": str(point["status"])}
-    equal = point["speedup_vs_equal_tp"]
+        return found | {"tokens/s": str(point.status)}
+    equal = point.speedup_vs_equal_tp
     return found | {
-        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
-        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
+        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
+        "x k = 0": with_interval(point.speedup, point.speedup_ci),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
-        "tokens a round": f"{m['mean_acceptance_length']:.2f}",
-        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in (*STAGES, "round")},
-        "blocks": _counts(point["blocks_per_rank"]),
+        "tokens a round": f"{m.mean_acceptance_length:.2f}",
+        **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},
+        "blocks": _counts(point.blocks_per_rank),
     }
 
 
 def _counts(blocks: Sequence[int] | None) -> str:
-    """Blocks by rank, once where all ranks have as many."""
+    """Blocks by rank; a single number if all ranks have the same."""
     if not blocks:
         return ""
     same = set(blocks)

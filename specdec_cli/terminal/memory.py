@@ -1,6 +1,6 @@
-"""What people see of a memory profile: a table by rank, bars, and answers in words.
+"""A memory profile on the terminal: a table by rank, bars, and answers in words.
 
-Reads the document of `profile-blocks --json` and computes nothing but the parts of a bar.
+Reads the document of `profile-blocks --json` and computes only the parts of bars.
 """
 
 import sys
@@ -15,7 +15,7 @@ from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
 
-# Part, letter where there are no colours, colour (Okabe and Ito's).
+# Part, letter without colours, colour (Okabe and Ito's).
 PARTS = (
     ("target weights", "T", "#0072b2"),
     ("draft weights", "D", "#e69f00"),
@@ -46,7 +46,7 @@ def parts(rank: Document, num_blocks: int) -> dict[str, int]:
 
 
 def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
-    """Cells of a bar for each part: in proportion, and one for what is a tenth of a cell."""
+    """The number of cells of a bar for each part: in proportion, but at least one from 0.1 on."""
     total = sum(sizes.values())
     found = {
         name: max(round(width * size / total), int(10 * width * size >= total))
@@ -59,7 +59,7 @@ def cells(sizes: Mapping[str, int], width: int) -> dict[str, int]:
 
 
 def print_profile(document: Document) -> None:
-    """The result on stdout."""
+    """Print a profile on stdout."""
     out = console(sys.stdout)
     num_blocks = document["num_blocks"]
     table = _table(document)
@@ -93,7 +93,7 @@ def print_profile(document: Document) -> None:
 
 
 def answers(document: Document) -> list[str]:
-    """What the numbers mean, a sentence each."""
+    """The meaning of the numbers, a sentence each."""
     fit, context = document["fit"], document["context"]
     found = [
         f"{document['num_blocks']:,} blocks of {document['block_size']} tokens fit "
@@ -130,7 +130,7 @@ def answers(document: Document) -> list[str]:
 
 
 def size(count: int) -> str:
-    """Bytes in a unit that people read."""
+    """Bytes in a readable unit."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:,.2f} {unit}"
@@ -138,7 +138,7 @@ def size(count: int) -> str:
 
 
 def _table(document: Document) -> Table:
-    """A column for each rank."""
+    """The table with a column for each rank."""
     table = Table(box=None, pad_edge=False)
     ranks = document["ranks"]
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
@@ -159,7 +159,7 @@ def _table(document: Document) -> Table:
     rows["total"] = [size(rank["total_bytes"]) for rank in ranks]
     table.add_column("", style="bold", no_wrap=True, min_width=max(map(len, rows)))
     for place, rank in enumerate(ranks):
-        # Many ranks are folded, never cut.
+        # Cells of many ranks are folded, never cut.
         least = max(len(word) for row in rows.values() for word in row[place].split())
         name = f"rank {rank['rank']} {inert(rank['device'])}"
         table.add_column(name, justify="right", min_width=least)

@@ -1,7 +1,7 @@
-"""What people see: text on stdout, tables and progress on stderr.
+"""Rendering for terminals: text on stdout, tables and progress on stderr.
 
-Text of prompts and models is printed as it is, never as markup, and control characters in it are
-made visible, so nothing a model writes can drive the terminal.
+Text of prompts and models is never interpreted as markup, and its control characters are made
+visible, so that nothing a model writes can control the terminal.
 """
 
 import sys
@@ -26,12 +26,13 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
-_WIDE = 1000  # columns, for a table that goes into a file: no row is folded
+_WIDE = 1000  # columns of a table in a file: no row is folded
 _NO_LIMIT = 100_000  # columns
 _ACCEPTED, _PROMPT, _HEADING = Style(color="green"), Style(dim=True), Style(bold=True)
 
@@ -42,7 +43,7 @@ def console(stream: TextIO) -> Console:
 
 
 def console_of_results() -> Console:
-    """Standard output; where it is no terminal, with room for any table."""
+    """The console on stdout; wide enough for any table if it is no terminal."""
     out = console(sys.stdout)
     if not sys.stdout.isatty():
         out.width = _WIDE
@@ -59,8 +60,8 @@ def table_within(
 ) -> tuple[Table, list[str]]:
     """A table of columns, by heading, and the headings that were left out to stay within `width`.
 
-    spare: what may be left out, the first first. names: set flush left, and folded rather than cut.
-    long: where a cell may take several lines.
+    spare: columns that may be left out, in this order. names: columns that are left-aligned and
+    folded instead of cut. long: columns whose cells may take several lines.
     """
     shown = dict(columns)
     left_out: list[str] = []
@@ -81,7 +82,7 @@ def table_within(
 
 
 def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int:
-    """Columns of a terminal below which something is cut; wrapped ones need room for a word."""
+    """The least width at which nothing is cut; wrapped columns need room for a word."""
     widths = {name: max(map(cell_len, (name, *cells))) for name, cells in columns.items()}
     for name in wrapped & widths.keys():
         widths[name] = min(widths[name], max(cell_len(name), _WORD))
@@ -89,13 +90,13 @@ def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int
 
 
 def table_width(table: Table) -> Measurement:
-    """Columns that a table takes: least, with every cell folded between words; most, with none."""
+    """The width of a table: minimum with all cells folded, maximum with none."""
     out = console(sys.stdout)
     return Measurement.get(out, out.options.update(width=_NO_LIMIT), table)
 
 
 def has_colour(stream: TextIO) -> bool:
-    """Whether colours show on `stream`; not under NO_COLOR."""
+    """Whether `stream` shows colours; it does not under NO_COLOR."""
     out = console(stream)
     return out.color_system is not None and not out.no_color
 
@@ -106,13 +107,13 @@ def progress_bar() -> Progress:
         *_bar_columns(),
         console=console(sys.stderr),
         transient=True,
-        redirect_stdout=False,  # it would send what is printed to stderr, results included
+        redirect_stdout=False,  # it would send results to stderr
         disable=not sys.stderr.isatty(),
     )
 
 
 def live_bar() -> Progress:
-    """The same bar for the middle of a `live_view`, which shows it."""
+    """The same bar, to be shown by a `live_view`."""
     return Progress(*_bar_columns())
 
 
@@ -126,7 +127,7 @@ def _bar_columns() -> list[ProgressColumn]:
 
 
 def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
-    """What `render` gives, drawn on stderr so many times a second from its start to its stop."""
+    """A live display of `render` on stderr, redrawn `per_second` times a second."""
     return Live(
         console=console(sys.stderr),
         transient=True,
@@ -137,7 +138,7 @@ def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
 
 
 def interval(bounds: Sequence[float] | None) -> str:
-    """What follows a value: ` (1.20–1.31)`, and nothing for no interval or one of no width."""
+    """An interval to follow a value: ` (1.20–1.31)`; empty without one or without width."""
     if bounds is None or bounds[0] == bounds[1]:
         return ""
     return f" ({bounds[0]:.2f}–{bounds[1]:.2f})"
@@ -149,10 +150,10 @@ def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
 
 
 class TintedText:
-    """Text on a terminal in pieces, accepted draft tokens tinted.
+    """Text on a terminal in pieces, with accepted draft tokens tinted.
 
-    Written as it is: nothing is wrapped and tabs stay. Of what is added, the last `hold`
-    characters wait until `end` says whether they count.
+    Nothing is wrapped and tabs stay. The last `hold` characters are held back until `end` decides
+    whether they count.
     """
 
     def __init__(self, hold: int) -> None:
@@ -172,7 +173,7 @@ class TintedText:
         self._pending.extend((character, accepted) for character in text)
 
     def show(self) -> None:
-        """Write what has been added, but for what is held back."""
+        """Write the added text except for what is held back."""
         self._flush(len(self._pending) - self._hold)
 
     def end(self, num_cut: int) -> None:
@@ -190,7 +191,7 @@ class TintedText:
         )
 
     def _write(self, segments: Iterable[Segment]) -> None:
-        # Segments, because rich would turn the tabs of a `Text` into spaces.
+        # Segments, because rich turns tabs of a `Text` into spaces.
         self._console.print(Segments(segments), end="")
 
 
@@ -202,11 +203,10 @@ def summary_table(
     remarks: Sequence[str] = (),
     is_split: bool = False,
 ) -> Table:
-    """A small table of acceptance and times, beside k = 0 where it was measured.
+    """A small table of acceptance and times, with k = 0 if it was measured.
 
-    tinted: whether accepted tokens were tinted in the text above. remarks: what a reader has to
-    know of the text and the figures. is_split: whether the target has several ranks, which are sent
-    proposals.
+    tinted: whether accepted tokens were tinted in the text above. remarks: notes on the text and
+    the figures. is_split: whether the target has several ranks, so that there are broadcasts.
     """
     a = metrics.acceptance
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -236,13 +236,9 @@ def summary_table(
         )
         by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
-    sent = f"broadcast {metrics.broadcast_ms:.2f}, " if is_split else ""
-    table.add_row(
-        "round",
-        f"{metrics.round_ms:.2f}",
-        f"ms: draft {metrics.draft_ms:.2f}, {sent}verify {metrics.verify_ms:.2f}, "
-        f"sample {metrics.sample_ms:.2f}",
-    )
+    stages = [stage for stage in STAGES if is_split or stage != "broadcast"]
+    times = ", ".join(f"{stage} {getattr(metrics, f'{stage}_ms'):.2f}" for stage in stages)
+    table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
         table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
     for remark in remarks:
@@ -267,7 +263,7 @@ def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
 
 
 def verdict_line(metrics: Metrics, baseline: Metrics) -> str:
-    """Whether speculation paid here, said plainly."""
+    """The verdict on speculation in a line."""
     speedup = metrics.decode_tokens_per_second / baseline.decode_tokens_per_second
     if speedup < 1.0:
         return (
@@ -282,7 +278,7 @@ def _count(n: int, noun: str) -> str:
 
 
 def print_failures(failures: Mapping[int, str]) -> None:
-    """Why prompts gave no text, a line each on stderr, by the prompt's index."""
+    """Print why prompts failed, a line each on stderr. failures: by the prompt's index."""
     for index, why in failures.items():
         console(sys.stderr).print(Text(inert(f"prompt {index} failed: {why}")))
 
@@ -295,9 +291,9 @@ def print_summary(
     remarks: Sequence[str] = (),
     is_split: bool = False,
 ) -> None:
-    """Acceptance and times on stderr: a table on a terminal, one line elsewhere.
+    """Print acceptance and times on stderr: a table on a terminal, else one line.
 
-    baseline: the same pair at k = 0, where it was measured. tinted, remarks, is_split: as for
+    baseline: the same pair at k = 0, if measured. tinted, remarks, is_split: as for
     `summary_table`.
     """
     out = console(sys.stderr)

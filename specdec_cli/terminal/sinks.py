@@ -1,6 +1,6 @@
-"""Where outputs go as they come: the terminal, plain text, a progress bar, a run folder.
+"""Sinks of outputs: the terminal, plain text, a progress bar, a run folder.
 
-Each is a sink with the same two methods. Computes nothing.
+All have the same methods. Computes nothing.
 """
 
 import sys
@@ -19,7 +19,7 @@ from specdec_cli.text import inert
 
 
 class Sink(Protocol):
-    """Receives what each round wrote, then each output once it is whole."""
+    """Receives the tokens of each round, then each complete output."""
 
     def emission(self, emission: Emission) -> None: ...
 
@@ -29,7 +29,7 @@ class Sink(Protocol):
 
 
 class LiveText:
-    """Prompts dimmed and completions as they arrive, accepted draft tokens tinted.
+    """Prints dimmed prompts and completions as they arrive, accepted draft tokens tinted.
 
     For a terminal, one sequence at a time.
     """
@@ -37,7 +37,7 @@ class LiveText:
     def __init__(self, job: Job) -> None:
         self._tokenizer = job.plan.tokenizer
         self._several = len(job.prompts) > 1
-        # So many characters wait until it is known that they do not begin a stop string.
+        # Characters that are held back, since they may begin a stop string.
         hold = max((len(s) for s in job.plan.params.stop), default=1) - 1
         self._text = TintedText(hold)
         self._streams: dict[int, TextStream] = {}
@@ -65,7 +65,7 @@ class LiveText:
             self._written[seq.index] += piece
             self._text.add(piece, accepted=place < emission.num_accepted)
         if seq.finish_reason is None:
-            # The last token may reach past a stop string: `output` says how far it counts.
+            # The last token may extend past a stop string: `output` cuts it.
             self._text.show()
 
     def output(self, output: Output) -> None:
@@ -73,20 +73,20 @@ class LiveText:
             return
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
-            # Bytes of a character that never became whole.
+            # Bytes of an incomplete character.
             self._text.add(whole[len(written) :], accepted=False)
         self._text.end(num_cut=len(whole) - len(output.text))
         self._is_open = False
 
     def close(self) -> None:
-        if self._is_open:  # interrupted: what is said next gets a line of its own
+        if self._is_open:  # interrupted: the next message starts on a new line
             self._text.end(num_cut=0)
 
 
 class PlainText:
-    """Completions in the order of their prompts, with headings where there are several.
+    """Prints completions in the order of their prompts, with headings if there are several.
 
-    `bar` makes way while text is written to the terminal that it stands on.
+    bar: hidden while text is written to its terminal.
     """
 
     def __init__(self, job: Job, bar: "PromptProgress | None") -> None:
@@ -114,14 +114,14 @@ class PlainText:
 
 
 class PromptProgress:
-    """A bar over prompts on stderr, where that is a terminal."""
+    """A progress bar over prompts on stderr, if that is a terminal."""
 
     def __init__(self, job: Job) -> None:
         self._bar = progress_bar()
         self._task = self._bar.add_task("prompts", total=len(job.prompts))
 
     def emission(self, emission: Emission) -> None:
-        # Not before: whoever starts it is then sure to close it, which gives the cursor back.
+        # Not earlier: from here on `close` is certain to be called, which restores the cursor.
         self._bar.start()
 
     def output(self, output: Output) -> None:
@@ -132,7 +132,7 @@ class PromptProgress:
 
     @contextmanager
     def hidden(self) -> Iterator[None]:
-        """Take the bar away for as long as something else is written."""
+        """Hide the bar while something else is written."""
         self._bar.stop()
         try:
             yield
@@ -141,7 +141,7 @@ class PromptProgress:
 
 
 class SampleFile:
-    """samples.jsonl of a run folder: each output is on disk before the next round."""
+    """Writes samples.jsonl: each output is on disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._key = (job.plan.proposer, job.plan.k, job.plan.recipe.run.batch_size)
@@ -158,7 +158,7 @@ class SampleFile:
 
 
 def shows_live_text(job: Job) -> bool:
-    """Whether text can appear as it is written."""
+    """Whether text is shown while it is written."""
     return sys.stdout.isatty() and job.plan.recipe.run.batch_size == 1
 
 
@@ -167,7 +167,7 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
     sinks: list[Sink] = []
     is_live = not as_json and shows_live_text(job)
     bar = PromptProgress(job) if len(job.prompts) > 1 and not quiet and not is_live else None
-    if folder is not None:  # first: what is on disk survives a closed pipe
+    if folder is not None:  # first, so that outputs are on disk even if a pipe is closed
         sinks.append(SampleFile(job, folder))
     if not as_json:
         sinks.append(LiveText(job) if is_live else PlainText(job, bar))
@@ -179,9 +179,9 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 def collector(
     job: Job, sinks: list[Sink]
 ) -> tuple[Callable[[list[Emission]], None], Callable[[], list[Output]]]:
-    """A callback for `Engine.run`, and a function that returns every output once it is done.
+    """A callback for `Engine.run`, and a function that returns all outputs after the run.
 
-    A finished sequence, or one that cannot run, becomes an output at once.
+    A sequence becomes an output as soon as it has finished or cannot run.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}

@@ -1,6 +1,6 @@
-"""What people see of a sweep: progress and a growing table, then the table of results.
+"""A sweep on the terminal: progress as lines or a live table, then the results.
 
-Computes nothing but running means; the results are computed in `points`.
+Computes only running means; `points` computes the results.
 """
 
 import sys
@@ -12,8 +12,10 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import Key, Point, Sample, decode_seconds
+from specdec_cli.experiment.points import decode_seconds
+from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.stats import among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal.render import (
@@ -27,7 +29,7 @@ from specdec_cli.terminal.render import (
 )
 from specdec_cli.text import inert, one_line
 
-_BROADCAST = "broadcast ms"
+_TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
 _PROPOSING = "proposing"
 _HEADINGS = (
     "k",
@@ -37,26 +39,17 @@ _HEADINGS = (
     "tokens/s",
     "x k = 0",
     "predicted",
-    "draft ms",
-    _BROADCAST,
-    "verify ms",
-    "sample ms",
-    "round ms",
+    *_TIMES.values(),
 )
-# What a narrow terminal can do without, the first first.
+# Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
-    "sample ms",
-    _BROADCAST,
-    "verify ms",
-    "draft ms",
-    "round ms",
+    *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
     "predicted",
     "accepted",
     _PROPOSING,
     "tokens a round",
 )
-_STAGES = ("draft", "broadcast", "verify", "sample", "round")
-_LINE_EVERY = 0.1  # of the samples, where there is no terminal
+_LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
 class Silent:
@@ -76,7 +69,7 @@ class Silent:
 
 
 class PlainLines(Silent):
-    """A line a point on stderr, and one for every tenth of the samples with the time left."""
+    """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
         self._total = total
@@ -105,7 +98,7 @@ class PlainLines(Silent):
 
 
 class LiveTable(Silent):
-    """A bar with the time left and a table that fills, on a terminal."""
+    """A live table and a progress bar with the time left, on a terminal."""
 
     def __init__(self, total: int) -> None:
         self._progress = live_bar()
@@ -121,9 +114,9 @@ class LiveTable(Silent):
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = (key.draft, key.batch_size)
         sums = self._sums.setdefault(key, [0.0] * 5)
-        counts = sample["accepted_per_round"]
+        counts = sample.accepted_per_round
         for place, value in enumerate(
-            (1, len(sample["token_ids"]), decode_seconds(sample), len(counts), sum(counts))
+            (1, len(sample.token_ids), decode_seconds(sample), len(counts), sum(counts))
         ):
             sums[place] += value
         self._progress.advance(self._task)
@@ -154,7 +147,7 @@ class LiveTable(Silent):
 
 
 def watcher(total: int, *, quiet: bool) -> Silent:
-    """What shows a sweep's progress on this stderr."""
+    """The progress display for this stderr."""
     if quiet:
         return Silent()
     return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
@@ -162,21 +155,21 @@ def watcher(total: int, *, quiet: bool) -> Silent:
 
 def point_line(point: Point) -> str:
     """A point in one line for logs."""
-    name = f"{point['draft'] or 'no draft'}, batch {point['batch_size']}, k={point['k']}"
-    metrics = point["metrics"]
+    name = f"{point.draft or 'no draft'}, batch {point.batch_size}, k={point.k}"
+    metrics = point.metrics
     if metrics is None:
-        predicted = point["predicted_speedup"]
+        predicted = point.predicted_speedup
         about = f", predicted {predicted:.2f}x" if predicted is not None else ""
-        return f"{name}: {point['status']}: {point.get('reason', '')}{about}"
-    line = f"{name}: {metrics['decode_tokens_per_second']:.1f} tokens/s"
-    if point["speedup"] is not None:
-        line += f", {point['speedup']:.2f}x{interval(point['speedup_ci'])}"
-    among = among_rounds(metrics["num_drafts"], metrics["num_rounds_without_proposal"])
-    return f"{line}, {metrics['mean_acceptance_length']:.2f} tokens a round{among}"
+        return f"{name}: {point.status}: {point.reason or ''}{about}"
+    line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
+    if point.speedup is not None:
+        line += f", {point.speedup:.2f}x{interval(point.speedup_ci)}"
+    among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
+    return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
-    """The table of points and the recommendation, on stdout."""
+    """Print the table of points and the recommendation on stdout."""
     out = console_of_results()
     is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
     table, left_out = results_table(document["points"], out.width, is_split=is_split)
@@ -200,79 +193,79 @@ def print_results(document: Mapping[str, Any]) -> None:
 def results_table(
     points: Sequence[Point], width: int, *, is_split: bool = False
 ) -> tuple[Table, list[str]]:
-    """A row a point, draft and batch size only where there are several; and what was left out.
+    """The table of points, and the columns that were left out.
 
-    is_split: whether the target has several ranks, to which proposals are sent.
+    Draft and batch size are columns only if there are several. is_split: whether the target has
+    several ranks, so that there are broadcasts.
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
-        columns["draft"] = [one_line(str(p["draft"])) for p in points]
-    if len({p["batch_size"] for p in points}) > 1:
-        columns["batch"] = [str(p["batch_size"]) for p in points]
+        columns["draft"] = [one_line(str(p.draft)) for p in points]
+    if len({p.batch_size for p in points}) > 1:
+        columns["batch"] = [str(p.batch_size) for p in points]
     cells = [_cells(point) for point in points]
     columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
     if not is_split:
-        del columns[_BROADCAST]
+        del columns[_TIMES["broadcast"]]
     if not any(columns[_PROPOSING]):
         del columns[_PROPOSING]
     return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
 def _cells(point: Point) -> dict[str, str]:
-    """By heading."""
-    predicted = f"{point['predicted_speedup']:.2f}" if point["predicted_speedup"] else ""
-    found = {"k": str(point["k"]), "predicted": predicted}
-    m = point["metrics"]
+    """A point's cells by heading."""
+    predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
+    found = {"k": str(point.k), "predicted": predicted}
+    m = point.metrics
     if m is None:
-        prediction = point["prediction"]
-        why = point["status"] if point["status"] == "skipped" else f"{point['status']}: "
-        reason = "" if point["status"] == "skipped" else inert(point.get("reason", ""))[:60]
+        prediction = point.prediction
+        why = point.status if point.status == "skipped" else f"{point.status}: "
+        reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
         return found | {
-            "tokens a round": f"~{prediction['mean_acceptance_length']:.2f}" if prediction else "",
+            "tokens a round": f"~{prediction.mean_acceptance_length:.2f}" if prediction else "",
             "tokens/s": f"{why}{reason}",
         }
-    rate = m["draft_acceptance_rate"]
-    proposing = proposing_rate(m["num_drafts"], m["num_rounds_without_proposal"])
+    rate = m.draft_acceptance_rate
+    proposing = proposing_rate(m.num_drafts, m.num_rounds_without_proposal)
     return found | {
-        "tokens a round": with_interval(
-            m["mean_acceptance_length"], point["mean_acceptance_length_ci"]
-        ),
+        "tokens a round": with_interval(m.mean_acceptance_length, point.mean_acceptance_length_ci),
         _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
         "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
-        "tokens/s": f"{m['decode_tokens_per_second']:.1f}",
-        "x k = 0": with_interval(point["speedup"], point["speedup_ci"]),
-        **{f"{stage} ms": f"{m[f'{stage}_ms']:.2f}" for stage in _STAGES},
+        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
+        "x k = 0": with_interval(point.speedup, point.speedup_ci),
+        **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
     }
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
-    """Speed-ups by category at the fastest point, where there are categories."""
+    """Speed-ups by category at the fastest point, or None without categories."""
     fastest = document["best"].get("fastest")
     if fastest is None:
         return None
     point = next(
-        p for p in document["points"] if (p["k"], p["draft"]) == (fastest["k"], fastest["draft"])
+        p for p in document["points"] if (p.k, p.draft) == (fastest["k"], fastest["draft"])
     )
-    rows: Mapping[str, Mapping[str, Any]] = point["per_category"]
-    if len(rows) < 2 or point["k"] == 0:
+    rows = point.per_category
+    if len(rows) < 2 or point.k == 0:
         return None
     with_draft = has_several_drafts(document["points"])
-    name = one_line(f"category, {in_words(point, with_draft=with_draft)}")
+    name = one_line(f"category, {in_words(point.k, point.draft, with_draft=with_draft)}")
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
-        "prompts": [str(row["num_prompts"]) for row in rows.values()],
-        "tokens a round": [f"{row['mean_acceptance_length']:.2f}" for row in rows.values()],
-        "tokens/s": [f"{row['decode_tokens_per_second']:.1f}" for row in rows.values()],
-        "x k = 0": [with_interval(row["speedup"], row["speedup_ci"]) for row in rows.values()],
+        "prompts": [str(row.num_prompts) for row in rows.values()],
+        "tokens a round": [f"{row.mean_acceptance_length:.2f}" for row in rows.values()],
+        "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
+        "x k = 0": [with_interval(row.speedup, row.speedup_ci) for row in rows.values()],
     }
     spare = ["tokens/s", "prompts", "tokens a round"]
     return table_within(width, columns, spare=spare, names=[name])[0]
 
 
 def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
-    """What cannot be told from the fastest, itself too; of k = 0, which every draft has, one."""
+    """The fastest point and all points tied with it, in words; k = 0 is listed once."""
     if with_draft:
-        tied = dict.fromkeys(in_words(p, with_draft=True) for p in best.get("tied_points", ()))
+        points = best.get("tied_points", ())
+        tied = dict.fromkeys(in_words(**point, with_draft=True) for point in points)
         return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
     if len(best["tied"]) < 2:
         return ""

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from specdec_cli.app import main
+from specdec_cli.experiment.records import Record
 from specdec_cli.experiment.run_folder import RunFolder
 from tests.cli.generate_helpers import Result
 
@@ -68,10 +69,12 @@ def sweep_process(arguments: list[str | Path]) -> Iterator[tuple[int, int]]:
             torch.set_num_threads(1)
             append = RunFolder.append
 
-            def acknowledged(self: RunFolder, name: str, *records: dict[str, Any]) -> None:
+            def acknowledged(self: RunFolder, name: str, *records: Record) -> None:
                 append(self, name, *records)
                 for record in records if name == "samples.jsonl" else ():
-                    key = [record[field] for field in ("draft", "batch_size", "k", "index")]
+                    key = [
+                        getattr(record, field) for field in ("draft", "batch_size", "k", "index")
+                    ]
                     os.write(writing, (json.dumps(key) + "\n").encode())
 
             RunFolder.append = acknowledged  # type: ignore[method-assign]

@@ -186,7 +186,7 @@ def test_resumed_is_whole(
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", None)
     before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
     result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
     assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
@@ -351,7 +351,7 @@ def test_a_slurm_task_takes_its_share(
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
@@ -453,12 +453,12 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
     from specdec_cli.engine import rounds
-    from specdec_cli.experiment.sweep import measure
+    from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    pipeline, build = rounds.Pipeline, measure.build
+    pipeline, build = rounds.Pipeline, runner.build
 
     def counted(*arguments: Any) -> Any:
         nonlocal most
@@ -474,7 +474,7 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
         return engine
 
     monkeypatch.setattr(rounds, "Pipeline", counted)
-    monkeypatch.setattr(measure, "build", pipelined)
+    monkeypatch.setattr(runner, "build", pipelined)
     assert specdec(capsys, *SWEEP, "--batch-size", "4,2", "--json").code == 0
     slots = rounds.slot_counts(4) + rounds.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
@@ -871,14 +871,14 @@ def test_an_edited_sample_is_refused(
         ({"batch_size": 3}, "its batch_size is 3"),
         ({"accepted_per_round": [1]}, "differ in length"),
         ({"accepted_per_round": [1], "proposed_per_round": [0]}, "more was accepted"),
-        ({"stage_ms": {"draft": 1.0}}, "stage_ms is damaged"),
+        ({"stage_ms": {"draft": 1.0}}, "stage_ms.draft is damaged"),
         ({"seconds": "1"}, "seconds is damaged"),
         ({"token_ids": [1, None]}, "token_ids is damaged"),
         ({"index": 77}, "its index is 77, of "),
         ({"finish_reason": "banana"}, "its finish_reason is banana"),
         ({"decode_seconds": []}, "decode_seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
-        ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms is damaged"),
+        ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
     ]:
         text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
         (folder / "samples.jsonl").write_text(text)

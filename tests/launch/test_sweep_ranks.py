@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.experiment.run_folder import read_records
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import read_records
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
 
@@ -69,12 +70,13 @@ def test_two_ranks_measure_what_one_measures(
     assert specdec(capsys, *OPTIONS, "-o", alone).code == 0
     assert keyed(samples(folder)) == keyed(samples(alone)) and len(samples(folder)) == 8
     ours, theirs = (
-        {r["index"]: r for r in read_records(path / "replay.jsonl")} for path in (folder, alone)
+        {text.index: text for text in read_records(path / "replay.jsonl", ReplayText)}
+        for path in (folder, alone)
     )
     assert ours.keys() == theirs.keys() == {0, 1, 2, 3}
-    for index, record in ours.items():
-        for name in ("accept", "overlap"):
-            assert record[name] == pytest.approx(theirs[index][name], abs=1e-4)
+    for index, text in ours.items():
+        assert text.accept == pytest.approx(theirs[index].accept, abs=1e-4)
+        assert text.overlap == pytest.approx(theirs[index].overlap, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,7 @@ def fed(
     offset: int,
     margin: int,
     cached: int = 0,
-    **k: Any,
+    **more: Any,
 ) -> tuple[ForwardBatch, LiveRows]:
     ids, lens = torch.tensor([tokens, tokens]), torch.tensor([length, length])
     what = Rectangle(ids, lens, offset, margin, 20, more.get("last_only", False), lens * 0 + cached)

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,23 +12,29 @@ import pytest
 
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.compare.records import Records, merge_repeats
-from specdec_cli.experiment.compare.run import exit_code, run_pairs
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
-from specdec_cli.experiment.compare.setup import Plan, plan_comparison, skips_of, warnings_of
+from specdec_cli.experiment.compare.comparison_plan import (
+    ComparisonPlan,
+    plan_comparison,
+    skips_of,
+    warnings_of,
+)
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords, merge_repeats
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import Failure, Key
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Key, PairFacts, Point, PointMetrics, Sample
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep import read_settings_file
+from specdec_cli.experiment.settings_file import read_settings_file
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.compare import print_results
 
-SETTINGS = Settings(
+SETTINGS = ComparisonSettings(
     recipe={
         "run": {"seed": 0, "repeats": 1},
         "sampling": {"temperature": 0.0},
@@ -48,41 +54,47 @@ WRITTEN = list(range(30))
 NO_ROOM = "no room for a KV cache on rank 0 (cuda:0): 1.0 MiB are left for it"
 
 
-def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> dict[str, Any]:
+def sample(pair: Pair, batch_size: int, k: int, index: int, **stages: float) -> Sample:
     """A prompt of 30 tokens in rounds of 3, or of 1; stages: ms of each stage in a round."""
     rounds = 10 if k else 30
     jitter = 1 + 0.001 * (index * pair.draft_tp % 3)
     spent = {name: [ms * rounds * jitter] for name, ms in stages.items()}
     decode = sum(ms for values in spent.values() for ms in values) / 1e3
-    return {
-        "target_tp": pair.target_tp,
-        "draft_tp": pair.draft_tp,
-        "draft": "a-draft",
-        "k": k,
-        "batch_size": batch_size,
-        "index": index,
-        "category": None,
-        "prompt_token_ids": [1],
-        "token_ids": WRITTEN,
-        "finish_reason": "length",
-        "accepted_per_round": [2] * rounds if k else [],
-        "proposed_per_round": [2] * rounds if k else [],
-        "rounds_without_proposal": 0 if k else rounds,
-        "num_preemptions": 0,
-        "seconds": [decode + 0.01],
-        "decode_seconds": [decode],
-        "round_share": [float(rounds)],
-        "stage_ms": spent,
-        "ttft_ms": [10.0],
-        "tpot_ms": [5.0],
-        "max_output_tokens": 30,
-        "peak_memory_bytes": 100,
-    }
+    return Sample(
+        target_tp=pair.target_tp,
+        draft_tp=pair.draft_tp,
+        draft="a-draft",
+        k=k,
+        batch_size=batch_size,
+        index=index,
+        category=None,
+        prompt_token_ids=[1],
+        token_ids=WRITTEN,
+        finish_reason="length",
+        accepted_per_round=[2] * rounds if k else [],
+        proposed_per_round=[2] * rounds if k else [],
+        rounds_without_proposal=0 if k else rounds,
+        num_preemptions=0,
+        seconds=[decode + 0.01],
+        decode_seconds=[decode],
+        round_share=[float(rounds)],
+        stage_ms=spent,
+        ttft_ms=[10.0],
+        tpot_ms=[5.0],
+        max_output_tokens=30,
+        peak_memory_bytes=100,
+    )
 
 
-def filled(settings: Settings = SETTINGS, **draft_ms: tuple[float, float]) -> Records:
+def changed(sample: Sample, **fields: Any) -> Sample:
+    return sample.model_copy(update=fields)
+
+
+def filled(
+    settings: ComparisonSettings = SETTINGS, **draft_ms: tuple[float, float]
+) -> ComparisonRecords:
     """Records in which the draft takes so long by degree, at batch sizes 1 and 8."""
-    records = Records(settings, {})
+    records = ComparisonRecords(settings, {})
     for name, by_size in draft_ms.items():
         pair = Pair(2, int(name.removeprefix("tp")))
         for batch_size, spent in zip((1, 8), by_size, strict=True):
@@ -90,11 +102,20 @@ def filled(settings: Settings = SETTINGS, **draft_ms: tuple[float, float]) -> Re
                 for k, draft in ((0, 0.0), (settings.k, spent)):
                     found = sample(pair, batch_size, k, index, draft=draft, verify=10.0)
                     records.samples[pair, Key("a-draft", batch_size, k)][index] = found
-        records.facts[pair] = {"num_blocks": 9, "blocks_per_rank": [9, 12]}
+        records.facts[pair] = facts(pair, [9, 12])
     return records
 
 
-def verdict(records: Records, folder: Path) -> dict[str, Any]:
+def facts(pair: Pair, blocks: list[int]) -> PairFacts:
+    return PairFacts(**asdict(pair), num_blocks=min(blocks), blocks_per_rank=blocks)
+
+
+def metrics_of(point: Point) -> PointMetrics:
+    assert point.metrics is not None
+    return point.metrics
+
+
+def verdict(records: ComparisonRecords, folder: Path) -> dict[str, Any]:
     records.update_points(RunFolder(folder))
     return verdict_of(records)
 
@@ -103,14 +124,14 @@ def test_points(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     changed = records.update_points(RunFolder(tmp_path))
     assert len(changed) == len(records.points) == 2 * 3
-    point = next(p for p in changed if (p["draft_tp"], p["batch_size"]) == (1, 8))
+    point = next(p for p in changed if (p.draft_tp, p.batch_size) == (1, 8))
     # 3 tokens in 18 ms against 1 in 10 ms, and against 3 in 13 ms.
-    assert point["speedup"] == pytest.approx(3 / 18 * 10)
-    assert point["speedup_vs_equal_tp"] == pytest.approx(13 / 18)
-    assert point["metrics"]["draft_ms"] == pytest.approx(8.0, rel=0.01)
-    assert point["blocks_per_rank"] == [9, 12] and "draft" not in point
-    plain = next(p for p in changed if p["draft_tp"] is None)
-    assert plain["metrics"]["num_rounds"] == 300 and plain["speedup"] == 1.0
+    assert point.speedup == pytest.approx(3 / 18 * 10)
+    assert point.speedup_vs_equal_tp == pytest.approx(13 / 18)
+    assert metrics_of(point).draft_ms == pytest.approx(8.0, rel=0.01)
+    assert point.blocks_per_rank == [9, 12] and "draft" not in point.as_dict()
+    plain = next(p for p in changed if p.draft_tp is None)
+    assert metrics_of(plain).num_rounds == 300 and plain.speedup == 1.0
     assert records.update_points(RunFolder(tmp_path)) == []  # nothing is written twice
 
 
@@ -166,18 +187,19 @@ Round = tuple[float, float, float, int]  # ms of draft, verification and host; t
 )
 def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path: Path) -> None:
     """The stages that differ most come first, whichever way they differ."""
-    records = Records(replace(SETTINGS, batch_sizes=(1,)), {})
+    records = ComparisonRecords(replace(SETTINGS, batch_sizes=(1,)), {})
     for degree, (draft, verify, host, tokens) in ((1, best), (2, rival)):
         pair, rounds = Pair(2, degree), 30 // tokens
         for index in range(10):
             plain = sample(pair, 1, 0, index, verify=30.0)
-            found = sample(pair, 1, 2, index) | {
-                "accepted_per_round": [tokens - 1] * rounds,
-                "proposed_per_round": [2] * rounds,
-                "round_share": [float(rounds)],
-                "stage_ms": {"draft": [draft * rounds], "verify": [verify * rounds]},
-                "decode_seconds": [(draft + verify + host) * rounds / 1e3],
-            }
+            found = changed(
+                sample(pair, 1, 2, index),
+                accepted_per_round=[tokens - 1] * rounds,
+                proposed_per_round=[2] * rounds,
+                round_share=[float(rounds)],
+                stage_ms={"draft": [draft * rounds], "verify": [verify * rounds]},
+                decode_seconds=[(draft + verify + host) * rounds / 1e3],
+            )
             for k, taken in ((0, plain), (2, found)):
                 records.samples[pair, Key("a-draft", 1, k)][index] = taken
     found = verdict(records, tmp_path)["best"]
@@ -204,50 +226,48 @@ def test_what_failed_is_a_row_and_no_baseline(
     for batch_size in (1, 8):
         records.failures[Pair(2, 2), batch_size] = Failure("oom", "rank 1: out of memory")
     found = verdict(records, tmp_path)
-    rows = {(p["draft_tp"], p["batch_size"]): p for p in records.points}
-    assert rows[2, 1]["status"] == "oom" and rows[2, 1]["reason"] == "rank 1: out of memory"
-    assert rows[1, 1]["speedup_vs_equal_tp"] is None and rows[1, 1]["status"] == "ok"
-    assert rows[None, 1]["status"] == "ok"
+    rows = {(p.draft_tp, p.batch_size): p for p in records.points}
+    assert rows[2, 1].status == "oom" and rows[2, 1].reason == "rank 1: out of memory"
+    assert rows[1, 1].speedup_vs_equal_tp is None and rows[1, 1].status == "ok"
+    assert rows[None, 1].status == "ok"
     print_results({"points": records.points, **found})
     assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
 
 
-def spoil(records: Records, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
+def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
     """Prompts that could not run at a pair, at k = 0 as little as at k."""
     for k in (0, 2):
         found = records.samples[pair, Key("a-draft", batch_size, k)]
         for index in indices:
             nothing: dict[str, Any] = {"token_ids": [], "accepted_per_round": [], "error": "large"}
             nothing |= {"decode_seconds": [0.0], "seconds": [0.0], "finish_reason": "error"}
-            found[index] = found[index] | nothing | {"proposed_per_round": []}
+            found[index] = changed(found[index], **nothing, proposed_per_round=[])
 
 
 def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    before = {
-        (p["draft_tp"], p["batch_size"]): p for p in records.update_points(RunFolder(tmp_path))
-    }
+    before = {(p.draft_tp, p.batch_size): p for p in records.update_points(RunFolder(tmp_path))}
     spoil(records, Pair(2, 2), 1, range(5))
     spoil(records, Pair(2, 2), 8, range(10))
     records.update_points(RunFolder(tmp_path))
-    points = {(p["draft_tp"], p["batch_size"]): p for p in records.points}
+    points = {(p.draft_tp, p.batch_size): p for p in records.points}
     for place in ((1, 1), (2, 1)):
-        same = before[place]["speedup_vs_equal_tp"]
-        assert points[place]["speedup_vs_equal_tp"] == pytest.approx(same, rel=0.01)
-    assert points[2, 8]["status"] == "failed" and points[1, 8]["status"] == "ok"
-    assert points[1, 8]["speedup_vs_equal_tp"] is points[2, 8]["speedup_vs_equal_tp"] is None
+        same = before[place].speedup_vs_equal_tp
+        assert points[place].speedup_vs_equal_tp == pytest.approx(same, rel=0.01)
+    assert points[2, 8].status == "failed" and points[1, 8].status == "ok"
+    assert points[1, 8].speedup_vs_equal_tp is points[2, 8].speedup_vs_equal_tp is None
     assert exit_code(planned({}), records, [], tokens_of(records)) == 3
     for batch_size in (1, 8):  # k = 0 is that of the pair whose prompts could run
-        plain = points[None, batch_size]["metrics"]
-        assert plain["num_output_tokens"] == 300
-        speed = before[None, batch_size]["metrics"]["decode_tokens_per_second"]
-        assert plain["decode_tokens_per_second"] == pytest.approx(speed, rel=0.01)
+        plain = metrics_of(points[None, batch_size])
+        assert plain.num_output_tokens == 300
+        speed = metrics_of(before[None, batch_size]).decode_tokens_per_second
+        assert plain.decode_tokens_per_second == pytest.approx(speed, rel=0.01)
     assert tokens_of(records)["identical"], "of prompts that could run"
     spoil(records, Pair(2, 1), 1, range(10))
     spoil(records, Pair(2, 1), 8, range(10))
     spoil(records, Pair(2, 2), 1, range(10))
     records.update_points(RunFolder(tmp_path))
-    assert {p["status"] for p in records.points} == {"failed"}
+    assert {p.status for p in records.points} == {"failed"}
     assert tokens_of(records)["identical"] is None and tokens_line(tokens_of(records)) is None
     assert exit_code(planned({}), records, [], tokens_of(records)) == 3, (
         "as where some prompts could run"
@@ -258,7 +278,7 @@ def test_speeds_are_compared_on_prompts_that_both_could_run(tmp_path: Path) -> N
 def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
     (tmp_path / name).write_text('{"target_tp": 1, "draft_tp": 1}\n')
     with pytest.raises(SetupError, match=rf"{name}:1: not a record"):
-        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+        ComparisonRecords(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -276,16 +296,16 @@ def test_a_sample_of_no_point_is_named(
 ) -> None:
     folder = RunFolder(tmp_path)
     good = sample(Pair(2, 1), 1, 2, 0)
-    folder.append("samples.jsonl", good, good | {field: value})
+    folder.append("samples.jsonl", good, changed(good, **{field: value}))
     with pytest.raises(SetupError, match=rf"samples\.jsonl:2: not a record of this run: {said}"):
-        Records(SETTINGS, {}).load(folder)
+        ComparisonRecords(SETTINGS, {}).load(folder)
 
 
 def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
     fact = {"target_tp": 1, "draft_tp": 1, "num_blocks": "9", "blocks_per_rank": [9]}
     (tmp_path / "pairs.jsonl").write_text(json.dumps(fact) + "\n")
     with pytest.raises(SetupError, match=r"pairs\.jsonl:1: .*num_blocks is damaged"):
-        Records(SETTINGS, {}).load(RunFolder(tmp_path))
+        ComparisonRecords(SETTINGS, {}).load(RunFolder(tmp_path))
 
 
 def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
@@ -294,7 +314,7 @@ def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.append("samples.jsonl", first, last)
     folder.close()
-    records = Records(SETTINGS, {})
+    records = ComparisonRecords(SETTINGS, {})
     records.load(folder)
     assert records.of(Pair(2, 1), 1, 2) == {0: last} != {0: first}
 
@@ -313,20 +333,18 @@ def test_no_figure_is_cut_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    records.facts = {
-        Pair(2, d): {"target_tp": 2, "draft_tp": d, "num_blocks": 100, "blocks_per_rank": counts}
-        for d, counts in ((1, [57422, 86121]), (2, [70947, 70947]))
-    }
+    for degree, counts in ((1, [57422, 86121]), (2, [70947, 70947])):
+        records.facts[Pair(2, degree)] = facts(Pair(2, degree), counts)
     found = verdict(records, tmp_path)
     monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     print_results({"points": records.points, **found})
     shown = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     for point in records.points:
-        metrics = point["metrics"]
-        assert f" {metrics['decode_tokens_per_second']:.1f} " in shown
+        metrics = metrics_of(point)
+        assert f" {metrics.decode_tokens_per_second:.1f} " in shown
         for stage in ("draft", "verify", "round"):
-            assert re.search(rf"(?<!\S){metrics[f'{stage}_ms']:.2f}(?!\S)", shown)
+            assert re.search(rf"(?<!\S){metrics.stage_ms(stage):.2f}(?!\S)", shown)
     assert "57,422" in shown and "2 x 70,947" in shown and "…" not in shown
     table = shown.partition("\n\nbatch size 1:")[0]
     assert max(map(len, table.splitlines())) <= max(80, columns)
@@ -336,14 +354,14 @@ def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0))
     del records.samples[Pair(2, 1), Key("a-draft", 8, 0)][9]
     assert records.open_sizes(Pair(2, 1)) == [8]
-    assert {p["batch_size"] for p in records.update_points(RunFolder(tmp_path))} == {1}
+    assert {p.batch_size for p in records.update_points(RunFolder(tmp_path))} == {1}
 
 
 def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     assert tokens_of(records)["identical"]
-    changed = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
-    changed[3] = changed[3] | {"token_ids": [*WRITTEN[:-1], 99]}
+    other = records.samples[Pair(2, 2), Key("a-draft", 8, 2)]
+    other[3] = changed(other[3], token_ids=[*WRITTEN[:-1], 99])
     found = tokens_of(records)
     assert found["must_be_identical"] and not found["identical"]
     (only,) = found["diverging"]
@@ -374,37 +392,37 @@ def test_the_point_at_which_the_largest_part_of_its_prompts_diverges_is_told() -
 def test_worlds_are_merged_as_repeats() -> None:
     one, other = ({0: sample(Pair(2, d), 1, 0, 0, verify=ms)} for d, ms in ((1, 10.0), (2, 20.0)))
     merged = merge_repeats([one, other])[0]
-    assert merged["decode_seconds"] == [0.3, 0.6] and merged["stage_ms"] == {"verify": [300, 600]}
-    assert one[0]["decode_seconds"] == [0.3]  # what was merged is not changed
+    assert merged.decode_seconds == [0.3, 0.6] and merged.stage_ms == {"verify": [300, 600]}
+    assert one[0].decode_seconds == [0.3]  # what was merged is not changed
 
 
 def test_merged_worlds_held_as_much_memory_as_the_one_that_held_most() -> None:
-    worlds = [{0: sample(Pair(2, 1), 1, 0, 0) | {"peak_memory_bytes": n}} for n in (5, 9, 7)]
-    assert merge_repeats(worlds)[0]["peak_memory_bytes"] == 9
-    assert merge_repeats(worlds)[0]["ttft_ms"] == [10.0] * 3
+    worlds = [{0: changed(sample(Pair(2, 1), 1, 0, 0), peak_memory_bytes=n)} for n in (5, 9, 7)]
+    assert merge_repeats(worlds)[0].peak_memory_bytes == 9
+    assert merge_repeats(worlds)[0].ttft_ms == [10.0] * 3
 
 
 def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path: Path) -> None:
     """Their times are merged into one point, and any of them had room for no more."""
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
-    facts = {1: (9, [9, 12]), 2: (11, [11, 11])}
-    for degree, (count, by_rank) in facts.items():
-        records.facts[Pair(2, degree)] = {"num_blocks": count, "blocks_per_rank": by_rank}
+    held = {1: (9, [9, 12]), 2: (11, [11, 11])}
+    for degree, (_, by_rank) in held.items():
+        records.facts[Pair(2, degree)] = facts(Pair(2, degree), by_rank)
     records.update_points(RunFolder(tmp_path))
-    found = {p["draft_tp"]: (p["num_blocks"], p["blocks_per_rank"]) for p in records.points}
-    assert found == {None: facts[1], **facts}
+    found = {p.draft_tp: (p.num_blocks, p.blocks_per_rank) for p in records.points}
+    assert found == {None: held[1], **held}
 
 
 def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> None:
     """Until then the ranks of the next pair may still measure it."""
-    records = Records(SETTINGS, {})
+    records = ComparisonRecords(SETTINGS, {})
     records.failures[Pair(2, 2), 1] = Failure("failed", "rank 0: gone")
     first = records.update_points(RunFolder(tmp_path))
-    assert [(p["draft_tp"], p["batch_size"], p["status"]) for p in first] == [(2, 1, "failed")]
+    assert [(p.draft_tp, p.batch_size, p.status) for p in first] == [(2, 1, "failed")]
     records.failures[Pair(2, 1), 1] = Failure("oom", "rank 1: out of memory")
     plain, *_ = records.update_points(RunFolder(tmp_path))
-    assert (plain["draft_tp"], plain["k"], plain["status"]) == (None, 0, "oom")
-    assert plain["reason"] == "rank 1: out of memory"
+    assert (plain.draft_tp, plain.k, plain.status) == (None, 0, "oom")
+    assert plain.reason == "rank 1: out of memory"
 
 
 def test_equal_degrees_are_run_first() -> None:
@@ -448,9 +466,9 @@ def test_exit_codes(
     assert exit_code(planned(skips), records, codes, tokens_of(records)) == expected
 
 
-def planned(skips: dict[Pair, Skip]) -> Plan:
+def planned(skips: dict[Pair, Skip]) -> ComparisonPlan:
     """A plan of which nothing else is known."""
-    plan = Plan.__new__(Plan)
+    plan = ComparisonPlan.__new__(ComparisonPlan)
     object.__setattr__(plan, "skips", skips)
     return plan
 
@@ -472,7 +490,7 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
         (Report(1, End.FAILED, 5, "out of memory on cuda:1"), "oom", "rank 1: out of memory on "),
         (Report(1, End.FAILED, 5, NO_ROOM, is_common=True), "oom", NO_ROOM),
         (Report(1, End.FAILED, 5, "model m is damaged\nhere"), "failed", "rank 1: model m is "),
-        (Report(0, End.STOPPED, 143), "failed", "the ranks ended without a word"),
+        (Report(0, End.STOPPED, 143), "failed", "the ranks ended without a report"),
     ],
     ids=["out-of-memory", "no-room-for-a-cache", "other", "silent"],
 )
@@ -482,16 +500,16 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
     recipe = load_recipe("demo", {"run.device": "cpu"}, {})
     degrees = ((1,), (1,))
     plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (2, 1), 1, Permissions())
-    records, told = Records(plan.settings, plan.skips), []
+    records, told = ComparisonRecords(plan.settings, plan.skips), []
     ended = RanksOutcome(report.code, report)
-    monkeypatch.setattr("specdec_cli.experiment.compare.run.run_ranks", lambda *_, **__: ended)
+    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", lambda *_, **__: ended)
     watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *found: told.append(found))
     assert run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher) == [report.code]
     assert [(pair, batch_size) for pair, batch_size, _ in told] == [(Pair(1, 1), b) for b in (2, 1)]
-    points = [p for p in records.points if p["k"]]
-    assert [(p["batch_size"], p["status"]) for p in points] == [(2, status), (1, status)]
+    points = [p for p in records.points if p.k]
+    assert [(p.batch_size, p.status) for p in points] == [(2, status), (1, status)]
     for point in points:
-        assert point["reason"].startswith(reason) and "\n" not in point["reason"]
+        assert (point.reason or "").startswith(reason) and "\n" not in (point.reason or "")
 
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:

@@ -11,7 +11,14 @@ from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.render import summary_table, table_width
-from tests.report_helpers import DRAFT, OTHER, Record, comparison_points, sweep_points
+from tests.report_helpers import (
+    DRAFT,
+    OTHER,
+    Record,
+    as_points,
+    comparison_points,
+    sweep_points,
+)
 from tests.support import CPU
 
 
@@ -31,7 +38,7 @@ def test_sweep(width: int) -> None:
     points = sweep_points(ks=(0, 4, 10), batch_sizes=(1, 32), drafts=drafts)
     for point in points:
         point["draft"] = DRAFT
-    table, left_out = view.results_table(points, width)
+    table, left_out = view.results_table(as_points(points), width)
     heading, *rows = lines_of(table, width)
     assert [row.split()[:2] for row in rows] == words(points, "batch_size", "k")
     assert all(len(row) <= width and "…" not in row for row in (heading, *rows))
@@ -48,23 +55,23 @@ def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
         point["draft"] = DRAFT
         point["metrics"]["broadcast_ms"] = 7.25
     for is_split in (False, True):
-        table, left_out = view.results_table(points, 200, is_split=is_split)
+        table, left_out = view.results_table(as_points(points), 200, is_split=is_split)
         heading, *rows = lines_of(table, 200)
         assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not left_out
         assert all(("7.25" in row) == is_split for row in rows)
-        _, left_out = view.results_table(points, 100, is_split=is_split)
+        _, left_out = view.results_table(as_points(points), 100, is_split=is_split)
         assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
 
 
 def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
     points = sweep_points(ks=(0, 2, 4), batch_sizes=(1,), drafts=(("ngram", 0.78, 0.95),))
-    assert "proposing" not in lines_of(view.results_table(points, 200)[0], 200)[0]
+    assert "proposing" not in lines_of(view.results_table(as_points(points), 200)[0], 200)[0]
     metrics = points[2]["metrics"]
     metrics["num_rounds_without_proposal"] = metrics["num_drafts"] // 4
-    heading, *rows = lines_of(view.results_table(points, 200)[0], 200)
+    heading, *rows = lines_of(view.results_table(as_points(points), 200)[0], 200)
     assert "tokens a round  proposing  accepted" in heading
     assert ["80%" in row for row in rows] == [False, False, True]
-    lines = [view.point_line(point) for point in points]
+    lines = [view.point_line(point) for point in as_points(points)]
     assert [line.endswith("tokens a round") for line in lines] == [True, True, False]
     assert lines[2].endswith("tokens a round in the 80% that proposed")
 
@@ -83,11 +90,10 @@ def test_drafts_are_told_apart() -> None:
     points = sweep_points(ks=(0, 4), batch_sizes=(1,))
     points[0]["draft"] = DRAFT
     for width in (40, 60, 80):
-        text = "".join(
-            line[:14].strip() for line in lines_of(view.results_table(points, width)[0], width)
-        )
+        table, _ = view.results_table(as_points(points), width)
+        text = "".join(line[:14].strip() for line in lines_of(table, width))
         assert "…" not in text and DRAFT[:4] in text
-    rows = lines_of(view.results_table(points, 80)[0], 80)
+    rows = lines_of(view.results_table(as_points(points), 80)[0], 80)
     assert [row.split()[0] for row in rows[1:]] == [DRAFT, DRAFT, OTHER]
 
 
@@ -95,20 +101,18 @@ def test_a_long_reason_takes_lines() -> None:
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
     failed = {"status": "oom", "reason": "out of memory " * 4, "metrics": None, "prediction": None}
     points[1] |= failed | {"predicted_speedup": None}
-    shown = lines_of(view.results_table(points, 60)[0], 60)
+    shown = lines_of(view.results_table(as_points(points), 60)[0], 60)
     assert "oom: out of memory" in " ".join(" ".join(shown).split())
     assert max(map(len, shown)) <= 60
 
 
 def test_hostile_categories_keep_to_their_row() -> None:
     (plain, point) = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
-    figures = {"decode_tokens_per_second": 1.0, "speedup": 2.0, "speedup_ci": None}
+    figures = point["per_category"]["qa"] | {"mean_acceptance_length": 2.0, "speedup": 2.0}
     names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
-    point["per_category"] = {
-        name: {"num_prompts": 1, "mean_acceptance_length": 2.0, **figures} for name in names
-    }
+    point["per_category"] = {name: figures for name in names}
     fastest = {"k": 4, "draft": DRAFT}
-    document = {"points": [plain, point], "best": {"fastest": fastest}}
+    document = {"points": as_points([plain, point]), "best": {"fastest": fastest}}
     for width in (40, 200):
         table = view._category_table(document, width)
         assert table is not None
@@ -128,7 +132,7 @@ def test_comparison(width: int) -> None:
         [a, "none" if b == "None" else b, c]
         for a, b, c in words(points, "target_tp", "draft_tp", "batch_size")
     ]
-    tables = compare_view.results_tables(points, width)
+    tables = compare_view.results_tables(as_points(points), width)
     assert len(tables) == (1 if width == 160 else 2)
     for table in tables:  # whole, and the times of rounds below where they do not fit beside
         lines = lines_of(table, max(width, table_width(table).maximum))

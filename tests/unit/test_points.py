@@ -4,37 +4,44 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.experiment.points import Forecasts, Key, Sample, block_points, measured_point
+from specdec_cli.experiment.points import Forecasts, Samples, block_points, measured
 from specdec_cli.experiment.predict import Text
-from specdec_cli.experiment.sweep.document import curve_point
+from specdec_cli.experiment.records import CurvePart, Key, Point, PointMetrics, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.time_curve import curve_point
 from specdec_cli.terminal import sweep as view
+from tests.report_helpers import sample_record
 
 
-def sample(index: int, rounds: list[tuple[int, int]], seconds: float) -> Sample:
+def sample(index: int, rounds: list[tuple[int, int]], seconds: float, /, **changes: Any) -> Sample:
     """A prompt that got 12 tokens. rounds: proposed and accepted tokens of each."""
-    return {
-        "index": index,
-        "category": "all",
-        "token_ids": [1] * 12,
-        "finish_reason": "length",
-        "proposed_per_round": [p for p, _ in rounds],
-        "accepted_per_round": [a for _, a in rounds],
-        "rounds_without_proposal": 0 if rounds else 12,
-        "num_preemptions": 0,
-        "peak_memory_bytes": 1,
-        "seconds": [seconds],
-        "decode_seconds": [seconds],
-        "round_share": [(len(rounds) or 12) / 4],
-        "stage_ms": {},
-        "ttft_ms": [1.0],
-        "tpot_ms": [1.0],
-    }
+    found = sample_record(
+        index=index,
+        k=max((p for p, _ in rounds), default=0),
+        category="all",
+        proposed_per_round=[p for p, _ in rounds],
+        accepted_per_round=[a for _, a in rounds],
+        rounds_without_proposal=0 if rounds else 12,
+        seconds=[seconds],
+        decode_seconds=[seconds],
+        round_share=[(len(rounds) or 12) / 4],
+    )
+    return Sample(**found | changes)
 
 
-def points_of(samples: dict[Key, dict[int, Sample]]) -> list[dict[str, Any]]:
+def point_of(key: Key, samples: Samples, plain: Samples) -> Point:
+    found = measured(key, samples, plain, None, seed=0)
+    return Point(draft=key.draft, batch_size=key.batch_size, k=key.k, **found)
+
+
+def points_of(samples: dict[Key, dict[int, Sample]]) -> list[Point]:
     plain = samples[Key("d", 4, 0)]
-    return [measured_point(key, found, plain, None, seed=0) for key, found in samples.items()]
+    return [point_of(key, found, plain) for key, found in samples.items()]
+
+
+def metrics_of(point: Point) -> PointMetrics:
+    assert point.metrics is not None
+    return point.metrics
 
 
 def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
@@ -44,11 +51,11 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
         Key("d", 4, 2): {i: sample(i, [(2, 2)] * 4, 0.5) for i in range(4)},
     }
     plain, point = points_of(samples)
-    assert point["speedup"] == 2.0 and point["speedup_ci"] is None
-    assert point["per_category"]["all"]["speedup_ci"] is None
-    assert point["mean_acceptance_length_ci"] == [3.0, 3.0]
-    for known in (plain, plain["per_category"]["all"]):  # by definition
-        assert (known["speedup"], known["speedup_ci"]) == (1.0, [1.0, 1.0])
+    assert point.speedup == 2.0 and point.speedup_ci is None
+    assert point.per_category["all"].speedup_ci is None
+    assert point.mean_acceptance_length_ci == [3.0, 3.0]
+    for known in (plain, plain.per_category["all"]):  # by definition
+        assert (known.speedup, known.speedup_ci) == (1.0, [1.0, 1.0])
     best = recommend([plain, point], samples, seed=0)
     assert (best["k"], best["tied"]) == (2, [2])
     assert "share a batch and end together, and so it has no interval" in best["reason"]
@@ -58,38 +65,42 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0}
     found = {}
     for index, memory in ((0, 9), (1, 7)):
-        found[index] = sample(index, [(2, 1)] * 6, 1.0) | {
-            "seconds": [1.5, 3.5],
-            "decode_seconds": [1.0, 3.0],
-            "round_share": [3.0, 3.0],
-            "stage_ms": {name: [ms, 3 * ms] for name, ms in stages.items()},
-            "ttft_ms": [10.0, 30.0],
-            "tpot_ms": [2.0, 6.0],
-            "num_preemptions": 2,
-            "peak_memory_bytes": memory,
-        }
+        found[index] = sample(
+            index,
+            [(2, 1)] * 6,
+            1.0,
+            seconds=[1.5, 3.5],
+            decode_seconds=[1.0, 3.0],
+            round_share=[3.0, 3.0],
+            stage_ms={name: [ms, 3 * ms] for name, ms in stages.items()},
+            ttft_ms=[10.0, 30.0],
+            tpot_ms=[2.0, 6.0],
+            num_preemptions=2,
+            peak_memory_bytes=memory,
+        )
     failed = {"finish_reason": "error", "token_ids": [], "round_share": [0.0, 0.0], "category": "x"}
-    found[2] = sample(2, [], 0.0) | failed | {"rounds_without_proposal": 0, "peak_memory_bytes": 99}
-    point = measured_point(Key("d", 2, 2), found, {}, None, seed=0)
-    metrics = point["metrics"]
-    assert (metrics["num_prompts"], metrics["num_output_tokens"]) == (2, 24)
-    assert (metrics["num_rounds"], metrics["num_drafts"], metrics["num_preemptions"]) == (6, 12, 4)
+    failed |= {"rounds_without_proposal": 0, "peak_memory_bytes": 99}
+    found[2] = sample(2, [], 0.0, **failed)
+    point = point_of(Key("d", 2, 2), found, {})
+    metrics = metrics_of(point)
+    assert (metrics.num_prompts, metrics.num_output_tokens) == (2, 24)
+    assert (metrics.num_rounds, metrics.num_drafts, metrics.num_preemptions) == (6, 12, 4)
     # Two prompts, each twice its first repeat in the mean, over six rounds.
     for name, ms in stages.items():
-        assert metrics[f"{name}_ms"] == pytest.approx(2 * 2 * ms / 6)
-    assert metrics["round_ms"] == pytest.approx(4e3 / 6)
-    assert metrics["prefill_seconds"] == pytest.approx(1.0)
-    assert metrics["prefill_ms"] == pytest.approx(500.0)
-    assert metrics["output_tokens_per_second"] == pytest.approx(24 / 5)
-    assert metrics["decode_tokens_per_second"] == pytest.approx(24 / 4)
-    assert (metrics["ttft_ms"]["mean"], metrics["tpot_ms"]["mean"]) == (20.0, 4.0)
-    assert metrics["peak_memory_bytes"] == 9, "of the prompts that ran"
-    assert point["per_category"].keys() == {"all"}
-    assert point["per_category"]["all"]["num_output_tokens"] == 24
-    found[1]["category"] = None
-    point = measured_point(Key("d", 2, 2), found, {}, None, seed=0)
-    assert point["per_category"].keys() == {"all"}, "what has no category is in none"
-    assert point["per_category"]["all"]["num_prompts"] == 1
+        assert metrics.stage_ms(name) == pytest.approx(2 * 2 * ms / 6)
+    assert metrics.round_ms == pytest.approx(4e3 / 6)
+    assert metrics.prefill_seconds == pytest.approx(1.0)
+    assert metrics.prefill_ms == pytest.approx(500.0)
+    assert metrics.output_tokens_per_second == pytest.approx(24 / 5)
+    assert metrics.decode_tokens_per_second == pytest.approx(24 / 4)
+    assert (metrics.ttft_ms.mean, metrics.tpot_ms.mean) == (20.0, 4.0)
+    assert metrics.peak_memory_bytes == 9, "of the prompts that ran"
+    assert point.per_category.keys() == {"all"}
+    assert point.per_category["all"].num_output_tokens == 24
+    found[1] = found[1].model_copy(update={"category": None})
+    point = point_of(Key("d", 2, 2), found, {})
+    assert point.per_category.keys() == {"all"}, "what has no category is in none"
+    assert point.per_category["all"].num_prompts == 1
 
 
 def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
@@ -98,8 +109,9 @@ def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
         Key("d", 4, 1): {0: sample(0, [(1, 0)] * 12, 1.0), 1: sample(1, [(1, 1)] * 6, 0.5)},
     }
     _, point = points_of(samples)
-    assert point["mean_acceptance_length_ci"] == [1.0, 2.0]  # of two prompts, t says 0.03 to 60
-    assert point["speedup_ci"][0] < point["speedup"] < point["speedup_ci"][1]
+    assert point.mean_acceptance_length_ci == [1.0, 2.0]  # of two prompts, t says 0.03 to 60
+    assert point.speedup is not None and point.speedup_ci is not None
+    assert point.speedup_ci[0] < point.speedup < point.speedup_ci[1]
 
 
 def test_a_mean_length_lies_in_its_interval() -> None:
@@ -111,8 +123,9 @@ def test_a_mean_length_lies_in_its_interval() -> None:
             Key("d", 4, 3): {i: sample(i, rounds, 0.5 + i) for i in range(3)},
         }
         _, point = points_of(samples)
-        low, high = point["mean_acceptance_length_ci"]
-        assert low <= point["metrics"]["mean_acceptance_length"] <= high
+        assert point.mean_acceptance_length_ci is not None
+        low, high = point.mean_acceptance_length_ci
+        assert low <= metrics_of(point).mean_acceptance_length <= high
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:
@@ -121,13 +134,13 @@ def test_the_order_of_prompts_changes_nothing() -> None:
     found = []
     for order in (drawn, drawn[::-1], drawn[4:] + drawn[:4]):
         samples = {
-            Key("d", 4, 0): {s["index"]: sample(s["index"], [], 1.0) for s in order},
-            Key("d", 4, 3): {s["index"]: s for s in order},
+            Key("d", 4, 0): {s.index: sample(s.index, [], 1.0) for s in order},
+            Key("d", 4, 3): {s.index: s for s in order},
         }
         found.append(points_of(samples)[1])
     for interval in ("mean_acceptance_length_ci", "speedup_ci"):
-        assert found[0][interval] is not None
-        assert found[0][interval] == found[1][interval] == found[2][interval]
+        first, *others = (getattr(point, interval) for point in found)
+        assert first is not None and others == [first, first]
 
 
 @pytest.mark.parametrize(
@@ -143,32 +156,33 @@ def test_what_follows_the_end_of_a_text_was_not_rejected(
     reason: str, num_tokens: int, alpha: float
 ) -> None:
     """Three rounds of 4, of which 4, 4 and 1 stand: the second place of the last is what counts."""
-    ended = sample(0, [(4, 4), (4, 4), (4, 1)], 0.5)
-    ended |= {"finish_reason": reason, "token_ids": [1] * num_tokens}
+    rounds, tokens = [(4, 4), (4, 4), (4, 1)], [1] * num_tokens
+    ended = sample(0, rounds, 0.5, finish_reason=reason, token_ids=tokens)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 4): {0: ended}}
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * num_tokens)
     forecasts = Forecasts(4, [text], {}, is_exact=True)
     _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
-    prediction, metrics = point["prediction"], point["metrics"]
-    assert prediction["iid_alpha"] == alpha
+    prediction, metrics = point.prediction, metrics_of(point)
+    assert prediction is not None
+    assert prediction.iid_alpha == alpha
     length = 5.0 if alpha == 1.0 else (1 - 0.9**5) / (1 - 0.9)
-    assert prediction["iid_mean_acceptance_length"] == pytest.approx(length)
-    assert prediction["iid_error"] == pytest.approx(length / 4.0 - 1)
+    assert prediction.iid_mean_acceptance_length == pytest.approx(length)
+    assert prediction.iid_error == pytest.approx(length / 4.0 - 1)
     # Over all drafts and proposals, as they are counted everywhere.
-    assert metrics["conditional_acceptance_rate_per_pos"] == [1.0, 2 / 3, 1.0, 1.0]
-    assert metrics["mean_acceptance_length"] == 4.0
-    assert metrics["acceptance_rate_per_pos"] == [1.0, 2 / 3, 2 / 3, 2 / 3]
-    assert (metrics["num_draft_tokens"], metrics["draft_acceptance_rate"]) == (12, 0.75)
-    assert metrics["acceptance_histogram"] == [0, 1, 0, 0, 2]
+    assert metrics.conditional_acceptance_rate_per_pos == [1.0, 2 / 3, 1.0, 1.0]
+    assert metrics.mean_acceptance_length == 4.0
+    assert metrics.acceptance_rate_per_pos == [1.0, 2 / 3, 2 / 3, 2 / 3]
+    assert (metrics.num_draft_tokens, metrics.draft_acceptance_rate) == (12, 0.75)
+    assert metrics.acceptance_histogram == [0, 1, 0, 0, 2]
 
 
 def test_a_last_round_without_proposals_cuts_no_other() -> None:
-    ended = sample(0, [(2, 0), (2, 1)], 0.5) | {"finish_reason": "eos", "token_ids": [1] * 4}
-    ended["rounds_without_proposal"] = 1
+    changes = {"finish_reason": "eos", "token_ids": [1] * 4, "rounds_without_proposal": 1}
+    ended = sample(0, [(2, 0), (2, 1)], 0.5, **changes)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 2): {0: ended}}
     forecasts = Forecasts(2, [Text(limit=4, draft_limit=99, accept=(0.5,) * 4)], {}, is_exact=True)
     _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
-    assert point["prediction"]["iid_alpha"] == pytest.approx(1 / 3)
+    assert point.prediction.iid_alpha == pytest.approx(1 / 3)
 
 
 def test_a_prediction_is_held_against_what_was_measured() -> None:
@@ -179,25 +193,27 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * 12, overlap=overlap)
     forecasts = Forecasts(1, [text], {0: 0.1, 1: 0.15}, is_exact=False)
     plain, point = block_points(samples, list(samples), {}, forecasts, seed=0)
-    prediction = point["prediction"]
+    prediction = point.prediction
+    assert prediction is not None and plain.prediction is not None
     # 12 rounds of 0.1 s over 6 of 0.15 s, where 1.2 s over 1 s were measured.
-    assert point["predicted_speedup"] == prediction["speedup"] == pytest.approx(4 / 3)
-    assert prediction["speedup_error"] == pytest.approx(4 / 3 / 1.2 - 1)
-    assert prediction["mean_acceptance_length"] == 2.0
-    assert prediction["mean_acceptance_length_error"] == pytest.approx(2.0 / 1.5 - 1)
-    assert prediction["analytic_alpha"] == pytest.approx(7 / 12) and not prediction["is_exact"]
-    assert plain["prediction"]["speedup"] == 1.0 and plain["prediction"]["speedup_error"] == 0.0
+    assert point.predicted_speedup == prediction.speedup == pytest.approx(4 / 3)
+    assert prediction.speedup_error == pytest.approx(4 / 3 / 1.2 - 1)
+    assert prediction.mean_acceptance_length == 2.0
+    assert prediction.mean_acceptance_length_error == pytest.approx(2.0 / 1.5 - 1)
+    assert prediction.analytic_alpha == pytest.approx(7 / 12) and not prediction.is_exact
+    assert plain.prediction.speedup == 1.0 and plain.prediction.speedup_error == 0.0
 
 
 def test_the_stages_of_the_time_curve() -> None:
     """Means per round over its parts; nothing is known of broadcasts in an older folder."""
-    part = {"rounds": 2, "sequence_rounds": 2, "decode_seconds": 0.1}
-    stages = {"draft_ms": 12.0, "verify_ms": 40.0, "sample_ms": 2.0}
-    parts = {0: part | stages | {"broadcast_ms": 3.0}, 1: part | stages | {"broadcast_ms": 5.0}}
+    part: dict[str, Any] = dict(draft="d", batch_size=1, k=3, part=0)
+    part |= dict(rounds=2, sequence_rounds=2, decode_seconds=0.1)
+    part |= dict(draft_ms=12.0, verify_ms=40.0, sample_ms=2.0)
+    parts = {0: CurvePart(**part, broadcast_ms=3.0), 1: CurvePart(**part, broadcast_ms=5.0)}
     found = curve_point(Key("d", 1, 3), parts)
     assert (found["draft_ms_per_step"], found["broadcast_ms"]) == (2.0, 2.0)
     assert (found["verify_ms"], found["sample_ms"], found["round_ms"]) == (20.0, 1.0, 50.0)
-    assert curve_point(Key("d", 1, 3), {0: part | stages})["broadcast_ms"] == 0.0
+    assert curve_point(Key("d", 1, 3), {0: CurvePart(**part)})["broadcast_ms"] == 0.0
 
 
 NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts, in one's favour
@@ -205,7 +221,7 @@ NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts
 
 def with_drafts(
     speeds: dict[tuple[str, int], float], noise: dict[tuple[str, int], float]
-) -> tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]:
+) -> tuple[list[Point], dict[str, Any], dict[str, Any]]:
     """Points at a batch size of 1 of drafts that are so much faster than k = 0; the recommendation,
     and the document.
 
@@ -227,7 +243,7 @@ def with_drafts(
                 samples[Key(draft, 1, k)] = {i: sample(i, rounds, t) for i, t in enumerate(times)}
         for k in [0, *(k for name, k in speeds if name == draft)]:
             key = Key(draft, 1, k)
-            points.append(measured_point(key, samples[key], plain, None, seed=0))
+            points.append(point_of(key, samples[key], plain))
     best = recommend(points, samples, seed=0)
     return points, best, {"best_by_batch_size": {"1": best}, "best": best, "points": points}
 
@@ -246,9 +262,9 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
         "the speed of k = 0 over 10 prompts, and proposes less"
     )
     assert best["reason"] == reason
-    for point in points:
-        point["prediction"] = None
-        point["per_category"] = {name: point["per_category"]["all"] for name in ("x", "y")}
+    for place, point in enumerate(points):
+        categories = {name: point.per_category["all"] for name in ("x", "y")}
+        points[place] = point.model_copy(update={"per_category": categories})
     recipe = {"target": {"tensor_parallel_size": 1}}
     view.print_results(document | {"tokens": {"identical": None}, "recipe": recipe})
     shown = capsys.readouterr().out
@@ -276,9 +292,8 @@ def test_no_speculation_with_several_drafts() -> None:
 def test_predictions_are_compared_within_the_fastest_draft() -> None:
     speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0}
     points, _, _ = with_drafts(speeds, {})
-    for point in points:
-        point["predicted_speedup"] = point["speedup"]
-    points[1]["status"] = "skipped"
+    points = [p.model_copy(update={"predicted_speedup": p.speedup}) for p in points]
+    points[1] = points[1].model_copy(update={"status": "skipped"})
     best = recommend(points, {}, seed=0)
     assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
     assert best["reason"].startswith("predicted: k = 2 with draft b at 1.99x")

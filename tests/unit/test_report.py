@@ -14,7 +14,7 @@ import pytest
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.report.content import Content, content_of
 from specdec_cli.report.export import csv_tables, markdown
-from specdec_cli.report.folder import Point, read_folder
+from specdec_cli.report.folder import read_folder
 from specdec_cli.report.page import page
 from specdec_cli.report.plots import Plot, plots
 from specdec_cli.report.write import write_report
@@ -24,6 +24,7 @@ from tests.report_helpers import (
     RECIPE,
     Record,
     comparison_points,
+    sample_record,
     sweep_point,
     sweep_points,
     write_folder,
@@ -97,6 +98,7 @@ def comparison(tmp_path_factory: pytest.TempPathFactory) -> Content:
     skipped = {
         "target_tp": 4,
         "draft_tp": 3,
+        "k": 5,
         "batch_size": 1,
         "status": "skipped",
         "reason": "3 does not divide 4",
@@ -117,7 +119,12 @@ def test_csv_has_every_figure_as_it_was(sweep: Content) -> None:
         assert float(row["speedup"]) == point["speedup"]
         assert [float(row["speedup_lo"]), float(row["speedup_hi"])] == point["speedup_ci"]
         figures = point["metrics"]
-        for name in ("decode_tokens_per_second", "mean_acceptance_length", "draft_ms", "round_ms"):
+        for name in (
+            "decode_tokens_per_second",
+            "mean_acceptance_length",
+            "broadcast_ms",
+            "round_ms",
+        ):
             assert float(row[name]) == figures[name]
         assert float(row["ttft_p99_ms"]) == figures["ttft_ms"]["p99"]
         assert float(row["tpot_p50_ms"]) == figures["tpot_ms"]["p50"]
@@ -273,14 +280,7 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
         point.pop("per_category")
     failed: Record = {"k": 5, "batch_size": 1, "draft": DRAFT, "status": "oom", "reason": "80 GiB"}
     samples = [
-        {
-            "draft": DRAFT,
-            "k": 3,
-            "batch_size": 1,
-            "index": i,
-            "category": name,
-            "accepted_per_round": rounds,
-        }
+        sample_record(k=3, index=i, category=name, accepted_per_round=rounds)
         for i, (name, rounds) in enumerate([("a", [3, 1]), ("a", [2]), ("b", [0, 0])])
     ]
     torn = '{"k": 6, "batch_s'
@@ -291,6 +291,7 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     assert content.run.is_partial
     assert "did not come to its end" in content.warnings[0]
     assert "points.jsonl, line 7 is torn" in content.warnings[1]
+    assert "samples.jsonl, line 4 is no record (k is damaged)" in content.warnings[2]
     best = max(points, key=lambda p: p["metrics"]["decode_tokens_per_second"])
     gain = best["metrics"]["decode_tokens_per_second"] / plain
     assert content.headline == (
@@ -379,12 +380,51 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
     assert len(content.run.points) == 17
 
 
-def test_a_number_without_end_counts_as_not_there() -> None:
-    point = Point(
-        {"metrics": {"round_ms": 10**400}, "speedup": 10**400, "speedup_ci": [1, 10**400]}
-    )
-    assert point.number("round_ms") is point.number("speedup") is None
-    assert point.interval("speedup_ci") is None
+@pytest.mark.parametrize("name", ["points.jsonl", "summary.json"])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("speedup", 10**400),
+        ("speedup_ci", [1, 10**400]),
+        ("speedup_ci", [1.0]),
+        ("metrics.round_ms", 10**400),
+        ("metrics.num_drafts", -1),
+        ("metrics.ttft_ms", 3),
+        ("per_category.qa.num_prompts", "16"),
+        ("draft", 5),
+    ],
+)
+def test_a_damaged_point_is_left_out_and_named(
+    key: str, value: object, name: str, tmp_path: Path
+) -> None:
+    """Also a number without end: no point is shown with a part of its figures."""
+    points = sweep_points(ks=(0, 1, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    *outer, last = key.split(".")
+    inner = points[1]
+    for part in outer:
+        inner = inner[part]
+    inner[last] = value
+    content = read(write_folder(tmp_path, points, finished=name == "summary.json"))
+    where = "summary.json, point 2" if name == "summary.json" else "points.jsonl, line 2"
+    assert f"{where} is no record ({key} is damaged): left out" in content.warnings
+    assert [p.k for p in content.run.points] == [0, 2]
+
+
+def test_metrics_of_another_k_are_left_out(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0, 1, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    points[2]["metrics"]["acceptance_rate_per_pos"] = [0.5]
+    content = read(write_folder(tmp_path, points, finished=False))
+    told = "points.jsonl, line 3 is no record (its metrics have not k positions): left out"
+    assert told in content.warnings and [p.k for p in content.run.points] == [0, 1]
+
+
+def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
+    """As in every file, where JSON has null for it."""
+    points = sweep_points(ks=(0, 1), batch_sizes=(1,), drafts=ONE_DRAFT)
+    points[1] |= {"predicted_speedup": float("nan"), "speedup_ci": [1.0, float("inf")]}
+    content = read(write_folder(tmp_path, points, finished=False))
+    assert content.run.points[1].predicted_speedup is content.run.points[1].speedup_ci is None
+    assert content.run.points[1].speedup is not None
 
 
 # Plots
@@ -462,7 +502,7 @@ def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
     )
     best = points[1]
     figures = best["per_category"]["qa"]
-    best["per_category"] = {**dict.fromkeys(HOSTILE, figures), "x": {}}
+    best["per_category"] = {**dict.fromkeys(HOSTILE, figures)}
     points += [
         {"k": 3, "batch_size": 1, "draft": text, "status": "failed", "reason": text}
         for text in HOSTILE
@@ -603,7 +643,14 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     (point,) = [p for p in points if p["k"] == 2]
     point |= {"status": "skipped", "reason": "predicted, not measured", "metrics": None}
     point |= {"speedup": None, "speedup_ci": None, "predicted_speedup": 2.345}
-    point["prediction"] = {"mean_acceptance_length": 2.5, "is_exact": True}
+    names = ("speedup", "speedup_error", "mean_acceptance_length_error", "iid_error")
+    point["prediction"] = dict.fromkeys((*names, "analytic_alpha")) | {
+        "method": "replay",
+        "is_exact": True,
+        "mean_acceptance_length": 2.5,
+        "iid_alpha": 0.5,
+        "iid_mean_acceptance_length": 1.5,
+    }
     write_folder(tmp_path, points)
     best = {"k": 2, "draft": DRAFT, "tied": [2], "reason": "predicted: k = 2 is the fastest"}
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -668,7 +715,7 @@ def test_an_unfinished_run_says_what_to_do(tmp_path: Path) -> None:
         tmp_path / "partial",
         sweep_points(ks=(0, 1), batch_sizes=(1, 8), drafts=ONE_DRAFT)[:2],
         finished=False,
-        samples=[{"draft": DRAFT, "k": 1, "batch_size": 8, "index": 0, "accepted_per_round": [1]}],
+        samples=[sample_record(k=1, batch_size=8, accepted_per_round=[1])],
     )
     content = read(partial)
     assert "specdec merge" in content.warnings[0]

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import takewhile
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,9 +19,10 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
-from specdec_cli.experiment.sweep.measure import Sweep
-from specdec_cli.experiment.sweep.plan import plan_sweep
-from specdec_cli.experiment.sweep.records import Records
+from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.sweep.runner import Sweep
+from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
@@ -116,7 +116,7 @@ class KnownEngine:
         return RunResult(seqs, summarise(seqs, clock, k, self.batch_size))
 
 
-def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[dict[str, Any]]:
+def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     recipe = load_recipe(
         "demo",
         {
@@ -141,16 +141,18 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[dict[str, An
         shard=None,
     )
     engine = KnownEngine(batch_size)
-    monkeypatch.setattr("specdec_cli.experiment.sweep.measure.build", lambda *_: engine)
-    return Sweep(plan, Records(), Silent(), World(None, "cpu", 120.0)).run()
+    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", lambda *_: engine)
+    return Sweep(plan, SweepRecords(), Silent(), World(None, "cpu", 120.0)).run()
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 32])
 def test_nothing_but_noise_is_left(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> None:
     points = swept(monkeypatch, batch_size)
-    assert [p["k"] for p in points] == list(range(9))
+    assert [p.k for p in points] == list(range(9))
     for point in points:
-        prediction = point["prediction"]
-        assert prediction["is_exact"] and abs(prediction["mean_acceptance_length_error"]) < 1e-12
-        assert abs(prediction["speedup_error"]) < 0.02
-        assert point["k"] == 0 or 1.02 < point["speedup"] < 1.8  # there was something to predict
+        prediction = point.prediction
+        assert prediction is not None and prediction.is_exact
+        length_error = prediction.mean_acceptance_length_error
+        assert length_error is not None and abs(length_error) < 1e-12
+        assert prediction.speedup_error is not None and abs(prediction.speedup_error) < 0.02
+        assert point.k == 0 or 1.02 < (point.speedup or 0) < 1.8  # there was something to predict

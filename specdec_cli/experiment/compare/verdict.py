@@ -1,4 +1,4 @@
-"""What a comparison says: the best pair and why, where it changes, whether tokens are the same.
+"""The conclusions of a comparison: the best pair and why, where it changes, equal tokens.
 
 Computed from points and samples alone. Knows no terminal.
 """
@@ -8,22 +8,23 @@ from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
-from specdec_cli.engine.metrics import STAGES
+from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.compare.records import Records, Samples
-from specdec_cli.experiment.compare.settings import Pair, Settings
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.points import Point, measured_speed, without_errors
+from specdec_cli.experiment.points import Samples, measured_speed, without_errors
+from specdec_cli.experiment.records import Point, PointMetrics
 from specdec_cli.experiment.stats import SumRatio
 
 Verdict = dict[str, Any]
 
-_NOTABLE = 0.1  # of the difference between two rounds: stages with less are not mentioned
-_SAME = 0.01  # of tokens a round
+_NOTABLE = 0.1  # share of the difference between two rounds below which a stage is not mentioned
+_SAME = 0.01  # relative difference of tokens a round that is not mentioned
 
 
-def verdict_of(records: Records) -> Verdict:
-    """The part of the document that is about all points together."""
+def verdict_of(records: ComparisonRecords) -> Verdict:
+    """The part of the document that concerns all points together."""
     settings = records.settings
     sizes = settings.batch_sizes
     overall = {b: best_of(records, settings.target_tps, b) for b in sizes}
@@ -39,19 +40,21 @@ def verdict_of(records: Records) -> Verdict:
     }
 
 
-def best_of(records: Records, target_tps: Iterable[int], batch_size: int) -> dict[str, Any]:
-    """The fastest pair at a batch size among some target TPs, which may be tied with it, and why.
+def best_of(
+    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int
+) -> dict[str, Any]:
+    """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
-    Speeds are compared on the same prompts; tied are pairs that cannot be told from the best at
-    95 %. That is over prompts: what differs from one start of the ranks to the next is not in it.
+    Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
+    95 % over prompts; variation between starts of the ranks is not included.
     """
     chosen = set(target_tps)
     points = [
         p
         for p in records.points
-        if p["status"] == "ok" and p["target_tp"] in chosen and p["batch_size"] == batch_size
+        if p.is_ok and p.target_tp in chosen and p.batch_size == batch_size
     ]
-    candidates = [p for p in points if p["k"] > 0]
+    candidates = [p for p in points if p.k > 0]
     if not candidates:
         reason = "no pair was measured"
         return {"target_tp": None, "draft_tp": None, "k": None, "tied": [], "reason": reason}
@@ -62,53 +65,58 @@ def best_of(records: Records, target_tps: Iterable[int], batch_size: int) -> dic
         choice = stats.choose(measures, records.settings.seed)
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
-    plain = max((p for p in points if p["k"] == 0), key=_speed_of, default=None)
+    plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
     return {
-        "target_tp": best["target_tp"],
-        "draft_tp": best["draft_tp"],
-        "k": best["k"],
-        "tied": [{"target_tp": p["target_tp"], "draft_tp": p["draft_tp"]} for p in tied],
+        "target_tp": best.target_tp,
+        "draft_tp": best.draft_tp,
+        "k": best.k,
+        "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
         "reason": _reason(best, candidates, plain),
         "decode_tokens_per_second": _speed_of(best),
-        "speedup": best["speedup"],
-        "speedup_vs_equal_tp": best["speedup_vs_equal_tp"],
+        "speedup": best.speedup,
+        "speedup_vs_equal_tp": best.speedup_vs_equal_tp,
     }
 
 
+def _metrics(point: Point) -> PointMetrics:
+    assert point.metrics is not None, "it is ok"
+    return point.metrics
+
+
 def _speed_of(point: Point) -> float:
-    return float(point["metrics"]["decode_tokens_per_second"])
+    return _metrics(point).decode_tokens_per_second
 
 
-def _speeds(records: Records, points: Sequence[Point]) -> list[SumRatio] | None:
+def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRatio] | None:
     """Decoding speeds over the prompts that all points have; None without any."""
     settings = records.settings
-    own = [records.of(Pair.of(p), p["batch_size"], settings.k) for p in points]
+    own = [records.of(Pair.of(p), p.batch_size, settings.k) for p in points]
     common = sorted(set.intersection(*(set(without_errors(samples)) for samples in own)))
     return [measured_speed([samples[i] for i in common]) for samples in own] if common else None
 
 
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
-    gain = f", {best['speedup']:.2f}x k = 0" if best["speedup"] is not None else ""
+    gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    rivals = [p for p in candidates if p["target_tp"] == best["target_tp"] and p is not best]
+    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
     if rivals:
         said.append(_against(best, max(rivals, key=_speed_of)))
     if plain is not None and _speed_of(plain) > _speed_of(best):
         speed = f"{_speed_of(plain):.1f} tokens/s"
-        said.append(f"no speculation at target TP {plain['target_tp']} is faster still, {speed}")
+        said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
     return "; ".join(said)
 
 
 def _name(point: Point) -> str:
-    return f"target TP {point['target_tp']} with draft TP {point['draft_tp']}"
+    return f"target TP {point.target_tp} with draft TP {point.draft_tp}"
 
 
 def _against(best: Point, rival: Point) -> str:
-    """Why the best beats the next best at the same target TP, from the stages of a round."""
-    ours, theirs = best["metrics"], rival["metrics"]
-    name = f"draft TP {rival['draft_tp']}"
-    faster = theirs["round_ms"] - ours["round_ms"]
-    parts = {stage: theirs[f"{stage}_ms"] - ours[f"{stage}_ms"] for stage in STAGES}
+    """The comparison in words of the best with the next best at its target TP, stage by stage."""
+    ours, theirs = _metrics(best), _metrics(rival)
+    name = f"draft TP {rival.draft_tp}"
+    faster = theirs.round_ms - ours.round_ms
+    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
     parts["host"] = faster - sum(parts.values())
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
@@ -116,10 +124,10 @@ def _against(best: Point, rival: Point) -> str:
     words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
     than = "less" if faster >= 0 else "more"
     said = (
-        f"a round takes {ours['round_ms']:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
+        f"a round takes {ours.round_ms:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
         f"{f' ({words})' if words else ''}"
     )
-    lengths = [m["mean_acceptance_length"] for m in (ours, theirs)]
+    lengths = [m.mean_acceptance_length for m in (ours, theirs)]
     if abs(lengths[0] / lengths[1] - 1) > _SAME:
         said += f", and writes {lengths[0]:.2f} tokens, not {lengths[1]:.2f}"
     if told[:1] == ["draft"] and faster > 0:
@@ -128,20 +136,20 @@ def _against(best: Point, rival: Point) -> str:
 
 
 def _difference(milliseconds: float) -> str:
-    """Of a stage, positive where the best spends less."""
+    """A stage's difference in words; positive if the best spends less."""
     return f"{abs(milliseconds):.2f} ms {'less' if milliseconds >= 0 else 'more'}"
 
 
 def _why_draft(best: Point, rival: Point) -> str:
-    if best["draft_tp"] < rival["draft_tp"]:
+    if (best.draft_tp or 0) < (rival.draft_tp or 0):
         return "exchanges between its ranks cost the draft more than sharing its weights saves"
     return "sharing its weights saves the draft more than exchanges between its ranks cost"
 
 
 def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Where the best draft TP of a target TP changes as batches grow.
+    """The batch sizes at which the best draft TP of a target TP changes.
 
-    is_tied: whether the one before may be as good there.
+    is_tied: whether the previous best is still tied there.
     """
     flips = []
     known = [(b, best) for b, best in sorted(row.items()) if best["draft_tp"] is not None]
@@ -161,7 +169,7 @@ def _flips(target_tp: int, row: Mapping[int, Mapping[str, Any]]) -> list[dict[st
 
 
 def summary_lines(verdict: Verdict) -> list[str]:
-    """The findings in words: by batch size the best pair of all, then that of each target TP."""
+    """The findings in words: the best pair by batch size, then that of each target TP."""
     overall: Mapping[str, Mapping[str, Any]] = verdict["best_by_batch_size"]
     lines = [_line(size, best, overall) for size, best in overall.items()]
     for target_tp, row in verdict["best_by_target_tp"].items():
@@ -194,8 +202,8 @@ def _tied(best: Mapping[str, Any]) -> str:
     return f" (tied: {', '.join(names)})" if names else ""
 
 
-def tokens_of(records: Records) -> dict[str, Any]:
-    """Whether every pair wrote the same tokens, where they have to."""
+def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
+    """The document's `tokens`: whether every pair wrote the same."""
     settings = records.settings
     points = (
         ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
@@ -205,8 +213,10 @@ def tokens_of(records: Records) -> dict[str, Any]:
     return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 
-def _complete(records: Records, settings: Settings) -> Iterable[tuple[Pair, int, int, Samples]]:
-    """Points in the order in which the first is what the others are held against."""
+def _complete(
+    records: ComparisonRecords, settings: ComparisonSettings
+) -> Iterable[tuple[Pair, int, int, Samples]]:
+    """Complete points in order; tokens are compared with those of the first."""
     for pair in sorted(settings.pairs):
         for batch_size in settings.batch_sizes:
             if records.is_complete(pair, batch_size):

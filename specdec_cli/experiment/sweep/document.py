@@ -1,11 +1,10 @@
-"""From records to points, and the document that a sweep ends with.
+"""The document of a sweep, from its records.
 
-Everything is computed from what lies in a run folder. Knows no engine.
+Everything is computed from the run folder. Knows no engine.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any
 
 from specdec_cli.errors import ExitCode
@@ -13,26 +12,26 @@ from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_li
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
-    Key,
-    Point,
-    Sample,
+    Samples,
     block_points,
     error_of,
     why_none,
 )
 from specdec_cli.experiment.predict import Text, with_recorded
+from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
-from specdec_cli.experiment.sweep.records import Clock, Records
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.time_curve import curve_point, seconds_per_round
 
 
 def points_of_block(
     settings: SweepSettings,
-    records: Records,
+    records: SweepRecords,
     block: tuple[str | None, int],
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
-    """The points of one draft and batch size from what is recorded."""
+    """The points of one draft and batch size, from the records."""
     draft, batch_size = block
     keys = [Key(draft, batch_size, k) for k in settings.ks]
     failures = dict(failures)
@@ -40,10 +39,10 @@ def points_of_block(
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
     largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
-    # Made-up acceptance writes another text at each k; only its length may be the same.
+    # Synthetic acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.is_synthetic
     if settings.is_synthetic:
-        ends = {sample["finish_reason"] for sample in largest.values()}
+        ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
     forecasts = Forecasts(
         largest_k=max(settings.ks),
@@ -51,69 +50,23 @@ def points_of_block(
         costs={
             key.k: cost
             for key in keys
-            if (cost := _seconds_per_round(records.costs[key].values())) is not None
+            if (cost := seconds_per_round(records.costs[key].values())) is not None
         },
         is_exact=is_exact,
     )
     return block_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
-def curve_point(key: Key, parts: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """What a round costs at one point, from the parts of the time curve."""
-    total = {
-        name: sum(part[name] for part in parts.values()) for name in ("rounds", "decode_seconds")
-    }
-    rounds = max(1, total["rounds"])
-    draft, broadcast, verify, sample = (
-        # Folders of earlier versions have no broadcasts in their curves.
-        sum(part.get(name, 0.0) for part in parts.values()) / rounds
-        for name in ("draft_ms", "broadcast_ms", "verify_ms", "sample_ms")
-    )
-    return asdict(key) | {
-        "rounds": total["rounds"],
-        "draft_ms_per_step": draft / key.k if key.k else None,
-        "broadcast_ms": broadcast,
-        "verify_ms": verify,
-        "sample_ms": sample,
-        "round_ms": total["decode_seconds"] * 1e3 / rounds,
-        "seconds_per_sequence_round": _seconds_per_round(parts.values()),
-    }
-
-
-def _seconds_per_round(parts: Iterable[Mapping[str, Any]]) -> float | None:
-    """Of one sequence, over the parts of which a prompt could run; None without any."""
-    found = [p["decode_seconds"] / p["sequence_rounds"] for p in parts if p["sequence_rounds"]]
-    return _midmean(found) if found else None
-
-
-def _midmean(values: Iterable[float]) -> float:
-    """The mean without the lowest and the highest quarter: what disturbs a few says nothing of the
-    others."""
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    return fmean(ordered[cut : len(ordered) - cut])
-
-
-def _texts(settings: SweepSettings, records: Records, draft: str | None) -> list[Text]:
+def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
     samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
-    texts = []
-    for index, record in sorted(records.texts[draft].items()):
-        text = Text(
-            limit=record["limit"],
-            draft_limit=record["draft_limit"],
-            accept=tuple(record["accept"]) if record["accept"] is not None else None,
-            chains=tuple((a, b) for a, b in record["chains"])
-            if record["chains"] is not None
-            else None,
-            draws=tuple(record["draws"]) if record["draws"] is not None else None,
-            rates=tuple(record["rates"] or ()),
-            overlap=tuple(record["overlap"] or ()),
-        )
+    texts = list[Text]()
+    for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
         if settings.is_greedy and text.accept is not None and sample is not None:
-            rounds = zip(sample["proposed_per_round"], sample["accepted_per_round"], strict=True)
-            text, _ = with_recorded(text, rounds)
-        texts.append(text)
+            rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
+            texts.append(with_recorded(text, rounds)[0])
+        else:
+            texts.append(text)
     return texts
 
 
@@ -121,18 +74,18 @@ def sweep_document(
     settings: SweepSettings,
     recipe: dict[str, Any],
     where: dict[str, Any],
-    records: Records,
+    records: SweepRecords,
     points: Sequence[Point],
     warnings: Sequence[str],
-    clock: Clock | None = None,
+    clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
-    """`sweep-k --json`, and summary.json; with an `error` where no point has been measured.
+    """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
     failures: of this run of the command.
     """
     best = {
-        b: recommend([p for p in points if p["batch_size"] == b], records.samples, settings.seed)
+        b: recommend([p for p in points if p.batch_size == b], records.samples, settings.seed)
         for b in settings.batch_sizes
     }
     tokens = tokens_of(settings, records)
@@ -157,8 +110,8 @@ def sweep_document(
     return document | error_of(points, exit_code(document, records, failures))
 
 
-def tokens_of(settings: SweepSettings, records: Records) -> dict[str, Any]:
-    """Whether every k wrote the same tokens, where it has to."""
+def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
+    """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=_order(settings))
     is_comparable = settings.is_greedy and not settings.is_synthetic
     points = ((asdict(key), records.samples[key]) for key in keys)
@@ -170,20 +123,19 @@ def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
     return lambda key: (places[key.draft], key.batch_size, key.k)
 
 
-def sorted_samples(settings: SweepSettings, records: Records) -> list[Sample]:
-    """Every sample in the order of its point, then of its prompt."""
+def sorted_samples(settings: SweepSettings, records: SweepRecords) -> list[Sample]:
+    """Every sample, in the order of points, then of prompts."""
     keys = sorted(records.samples, key=_order(settings))
     return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
-def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
-    """A warning where prompts could not run: they count for nothing. samples: by prompt, of each
-    point."""
+def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
+    """A warning if prompts could not run. samples: of each point, by prompt."""
     failed = {
-        index: str(sample.get("error", "no reason is known"))
+        index: sample.error or "no reason is known"
         for found in samples
         for index, sample in found.items()
-        if sample["finish_reason"] == "error"
+        if not sample.could_run
     }
     if not failed:
         return []
@@ -194,15 +146,16 @@ def prompts_that_failed(samples: Iterable[Mapping[int, Sample]]) -> list[str]:
 
 
 def exit_code(
-    document: dict[str, Any], records: Records, failures: Collection[Failure] = ()
+    document: dict[str, Any], records: SweepRecords, failures: Collection[Failure] = ()
 ) -> ExitCode:
-    """Partial where a point or a prompt failed; where no point is left, what stopped them all.
+    """The exit code of a sweep.
 
-    Where no prompt could run it is prompts that failed. Tokens that must not differ count for more
-    than what is missing. failures: as for `sweep_document`.
+    Partial if a point or a prompt failed, also if no prompt could run. If every point failed, the
+    code of what stopped them. Tokens that differ but must not come before missing results.
+    failures: as for `sweep_document`.
     """
-    points = [p for p in document["points"] if p["status"] != "skipped"]
-    statuses = {p["status"] for p in points}
+    points = [p for p in document["points"] if p.status != "skipped"]
+    statuses = {p.status for p in points}
     if is_broken(document["tokens"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
@@ -210,11 +163,11 @@ def exit_code(
         is_environment = codes == {ExitCode.ENVIRONMENT} or statuses == {"oom"}
         return ExitCode.ENVIRONMENT if is_environment else ExitCode.RUN_FAILED
     samples = [s for found in records.samples.values() for s in found.values()]
-    failed = statuses != {"ok"} or any(s["finish_reason"] == "error" for s in samples)
+    failed = statuses != {"ok"} or not all(s.could_run for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
-def _has_run(point: Point, records: Records) -> bool:
-    """Whether it was to its end that a point ran, though none of its prompts could."""
+def _has_run(point: Point, records: SweepRecords) -> bool:
+    """Whether a point ran to its end although none of its prompts could."""
     samples = records.samples.get(Key.of(point), {})
-    return bool(samples) and point["reason"] == why_none(samples)
+    return bool(samples) and point.reason == why_none(samples)

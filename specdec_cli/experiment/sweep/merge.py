@@ -1,4 +1,4 @@
-"""Shards of a sweep joined into one folder. Knows no models and no terminals."""
+"""Merging the shards of a sweep into one folder. Knows no models and no terminals."""
 
 import json
 from collections.abc import Sequence
@@ -7,39 +7,36 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.points import Failure, Key
-from specdec_cli.experiment.reading import Record
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.preparing import few_prompts
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.settings_diff import settings_difference
+from specdec_cli.experiment.settings_file import read_warnings, write_settings
 from specdec_cli.experiment.sweep.document import (
     points_of_block,
     prompts_that_failed,
     sorted_samples,
     sweep_document,
 )
-from specdec_cli.experiment.sweep.folder import (
-    read_settings,
-    read_warnings,
-    write_settings,
-)
-from specdec_cli.experiment.sweep.plan import few_prompts
-from specdec_cli.experiment.sweep.reading import read_kept
-from specdec_cli.experiment.sweep.records import Records
-from specdec_cli.experiment.sweep.same import settings_difference
-from specdec_cli.experiment.sweep.settings import SweepSettings
+from specdec_cli.experiment.sweep.sweep_folder import read_settings
+from specdec_cli.experiment.sweep.sweep_records import R, SweepRecords, read_kept
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import load_recipe
 
 
-def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], Records]:
-    """Write the whole sweep's folder; its document and records.
+def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], SweepRecords]:
+    """Write the folder of the whole sweep; returns its document and records.
 
     Raises `UsageError` for folders of different sweeps, and for the same prompt in two of them.
-    A shard that is missing or unfinished is a warning: its prompts are not there.
+    A missing or unfinished shard is a warning: its prompts are missing.
     """
     shards = [read_settings(path) for path in paths]
     whole = replace(shards[0], shard=None)
     for path, settings in zip(paths[1:], shards[1:], strict=True):
-        # Names of drafts follow from the recipes' sections, where the same model may have two.
+        # Drafts are named by their section of the recipe, so that one model may have two names.
         named = replace(settings, shard=None, drafts=whole.drafts)
         found = settings_difference(whole.as_dict(), named.as_dict())
         if found is not None:
@@ -47,7 +44,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
             if found.same_name:
                 told = f"{found.key}: other weights in one than in the other ({found.ours!r})"
             raise UsageError(f"{path} and {paths[0]} are of different sweeps: {told}")
-    records = Records()
+    records = SweepRecords()
     failures: dict[Key, Failure] = {}
     for number, path in enumerate(paths):
         _add(records, path, number, shards[number], whole)
@@ -86,44 +83,44 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     return document, records
 
 
-def _read(path: Path, name: str, settings: SweepSettings, whole: SweepSettings) -> list[Record]:
-    """A shard's records, with the drafts called as in the whole."""
+def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
+    """A shard's records, with the draft names of the whole sweep."""
     names = dict(zip(settings.drafts, whole.drafts, strict=True))
-    found = read_kept(path, name, settings)
-    return [record | {"draft": names[record["draft"]]} for record in found]
+    found = read_kept(path, kind, settings)
+    return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
 
 
 def _add(
-    records: Records, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
+    records: SweepRecords, path: Path, number: int, settings: SweepSettings, whole: SweepSettings
 ) -> None:
-    for sample in _read(path, "samples.jsonl", settings, whole):
+    for sample in _read(path, Sample, settings, whole):
         mine = records.samples[Key.of(sample)]
-        if sample["index"] in mine:
+        if sample.index in mine:
             raise UsageError(
-                f"{path} has prompt {sample['index']} at k = {sample['k']}, and so has a folder "
+                f"{path} has prompt {sample.index} at k = {sample.k}, and so has a folder "
                 "before it",
                 "merge each shard once",
             )
-        mine[sample["index"]] = sample
-    for text in _read(path, "replay.jsonl", settings, whole):
-        records.texts[text["draft"]].setdefault(text["index"], text)
-    for cost in _read(path, "curve.jsonl", settings, whole):
+        mine[sample.index] = sample
+    for text in _read(path, ReplayText, settings, whole):
+        records.texts[text.draft].setdefault(text.index, text)
+    for cost in _read(path, CurvePart, settings, whole):
         parts = records.costs[Key.of(cost)]
         part = len(parts)
-        parts[part] = cost | {"part": part, "shard": number}
+        parts[part] = cost.model_copy(update={"part": part, "shard": number})
 
 
 def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict[Key, Failure]:
-    """Points that failed in a shard: what the others have of them is not the whole."""
-    last = {Key.of(point): point for point in _read(path, "points.jsonl", settings, whole)}
+    """Points that failed in a shard; other shards cannot make up for them."""
+    last = {Key.of(point): point for point in _read(path, Point, settings, whole)}
     return {
-        key: Failure(point["status"], f"{path.resolve().name}: {point['reason']}")
+        key: Failure(point.status, f"{path.resolve().name}: {point.reason}")
         for key, point in last.items()
-        if point["status"] in ("failed", "oom")
+        if point.status in ("failed", "oom")
     }
 
 
-def _missing(whole: SweepSettings, records: Records) -> list[str]:
+def _missing(whole: SweepSettings, records: SweepRecords) -> list[str]:
     """Warnings for points that lack prompts."""
     most = max((len(found) for found in records.samples.values()), default=0)
     count = whole.prompts["count"]
@@ -139,7 +136,7 @@ def _missing(whole: SweepSettings, records: Records) -> list[str]:
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:
-    """The first shard's environment; where the others' differ, it says so."""
+    """The first shard's environment, and those of other shards if they differ."""
     found: list[dict[str, Any]] = []
     for path in paths:
         file = path / "environment.json"

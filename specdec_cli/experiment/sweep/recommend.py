@@ -1,28 +1,28 @@
-"""The k to use: the contract's `best` among a sweep's points."""
+"""The recommended k: the contract's `best` among a sweep's points."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.points import Key, Point, Sample, speedup, without_errors
+from specdec_cli.experiment.points import Samples, speedup, without_errors
+from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import SumRatio
 
-_TIE = 0.02  # of a predicted speed-up; predictions have no interval of their own
+Gain = Callable[[Point], float]
+_TIE = 0.02  # relative difference of tied predictions, which have no intervals
 
 
-def recommend(
-    points: Sequence[Point], samples: Mapping[Key, Mapping[int, Sample]], seed: int
-) -> dict[str, Any]:
-    """The contract's `best` among the points of one batch size, every draft's.
+def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int) -> dict[str, Any]:
+    """The contract's `best` among the points of one batch size, over all drafts.
 
-    The draft is that of the fastest point that is faster than k = 0 beyond chance and cannot be
-    told from the fastest of all; k is the smallest such with that draft. 0, "no speculation", where
-    there is none. Points that were only predicted are compared by their predictions.
+    Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
+    The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
+    "no speculation", without candidates. In sweeps with predicted points, predictions are compared.
     """
-    measured = [p for p in points if p["status"] == "ok"]
-    if any(p["status"] == "skipped" for p in points):
+    measured = [p for p in points if p.status == "ok"]
+    if any(p.status == "skipped" for p in points):
         return _recommend_predicted(points)
-    candidates = [p for p in measured if p["speedup"] is not None]
+    candidates = [p for p in measured if p.speedup is not None]
     if not candidates:
         return _nothing("no point could be compared with k = 0")
     common = set.intersection(*(set(without_errors(samples[Key.of(p)])) for p in candidates))
@@ -32,46 +32,51 @@ def recommend(
     choice = stats.choose(measures, seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
-    chosen = _smallest_with_draft_of(fastest, list(filter(_pays, tied)), "speedup")
+    chosen = _smallest_with_draft_of(fastest, list(filter(_pays, tied)), _measured)
     if chosen is None:
-        chosen = next(p for p in candidates if (p["k"], p["draft"]) == (0, fastest["draft"]))
+        chosen = next(p for p in candidates if (p.k, p.draft) == (0, fastest.draft))
     return _best(
-        chosen, fastest, tied, "speedup", len(common), with_draft=has_several_drafts(points)
+        chosen, fastest, tied, _measured, len(common), with_draft=has_several_drafts(points)
     )
 
 
-def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], measure: str) -> Point | None:
-    """The smallest k with the draft of the fastest, or of the fastest that is there; None without
-    points.
+def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], gain_of: Gain) -> Point | None:
+    """The smallest k with the draft of the fastest point, or None.
 
-    Proposing less is a merit with one and the same draft only: of two, one costs more.
+    If the fastest is not among `tied`, the draft is that of the fastest there. A smaller k is
+    preferred only for the same draft, since proposals of different drafts cost differently.
     """
     if not tied:
         return None
-    draft = max(tied, key=lambda p: (p is fastest, p[measure]))["draft"]
-    return min((p for p in tied if p["draft"] == draft), key=lambda p: int(p["k"]))
+    draft = max(tied, key=lambda p: (p is fastest, gain_of(p))).draft
+    return min((p for p in tied if p.draft == draft), key=lambda p: p.k)
 
 
 def has_several_drafts(points: Sequence[Point]) -> bool:
-    """Whether k alone does not say which point is meant."""
-    return len({p["draft"] for p in points}) > 1
+    """Whether points are of several drafts, so that k alone does not name one."""
+    return len({p.draft for p in points}) > 1
 
 
-def in_words(point: Mapping[str, Any], *, with_draft: bool) -> str:
-    """Which point it is. with_draft: where there are several; at k = 0 it has no part in it."""
-    draft = f" with draft {point['draft']}" if with_draft and point["k"] else ""
-    return f"k = {point['k']}{draft}"
+def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
+    """The name of a point. with_draft: add the draft, except at k = 0, where it plays no part."""
+    return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
+
+
+def _measured(point: Point) -> float:
+    return point.speedup or 0.0
+
+
+def _predicted(point: Point) -> float:
+    return point.predicted_speedup or 0.0
 
 
 def _pays(point: Point) -> bool:
-    """Whether a point is faster than k = 0 beyond chance, or beyond doubt where none is known."""
-    low = point["speedup_ci"][0] if point["speedup_ci"] is not None else point["speedup"]
-    return bool(point["k"] > 0 and low > 1.0)
+    """Whether a point is faster than k = 0 beyond chance, or at all if it has no interval."""
+    low = point.speedup_ci[0] if point.speedup_ci is not None else _measured(point)
+    return point.k > 0 and low > 1.0
 
 
-def _against_plain(
-    point: Point, samples: Mapping[Key, Mapping[int, Sample]], common: set[int]
-) -> SumRatio:
+def _against_plain(point: Point, samples: Mapping[Key, Samples], common: set[int]) -> SumRatio:
     key = Key.of(point)
     own, plain = samples[key], samples[Key(key.draft, key.batch_size, 0)]
     found = speedup({i: own[i] for i in common}, {i: plain[i] for i in common})
@@ -80,16 +85,16 @@ def _against_plain(
 
 
 def _recommend_predicted(points: Sequence[Point]) -> dict[str, Any]:
-    candidates = [p for p in points if p["predicted_speedup"] is not None]
+    candidates = [p for p in points if p.predicted_speedup is not None]
     if not candidates:
         return _nothing("nothing could be predicted")
-    fastest = max(candidates, key=lambda p: float(p["predicted_speedup"]))
-    least = fastest["predicted_speedup"] * (1 - _TIE)
-    tied = [p for p in candidates if p["predicted_speedup"] >= least]
-    chosen = _smallest_with_draft_of(fastest, tied, "predicted_speedup")
+    fastest = max(candidates, key=_predicted)
+    least = _predicted(fastest) * (1 - _TIE)
+    tied = [p for p in candidates if _predicted(p) >= least]
+    chosen = _smallest_with_draft_of(fastest, tied, _predicted)
     assert chosen is not None
     with_draft = has_several_drafts(points)
-    best = _best(chosen, fastest, tied, "predicted_speedup", None, with_draft=with_draft)
+    best = _best(chosen, fastest, tied, _predicted, None, with_draft=with_draft)
     return best | {"reason": f"predicted: {best['reason']}"}
 
 
@@ -97,21 +102,21 @@ def _best(
     chosen: Point,
     fastest: Point,
     tied: Sequence[Point],
-    measure: str,
+    gain_of: Gain,
     num_prompts: int | None,
     *,
     with_draft: bool,
 ) -> dict[str, Any]:
-    same_draft = {p["k"] for p in tied if p["draft"] == chosen["draft"] or p["k"] == 0}
-    reason = _reason(chosen, fastest, min(same_draft), measure, num_prompts, with_draft=with_draft)
+    same_draft = {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
+    reason = _reason(chosen, fastest, min(same_draft), gain_of, num_prompts, with_draft=with_draft)
     return {
-        "k": chosen["k"],
-        "draft": chosen["draft"] if chosen["k"] else None,
+        "k": chosen.k,
+        "draft": chosen.draft if chosen.k else None,
         "tied": sorted(same_draft),
         "reason": reason,
-        "speedup": chosen[measure],
-        "fastest": {"k": fastest["k"], "draft": fastest["draft"], "speedup": fastest[measure]},
-        "tied_points": [{"k": p["k"], "draft": p["draft"]} for p in tied],
+        "speedup": gain_of(chosen),
+        "fastest": {"k": fastest.k, "draft": fastest.draft, "speedup": gain_of(fastest)},
+        "tied_points": [{"k": p.k, "draft": p.draft} for p in tied],
     }
 
 
@@ -119,28 +124,28 @@ def _reason(
     chosen: Point,
     fastest: Point,
     least_tied: int,
-    measure: str,
+    gain_of: Gain,
     num_prompts: int | None,
     *,
     with_draft: bool,
 ) -> str:
-    """least_tied: the smallest tied k with the chosen draft."""
+    """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
     over = ""
     if num_prompts is not None:
         over = f" over {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
-    gain = f"{fastest[measure]:.2f}x the speed of k = 0{over}"
-    which, leader = (in_words(p, with_draft=with_draft) for p in (chosen, fastest))
-    if fastest["k"] == 0:
+    gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
+    which, leader = (in_words(p.k, p.draft, with_draft=with_draft) for p in (chosen, fastest))
+    if fastest.k == 0:
         return f"no speculation: no k is faster than k = 0{over}"
-    if chosen["k"] == 0:
+    if chosen.k == 0:
         return f"no speculation: the fastest, {leader} at {gain}, is not faster beyond chance"
     if chosen is fastest:
         found = f"{which} is the fastest, {gain}"
-        if least_tied < chosen["k"]:
+        if least_tied < chosen.k:
             return f"{found}; smaller tied k may not pay at all"
         if num_prompts == 1:
             return f"{found}, which says little: no k has an interval"
-        if num_prompts is not None and chosen["speedup_ci"] is None:
+        if num_prompts is not None and chosen.speedup_ci is None:
             return (
                 f"{found}, which says little: all of them share a batch and end together, and so "
                 "it has no interval"
@@ -148,12 +153,12 @@ def _reason(
         return (
             f"{found}, and no smaller k{' with that draft' if with_draft else ''} is tied with it"
         )
-    same_draft = chosen["draft"] == fastest["draft"]
+    same_draft = chosen.draft == fastest.draft
     why = "and proposes less"
-    if not same_draft or chosen["k"] > fastest["k"]:
+    if not same_draft or chosen.k > fastest.k:
         why = "which is not faster beyond chance"
     return (
-        f"{which} at {chosen[measure]:.2f}x cannot be told from the fastest, {leader} at {gain}, "
+        f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at {gain}, "
         f"{why}"
     )
 

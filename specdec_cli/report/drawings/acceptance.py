@@ -2,21 +2,22 @@
 
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
-from specdec_cli.report.findings import draft_labels
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import ReportedRun
 
 
-def draw_acceptance(figure: Any, run: Run) -> bool:
-    """The longest proposals of each line, at the smallest batch size that has them; whether there
-    are any."""
-    labels = draft_labels(run)
+def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
+    """Draw acceptance at the largest k of each draft, at the smallest batch size that has it.
+
+    Returns whether there is anything to draw.
+    """
     longest: dict[str, Point] = {}
     for point in run.points:
-        if not point.is_ok or not point.numbers("acceptance_rate_per_pos") or point.is_baseline:
+        if point.metrics is None or point.is_baseline:
             continue
-        name = "all" if run.kind == "compare-tp" else labels[point.draft]
-        if name not in longest or (point.k or 0) > (longest[name].k or 0):
+        name = "all" if run.is_comparison else run.labels[point.draft]
+        if name not in longest or point.k > longest[name].k:
             longest[name] = point
     if not longest:
         return False
@@ -29,7 +30,9 @@ def draw_acceptance(figure: Any, run: Run) -> bool:
             ("acceptance_rate_per_pos", "marginal", "-"),
             ("conditional_acceptance_rate_per_pos", "conditional", "--"),
         ]:
-            known = [(i, 100 * r) for i, r in enumerate(point.numbers(key), 1) if r is not None]
+            known = [
+                (i, 100 * r) for i, r in enumerate(getattr(point.metrics, key), 1) if r is not None
+            ]
             if known:
                 xs, ys = zip(*known, strict=True)
                 most = max(most, *xs)

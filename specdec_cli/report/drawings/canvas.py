@@ -1,4 +1,4 @@
-"""What every drawing shares: colours, a grid of axes, labels, and the figure as PNG or SVG.
+"""The parts that drawings share: colours, a grid of axes, labels, and figures as PNG or SVG.
 
 Text in them is plain, never markup, and colours are readable on light and on dark paper.
 """
@@ -12,9 +12,9 @@ from typing import Any
 
 from specdec_cli.text import inert, one_line
 
-# Okabe and Ito's colours, told apart by colour-blind readers, those that show on black and white.
+# Okabe and Ito's colours for colour-blind readers; those visible on black and on white.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00")
-# One more than colours, so that a pair comes back only after all have been.
+# One more than colours, so that pairs repeat as late as possible.
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _INK = "#1b1e24"  # replaced by the page's own colour in SVG
 FAINT = "#8a8f98"
@@ -46,7 +46,7 @@ STYLE = {
 
 @contextmanager
 def without_talk() -> Iterator[None]:
-    """No warnings about letters that a font lacks."""
+    """Silence warnings about letters that a font lacks."""
     logger = logging.getLogger("matplotlib")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -65,7 +65,7 @@ def png_of(figure: Any) -> bytes:
 
 
 def svg_of(figure: Any, name: str) -> str:
-    """The figure as an element for a page: no prolog, its background and ink the page's own."""
+    """The figure as an SVG element for a page, with the page's background and ink."""
     import matplotlib
 
     buffer = io.StringIO()
@@ -74,7 +74,7 @@ def svg_of(figure: Any, name: str) -> str:
         figure.savefig(buffer, format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_INK, "currentColor")
-    # Ids have to differ between the plots of a page.
+    # Ids must differ between the plots of a page.
     return (
         text.replace(' id="', f' id="{name}-')
         .replace('"#', f'"#{name}-')
@@ -104,7 +104,7 @@ def label_axes(axes: Sequence[Any], x: str, y: str) -> None:
 
 
 def add_legend(figure: Any, axes: Sequence[Any]) -> None:
-    """One legend for all panels, below them, as many entries a row as fit."""
+    """Add one legend below all panels, with as many entries a row as fit."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):

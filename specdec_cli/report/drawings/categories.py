@@ -9,7 +9,7 @@ _MOST_CATEGORIES = 24
 
 
 def draw_categories(figure: Any, table: Table | None) -> bool:
-    """Bars of tokens a round, the table's third column; whether there are several."""
+    """Draw bars of tokens a round, the table's third column. Returns whether there are several."""
     if table is None or len(table.rows) < 2:
         return False
     rows = [row for row in table.rows if isinstance(row[2], float)][:_MOST_CATEGORIES]

@@ -1,25 +1,25 @@
-"""Which points a drawing shows where: a panel for each setting, a line for each draft."""
+"""The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
-from specdec_cli.report.findings import Place, draft_labels, place_of
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.experiment.records import Point
+from specdec_cli.report.findings import PlotPlace, place_of
+from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
 
 
-def axis_of(run: Run) -> str:
-    return "draft TP" if run.kind == "compare-tp" else "proposal length"
+def axis_of(run: ReportedRun) -> str:
+    return "draft TP" if run.is_comparison else "proposal length"
 
 
-def x_label(run: Run) -> str:
-    return "draft TP (ranks)" if run.kind == "compare-tp" else "proposed tokens a round, k"
+def x_label(run: ReportedRun) -> str:
+    return "draft TP (ranks)" if run.is_comparison else "proposed tokens a round, k"
 
 
-def placed(run: Run) -> dict[str, dict[str, list[tuple[Place, Point]]]]:
-    """Points with a place that are ok, by panel and line."""
-    labels = draft_labels(run)
-    found: dict[str, dict[str, list[tuple[Place, Point]]]] = {}
+def placed(run: ReportedRun) -> dict[str, dict[str, list[tuple[PlotPlace, Point]]]]:
+    """The measured points that have a place, by panel and line."""
+    found: dict[str, dict[str, list[tuple[PlotPlace, Point]]]] = {}
     for point in run.points:
-        place = place_of(run, point, labels)
+        place = place_of(run, point)
         if place is not None and point.is_ok:
             lines = found.setdefault(place.panel, {})
             lines.setdefault(place.series, []).append((place, point))

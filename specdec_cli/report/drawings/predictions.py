@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import (
     FAINT,
     add_legend,
@@ -10,28 +11,26 @@ from specdec_cli.report.drawings.canvas import (
     safe,
     style_of,
 )
-from specdec_cli.report.findings import draft_labels, speedup
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.folder import ReportedRun
 
 
-def draw_predictions(figure: Any, run: Run) -> bool:
-    """Predicted against measured speed-ups; whether there are any."""
-    labels = draft_labels(run)
+def draw_predictions(figure: Any, run: ReportedRun) -> bool:
+    """Draw predicted against measured speed-ups. Returns whether there are any."""
     groups: dict[str, list[tuple[float, float, Point]]] = {}
     for point in run.points:
-        predicted, measured = point.number("predicted_speedup"), speedup(run, point)
+        predicted, measured = point.predicted_speedup, point.speedup
         if predicted is None or measured is None or point.is_baseline:
             continue
         drafts = {p.draft for p in run.points if not p.is_baseline}
         name = f"batch size {point.batch_size}"
         if len(drafts) > 1:
-            name = f"{labels[point.draft]}, {name}"
+            name = f"{run.labels[point.draft]}, {name}"
         groups.setdefault(name, []).append((measured, predicted, point))
     if not groups:
         return False
     (axis,) = make_axes(figure, 1, 4.0)
     ends = [v for group in groups.values() for m, p, _ in group for v in (m, p)]
-    spans = [p.interval("speedup_ci") for group in groups.values() for _, _, p in group]
+    spans = [p.speedup_ci for group in groups.values() for _, _, p in group]
     ends += [end for span in spans for end in span or ()]
     pad = 0.05 * (max(ends) - min(ends)) + 0.01
     low, high = min(ends) - pad, max(ends) + pad
@@ -43,7 +42,7 @@ def draw_predictions(figure: Any, run: Run) -> bool:
     for index, (name, group) in enumerate(groups.items()):
         style = style_of(index)
         for measured, predicted, point in group:
-            if (interval := point.interval("speedup_ci")) is not None:
+            if (interval := point.speedup_ci) is not None:
                 reach = [[max(0.0, measured - interval[0])], [max(0.0, interval[1] - measured)]]
                 axis.errorbar(
                     measured, predicted, xerr=reach, color=style["color"], linewidth=1, capsize=2

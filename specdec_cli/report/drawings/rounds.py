@@ -1,30 +1,25 @@
-"""Where a round's time goes."""
+"""The time of a round by stage."""
 
 from typing import Any
 
+from specdec_cli.core.stages import STAGES
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
-from specdec_cli.report.findings import baseline_of
-from specdec_cli.report.folder import Point, Run
-from specdec_cli.report.tables import STAGES
+from specdec_cli.report.folder import ReportedRun, baseline_of
 
-_STAGE_COLOURS = {
-    "draft": "#e69f00",
-    "broadcast": "#cc79a7",
-    "verify": "#0072b2",
-    "sample": "#009e73",
-    "other": "#999999",
-}
+_PARTS = (*STAGES, "other")
+_COLOURS = ("#e69f00", "#cc79a7", "#0072b2", "#009e73", "#999999")
 
 
-def draw_rounds(figure: Any, run: Run) -> bool:
-    """Bars of the stages of a round; whether there are any."""
+def draw_rounds(figure: Any, run: ReportedRun) -> bool:
+    """Draw bars of the stages of a round. Returns whether there are any."""
     groups: dict[str, dict[int, Point]] = {}
     for panel, lines in placed(run).items():
         for name, line in lines.items():
-            title = panel if len(lines) == 1 and run.kind != "compare-tp" else f"{name}, {panel}"
+            title = panel if len(lines) == 1 and not run.is_comparison else f"{name}, {panel}"
             group = {place.x: point for place, point in line}
-            base = baseline_of(run, line[0][1])
+            base = baseline_of(run.points, line[0][1])
             groups[title] = {0: base, **group} if base is not None else group
     if not groups:
         groups = {
@@ -38,19 +33,19 @@ def draw_rounds(figure: Any, run: Run) -> bool:
     if not groups:
         return False
     groups = dict(list(groups.items())[:MOST_PANELS])
-    # A row for each panel of the speed-ups, where its lines fit side by side.
+    # One row for each panel of the speed-up plot, if its lines fit side by side.
     widest = max((len(lines) for lines in placed(run).values()), default=1)
     axes = make_axes(figure, len(groups), 2.7, widest if 1 < widest <= 3 else 3)
     for axis, (title, group) in zip(axes, groups.items(), strict=True):
         xs = sorted(group)
         bottom = [0.0] * len(xs)
-        for stage in (*STAGES, "other"):
+        for stage, colour in zip(_PARTS, _COLOURS, strict=True):
             heights = [_stage(group[x], stage) for x in xs]
             if any(h > 0 for h in heights):
                 axis.bar(range(len(xs)), heights, 0.72, bottom, label=stage,
-                         color=_STAGE_COLOURS[stage])  # fmt: skip
+                         color=colour)  # fmt: skip
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-        plain = "none" if run.kind == "compare-tp" else "0"
+        plain = "none" if run.is_comparison else "0"
         axis.set_xticks(range(len(xs)), [plain if x == 0 else str(x) for x in xs])
         axis.set_title(short(safe(title)))
     label_axes(axes, x_label(run), "time of a round (ms)")
@@ -59,7 +54,7 @@ def draw_rounds(figure: Any, run: Run) -> bool:
 
 
 def _stage(point: Point, stage: str) -> float:
-    """A stage's time in ms; `other` is what the stages leave of the round."""
+    """A stage's time in ms; `other` is the rest of the round."""
     if stage != "other":
         return max(0.0, point.number(f"{stage}_ms") or 0.0)
     named = sum(_stage(point, name) for name in STAGES)

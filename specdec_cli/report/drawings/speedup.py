@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import (
     FAINT,
     add_legend,
@@ -13,38 +14,38 @@ from specdec_cli.report.drawings.canvas import (
     style_of,
 )
 from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
-from specdec_cli.report.findings import Best, speedup
-from specdec_cli.report.folder import Point, Run
+from specdec_cli.report.findings import Best
+from specdec_cli.report.folder import ReportedRun
 
 
-def draw_speedup(figure: Any, run: Run, bests: Sequence[Best]) -> bool:
-    """Speed-ups by proposal length or draft TP; whether there are any."""
+def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
+    """Draw speed-ups by proposal length or draft TP. Returns whether there are any."""
     panels = {
         panel: lines
         for panel, lines in placed(run).items()
-        if any(speedup(run, p) is not None for line in lines.values() for _, p in line)
+        if any(p.speedup is not None for line in lines.values() for _, p in line)
     }
     if not panels:
         return False
     panels = dict(list(panels.items())[:MOST_PANELS])
     series = sorted({name for lines in panels.values() for name in lines}, key=first_number)
-    best = {id(b.point.record) for b in bests if b.point is not None}
+    best = {id(b.point) for b in bests if b.point is not None}
     axes = make_axes(figure, len(panels), 3.1)
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
         axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
         ticks = set()
         for name, line in sorted(lines.items()):
-            known = [(place.x, s, p) for place, p in line if (s := speedup(run, p)) is not None]
+            known = [(place.x, s, p) for place, p in line if (s := p.speedup) is not None]
             if not known:
                 continue
             known.sort(key=lambda item: item[0])
             ticks |= {x for x, _, _ in known}
             style = style_of(series.index(name))
-            _line(axis, known, safe(name), style, starts_at_plain=run.kind != "compare-tp")
+            _line(axis, known, safe(name), style, starts_at_plain=not run.is_comparison)
             for x, y, point in known:
-                if id(point.record) in best:
+                if id(point) in best:
                     axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
-        _x_ticks(axis, run, ticks if run.kind == "compare-tp" else ticks | {0})
+        _x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
         axis.set_title(short(safe(panel)))
         if len(panels) == 1:
             axis.text(
@@ -58,10 +59,10 @@ def draw_speedup(figure: Any, run: Run, bests: Sequence[Best]) -> bool:
     return True
 
 
-def _span_of(run: Run, points: Sequence[Point]) -> tuple[float, float]:
+def _span_of(run: ReportedRun, points: Sequence[Point]) -> tuple[float, float]:
     """Limits of the y axis around every speed-up, its interval and plain decoding."""
-    reach = [1.0, *(s for p in points if (s := speedup(run, p)) is not None)]
-    reach += [end for p in points for end in p.interval("speedup_ci") or ()]
+    reach = [1.0, *(s for p in points if (s := p.speedup) is not None)]
+    reach += [end for p in points for end in p.speedup_ci or ()]
     pad = 0.06 * (max(reach) - min(reach)) + 0.02
     return max(0.0, min(reach) - pad), max(reach) + pad
 
@@ -74,19 +75,19 @@ def _line(
     *,
     starts_at_plain: bool,
 ) -> None:
-    """Speed-ups along x with their intervals, from plain decoding where x is k."""
+    """Draw speed-ups with their intervals; the line starts at plain decoding if x is k."""
     start = [(0, 1.0)] if starts_at_plain else []
     xs, ys = zip(*start, *((x, y) for x, y, _ in known), strict=True)
     axis.plot(xs, ys, linewidth=1.5, markersize=4.5, label=name, **style)
     for x, y, point in known:
-        if (interval := point.interval("speedup_ci")) is not None:
+        if (interval := point.speedup_ci) is not None:
             reach = [[max(0.0, y - interval[0])], [max(0.0, interval[1] - y)]]
             axis.errorbar(x, y, reach, color=style["color"], capsize=3, linewidth=1.2)
 
 
-def _x_ticks(axis: Any, run: Run, ticks: set[int]) -> None:
+def _x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
     shown = sorted(ticks)
-    if run.kind == "compare-tp":
+    if run.is_comparison:
         axis.set_xscale("log", base=2)
         axis.set_xticks(shown, map(str, shown))
         axis.minorticks_off()

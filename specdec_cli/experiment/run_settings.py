@@ -1,4 +1,4 @@
-"""What the settings of a sweep and of a comparison have in common.
+"""The common part of a sweep's and a comparison's settings.
 
 Imports nothing heavy.
 """
@@ -12,9 +12,9 @@ from specdec_cli import text
 
 @dataclass(frozen=True, slots=True)
 class RunSettings:
-    """What samples depend on, as it is kept in a run folder.
+    """The settings that samples depend on, as kept in a run folder.
 
-    recipe: as resolved, without what the other fields say.
+    recipe: as resolved, without the keys that other fields cover.
     """
 
     recipe: dict[str, Any]
@@ -28,6 +28,10 @@ class RunSettings:
         return int(self.recipe["run"]["seed"])
 
     @property
+    def repeats(self) -> int:
+        return int(self.recipe["run"]["repeats"])
+
+    @property
     def is_greedy(self) -> bool:
         return bool(self.recipe["sampling"]["temperature"] == 0.0)
 
@@ -36,6 +40,6 @@ class RunSettings:
         return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON would give it back: with lists for tuples."""
+        """The settings as read back from JSON: with lists for tuples."""
         found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
         return found

@@ -1,4 +1,4 @@
-"""Around a comparison: from a recipe to a checked plan, and its folder.
+"""The plan of a comparison, from a recipe to checked pairs, and its run folder.
 
 Loads no weights and starts no ranks.
 """
@@ -13,21 +13,18 @@ import torch
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.compare.measure import with_degrees
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.compare.worker import with_degrees
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.preparing import device_name, few_prompts, for_engine, with_weights
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.sweep import (
+from specdec_cli.experiment.settings_file import (
     check_same,
-    device_name,
-    few_prompts,
-    for_engine,
     keep_environment_warning,
     read_settings_file,
     reopened,
-    with_weights,
     write_settings,
 )
 from specdec_cli.models.loader import Description, describe
@@ -37,17 +34,17 @@ from specdec_cli.text import digest
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ComparisonPlan:
     """A checked comparison.
 
-    recipe: as the user's command line resolves, for the first pair and batch size; engine_recipe:
-    with a cache for the largest batch size, which every pair gets. job: the pair at one rank each,
-    and its prompts.
+    recipe: as resolved from the command line, for the first pair and batch size. engine_recipe: the
+    same with a cache for the largest batch size, which every pair gets. job: the pair at one rank
+    each, and its prompts.
     """
 
     recipe: Recipe
     engine_recipe: Recipe
-    settings: Settings
+    settings: ComparisonSettings
     job: Job
     skips: Mapping[Pair, Skip]
     permissions: Permissions
@@ -78,8 +75,8 @@ def plan_comparison(
     batch_sizes: Sequence[int],
     batches: int | None,
     permissions: Permissions,
-) -> Plan:
-    """Check the models, tokenise, and find out which pairs can run.
+) -> ComparisonPlan:
+    """A checked comparison: tokenised prompts, and which pairs can run.
 
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
@@ -99,7 +96,7 @@ def plan_comparison(
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
     job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
-    settings = Settings(
+    settings = ComparisonSettings(
         recipe=_recipe_values(recipe, job),
         draft=recipe.draft.model,
         k=k,
@@ -116,11 +113,11 @@ def plan_comparison(
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
-    # What is kept is a recipe that runs: the first legal pair, at the first batch size.
+    # The recipe in the folder has to run: the first legal pair, at the first batch size.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = with_degrees(recipe, first).model_copy(update={"run": run})
-    return Plan(kept, engine_recipe, settings, job, skips, permissions)
+    return ComparisonPlan(kept, engine_recipe, settings, job, skips, permissions)
 
 
 def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
@@ -132,8 +129,8 @@ def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
     return values
 
 
-def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
-    """Pairs that are not to be run. num_gpus: of this machine; None where ranks run on CPUs.
+def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
+    """The pairs that are not run, and why. num_gpus: of this machine; None for ranks on CPUs.
 
     Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
     """
@@ -169,7 +166,7 @@ def skips_of(settings: Settings, job: Job, num_gpus: int | None) -> dict[Pair, S
 
 
 def _cannot_split(job: Job, model: Description, size: int) -> str | None:
-    """Why a model cannot be split over so many ranks, or None."""
+    """The reason that a model cannot be split over `size` ranks, or None."""
     if size == 1:
         return None
     try:
@@ -179,8 +176,8 @@ def _cannot_split(job: Job, model: Description, size: int) -> str | None:
     return None
 
 
-def warnings_of(plan: Plan) -> list[str]:
-    """What a reader of the results has to know."""
+def warnings_of(plan: ComparisonPlan) -> list[str]:
+    """Warnings for readers of the results."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
     if is_dummy and not plan.settings.is_synthetic:
@@ -199,8 +196,8 @@ def warnings_of(plan: Plan) -> list[str]:
     return [*found, *few_prompts(min(counts))]
 
 
-def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
-    """What a comparison would do, for `--dry-run`; `text` says it for people."""
+def describe_plan(plan: ComparisonPlan, warnings: Sequence[str]) -> dict[str, Any]:
+    """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)
     pairs = [
@@ -232,8 +229,10 @@ def describe_plan(plan: Plan, warnings: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def open_folder(path: Path, plan: Plan, records: Records, *, resume: bool) -> RunFolder:
-    """The comparison's run folder, new or gone on with; `records` takes over what it holds.
+def open_folder(
+    path: Path, plan: ComparisonPlan, records: ComparisonRecords, *, resume: bool
+) -> RunFolder:
+    """The comparison's run folder, new or resumed; `records` takes over what it holds.
 
     Raises `UsageError` when it holds a comparison with other settings, or none at all.
     """

@@ -1,19 +1,20 @@
-"""Runs a comparison: each pair in ranks of its own, started from here, one pair after the other.
+"""The parent process of a comparison: starts the ranks of one pair after the other.
 
-What ends one pair's ranks is a failure of that pair; the others go on.
+If a pair's ranks fail, that pair has failed; the others go on.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.compare.measure import Task
-from specdec_cli.experiment.compare.records import Records
-from specdec_cli.experiment.compare.settings import Pair
-from specdec_cli.experiment.compare.setup import Plan
+from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
+from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
+from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import verdict_of
+from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
-from specdec_cli.experiment.points import Failure, Point
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -21,8 +22,8 @@ from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
 
 
-class Watcher(Protocol):
-    """Is told how a comparison goes on."""
+class PairWatcher(Protocol):
+    """Receives the progress of a comparison."""
 
     def begin(self, pair: Pair) -> None: ...
 
@@ -30,12 +31,16 @@ class Watcher(Protocol):
 
 
 def run_pairs(
-    plan: Plan, records: Records, folder: RunFolder, program: Sequence[str], watcher: Watcher
+    plan: ComparisonPlan,
+    records: ComparisonRecords,
+    folder: RunFolder,
+    program: Sequence[str],
+    watcher: PairWatcher,
 ) -> list[int]:
-    """Measure every pair that is not recorded yet; returns the exit codes of those that failed.
+    """Measure every pair that is not recorded yet. Returns the exit codes of failed pairs.
 
-    program: the command line, after the interpreter, of a rank; the number of ranks, the device and
-    the timeout are added.
+    program: a rank's command line after the interpreter; the number of ranks, the device and the
+    timeout are appended.
     """
     codes = []
     records.update_points(folder)
@@ -44,7 +49,7 @@ def run_pairs(
             continue
         watcher.begin(pair)
         run = plan.recipe.run
-        task = Task(
+        task = PairTask(
             pair=pair,
             settings=plan.settings,
             recipe=plan.engine_recipe,
@@ -73,23 +78,23 @@ def run_pairs(
     return codes
 
 
-def _take_over(folder: RunFolder, records: Records) -> None:
-    """Read what the ranks of a pair have written; killed ones may have left a torn line."""
+def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
+    """Read the records of a pair's ranks; killed ranks may have left a torn line."""
     folder.mend()
     records.load(folder)
 
 
 def _failure(report: Report | None) -> Failure:
     if report is None or report.explained is None:
-        return Failure("failed", "the ranks ended without a word")
+        return Failure("failed", "the ranks ended without a report")
     is_memory = (report.message or "").startswith(("out of memory", "no room for a KV cache"))
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
 
 
 def document_of(
-    plan: Plan, records: Records, warnings: Sequence[str], where: dict[str, Any]
+    plan: ComparisonPlan, records: ComparisonRecords, warnings: Sequence[str], where: dict[str, Any]
 ) -> dict[str, Any]:
-    """`compare-tp --json`, and summary.json. where: its environment."""
+    """The document of `compare-tp --json` and summary.json. where: its environment."""
     verdict = verdict_of(records)
     said = [*warnings, *prompts_that_failed(records.samples.values())]
     if is_broken(verdict["tokens"]):
@@ -111,11 +116,16 @@ def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
 
 
 def exit_code(
-    plan: Plan, records: Records, codes: Sequence[int], tokens: Mapping[str, Any]
+    plan: ComparisonPlan,
+    records: ComparisonRecords,
+    codes: Sequence[int],
+    tokens: Mapping[str, Any],
 ) -> ExitCode:
-    """Partial where a point or a prompt that could be asked for has no result; where there is no
-    result at all, what stopped the pairs. Tokens that must not differ (`tokens`, of the document)
-    count for more."""
+    """The exit code of a comparison.
+
+    Without any result it is the code that stopped the pairs. Tokens that differ but must not
+    (`tokens`, of the document) come before missing results, which make it partial.
+    """
     statuses = _statuses(records.points)
     samples = [s for found in records.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:
@@ -127,9 +137,9 @@ def exit_code(
         return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
     failed = bool({"failed", "oom"} & set(statuses)) or missing
-    failed = failed or any(s["finish_reason"] == "error" for s in samples)
+    failed = failed or not all(s.could_run for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
 
 
 def _statuses(points: Sequence[Point]) -> list[str]:
-    return [p["status"] for p in points]
+    return [p.status for p in points]

@@ -1,19 +1,20 @@
-"""The nouns of a comparison: pairs of degrees, and what its figures depend on.
+"""The nouns of a comparison: pairs of tensor-parallel degrees, and its settings.
 
 Imports nothing heavy.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from specdec_cli.experiment.settings import RunSettings
+from specdec_cli.experiment.records import PairFacts, Point, Sample
+from specdec_cli.experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Pair:
-    """The ranks of a target, and how many of them hold its draft."""
+    """The number of target ranks, and how many of them also hold the draft."""
 
     target_tp: int
     draft_tp: int
@@ -24,8 +25,9 @@ class Pair:
         return self.target_tp % self.draft_tp == 0
 
     @classmethod
-    def of(cls, record: Mapping[str, Any]) -> "Pair":
-        return cls(record["target_tp"], record["draft_tp"])
+    def of(cls, record: Point | Sample | PairFacts) -> "Pair":
+        """The pair of a record that has one; a draft TP of 0 stands for k = 0."""
+        return cls(record.target_tp or 0, record.draft_tp or 0)
 
     def __str__(self) -> str:
         return f"target TP {self.target_tp}, draft TP {self.draft_tp}"
@@ -33,18 +35,18 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Skip:
-    """Why a pair is not run. expected: no machine could, so nothing is missing from the result."""
+    """The reason a pair is not run. expected: no machine could run it, so no result is missing."""
 
     reason: str
     expected: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(RunSettings):
-    """What the samples of a comparison depend on; one that is resumed has to have the same.
+class ComparisonSettings(RunSettings):
+    """The settings that samples depend on; a resumed comparison must have the same.
 
-    batches: at each batch size, at most so
-    many batches of prompts; None takes all. prompts: how many, and a digest of their tokens.
+    batches: most batches of prompts at each batch size; None takes all. prompts: how many, and a
+    digest of their tokens.
     """
 
     draft: str
@@ -63,12 +65,12 @@ class Settings(RunSettings):
 
     @property
     def in_order(self) -> Iterator[Pair]:
-        """Pairs as they are run: equal degrees first, with which the others are compared."""
+        """Pairs in running order: equal degrees first, since others are compared with them."""
         for target_tp in self.target_tps:
             own = [pair for pair in self.pairs if pair.target_tp == target_tp]
             yield from sorted(own, key=lambda p: (p.draft_tp != target_tp, p.draft_tp))
 
     def num_prompts(self, batch_size: int) -> int:
-        """Prompts that are decoded at a batch size: the first ones."""
+        """How many prompts, from the first on, are decoded at a batch size."""
         count = int(self.prompts["count"])
         return count if self.batches is None else min(count, self.batches * batch_size)

@@ -1,19 +1,19 @@
-"""What a sweep's samples depend on. Knows no models and no prompts' text."""
+"""The settings of a sweep. Knows no models and no prompts' text."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from specdec_cli.experiment.settings import RunSettings
+from specdec_cli.experiment.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings(RunSettings):
-    """What a sweep's samples depend on; two folders with equal settings may be joined.
+    """The settings that samples depend on; folders with equal settings may be merged.
 
-    prompts: how many, and digests of their
-    tokens and of their categories. shard: place and number of shards, or None.
+    prompts: how many, and digests of their tokens and categories. shard: place and number of
+    shards, or None.
     """
 
     drafts: tuple[str | None, ...]
@@ -31,11 +31,11 @@ class SweepSettings(RunSettings):
 
     @property
     def blocks(self) -> list[tuple[str | None, int]]:
-        """Drafts and batch sizes in the order in which they are measured."""
+        """Drafts and batch sizes in measuring order."""
         return list(product(self.drafts, self.batch_sizes))
 
     def check(self) -> None:
-        """Raises `KeyError`, `TypeError` or `ValueError` for what a sweep cannot have."""
+        """Raise `KeyError`, `TypeError` or `ValueError` for impossible settings."""
         recipe = self.recipe
         run, count = recipe["run"], self.prompts["count"]
         numbers = (*self.ks, *self.batch_sizes, count, run["seed"], run["repeats"])

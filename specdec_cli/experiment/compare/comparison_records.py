@@ -1,6 +1,6 @@
-"""What a comparison has found so far, and the points that follow from it.
+"""The samples of a comparison and the points that follow from them.
 
-Everything is computed from what lies in the run folder. Knows no ranks and no terminal.
+Everything is computed from the run folder. Knows no ranks and no terminal.
 """
 
 from collections import defaultdict
@@ -10,66 +10,57 @@ from functools import partial
 from typing import Any
 
 from specdec_cli.experiment import points, stats
-from specdec_cli.experiment.compare.settings import Pair, Settings, Skip
-from specdec_cli.experiment.points import Failure, Key, Point, Sample
-from specdec_cli.experiment.reading import (
-    SAMPLE,
-    Fields,
-    is_count,
-    list_of,
-    or_none,
-    problem_of_sample,
-    read_checked,
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
+from specdec_cli.experiment.points import Failure, Samples
+from specdec_cli.experiment.records import (
+    Key,
+    PairFacts,
+    Point,
+    Sample,
+    elsewhere,
+    not_measured,
+    read_records,
 )
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.text import digest
 
-Samples = Mapping[int, Sample]
-
-_PAIR: Fields = {"target_tp": is_count, "draft_tp": is_count}
-_SAMPLE: Fields = {**SAMPLE, **_PAIR}
-_FACT: Fields = {**_PAIR, "num_blocks": is_count, "blocks_per_rank": list_of(is_count)}
-_POINT: Fields = {
-    "target_tp": is_count,
-    "draft_tp": or_none(is_count),  # none without speculation
-    "batch_size": is_count,
-    "k": is_count,
-}
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
 
 
 @dataclass(slots=True)
-class Records:
-    """samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
+class ComparisonRecords:
+    """The records of a comparison.
+
+    samples: by pair and point, then by prompt. facts: of each pair whose models were loaded.
     failures: of pairs and batch sizes, in this run of the command. points: as last written.
     """
 
-    settings: Settings
+    settings: ComparisonSettings
     skips: Mapping[Pair, Skip]
     samples: dict[tuple[Pair, Key], dict[int, Sample]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    facts: dict[Pair, dict[str, Any]] = field(default_factory=dict)
+    facts: dict[Pair, PairFacts] = field(default_factory=dict)
     failures: dict[tuple[Pair, int], Failure] = field(default_factory=dict)
     points: list[Point] = field(default_factory=list)
 
     def load(self, folder: RunFolder) -> None:
-        """Take over what lies in a folder; of two records of one prompt the last counts."""
+        """Read a folder. Of two records of one prompt the last counts."""
         self.samples.clear()
         further = partial(_problem, settings=self.settings)
-        for sample in read_checked(folder.path / "samples.jsonl", _SAMPLE, further):
-            self.samples[Pair.of(sample), Key.of(sample)][sample["index"]] = sample
-        facts = read_checked(folder.path / "pairs.jsonl", _FACT)
+        for sample in read_records(folder.path / "samples.jsonl", Sample, further):
+            self.samples[Pair.of(sample), Key.of(sample)][sample.index] = sample
+        facts = read_records(folder.path / "pairs.jsonl", PairFacts)
         self.facts = {Pair.of(fact): fact for fact in facts}
-        written = read_checked(folder.path / "points.jsonl", _POINT)
+        written = read_records(folder.path / "points.jsonl", Point)
         self.points = list({_place(p): p for p in written}.values())
 
     def open_sizes(self, pair: Pair) -> list[int]:
-        """Batch sizes at which a pair is not measured in full."""
+        """The batch sizes at which a pair is not fully measured."""
         return [b for b in self.settings.batch_sizes if not self.is_complete(pair, b)]
 
     def is_open(self, pairs: Iterable[Pair]) -> bool:
-        """Whether one of them is not measured in full."""
+        """Whether one of the pairs is not fully measured."""
         return any(map(self.open_sizes, pairs))
 
     def is_complete(self, pair: Pair, batch_size: int) -> bool:
@@ -89,7 +80,7 @@ class Records:
         return changed
 
     def _points(self) -> list[Point]:
-        """Points of every pair that was tried or is not to be, and of plain decoding beside it."""
+        """Points of pairs that ran, failed or were skipped, and of plain decoding beside them."""
         found = []
         for target_tp in self.settings.target_tps:
             pairs = [p for p in self.settings.pairs if p.target_tp == target_tp]
@@ -109,22 +100,22 @@ class Records:
         point = point_of(
             self.settings, pair, batch_size, own, self.of(pair, batch_size, 0), failure
         )
+        update = self._blocks([pair])
         own = points.without_errors(own)
         equal = Pair(pair.target_tp, pair.target_tp)
-        if point["metrics"] is not None and self.is_complete(equal, batch_size):
+        if point.is_ok and self.is_complete(equal, batch_size):
             others = points.without_errors(self.of(equal, batch_size, self.settings.k))
-            faster = points.speedup(own, others)
-            if faster is not None:
-                is_equal = pair == equal
-                point["speedup_vs_equal_tp"] = 1.0 if is_equal else faster.value
-                point["speedup_vs_equal_tp_ci"] = (
+            if (faster := points.speedup(own, others)) is not None:
+                is_equal, name = pair == equal, "speedup_vs_equal_tp"
+                update[name] = 1.0 if is_equal else faster.value
+                update[f"{name}_ci"] = (
                     [1.0, 1.0] if is_equal else stats.interval(faster, self.settings.seed)
                 )
-        return point | self._blocks([pair])
+        return point.model_copy(update=update)
 
     def _plain(self, target_tp: int, batch_size: int) -> Point | None:
-        """k = 0 at a target TP, from every pair's ranks: they are more repeats of the same."""
-        # A degree that does not divide says nothing about plain decoding.
+        """The point of k = 0 at a target TP: the ranks of every pair are further repeats of it."""
+        # A pair that cannot run because its degrees do not divide is no failure of plain decoding.
         pairs = [p for p in self.settings.pairs if p.target_tp == target_tp and p.divides]
         complete = [p for p in pairs if self.is_complete(p, batch_size)]
         failures = [f for p in pairs if (f := self._failure(p, batch_size)) is not None]
@@ -135,7 +126,7 @@ class Records:
         point = point_of(
             self.settings, Pair(target_tp, 0), batch_size, merged, merged, failure, k=0
         )
-        return point | self._blocks(complete)
+        return point.model_copy(update=self._blocks(complete))
 
     def _failure(self, pair: Pair, batch_size: int) -> Failure | None:
         if (skip := self.skips.get(pair)) is not None:
@@ -143,29 +134,23 @@ class Records:
         return self.failures.get((pair, batch_size))
 
     def _blocks(self, pairs: Iterable[Pair]) -> dict[str, Any]:
-        """The cache of the pair that has the smallest."""
+        """The smallest cache among the pairs."""
         known = [self.facts[pair] for pair in pairs if pair in self.facts]
-        least = min(known, key=lambda fact: int(fact["num_blocks"]), default={})
-        return {name: least.get(name) for name in ("num_blocks", "blocks_per_rank")}
+        least = min(known, key=lambda fact: fact.num_blocks, default=None)
+        return {name: getattr(least, name, None) for name in ("num_blocks", "blocks_per_rank")}
 
 
-def _problem(sample: Sample, settings: Settings) -> str | None:
-    """What makes it no sample of the comparison."""
+def _problem(sample: Sample, settings: ComparisonSettings) -> str | None:
+    """The reason that a sample belongs to no point of the comparison, or None."""
     if (pair := Pair.of(sample)) not in settings.pairs:
         return f"its degrees are {pair}"
-    for name, known in (
-        ("draft", (settings.draft,)),
-        ("k", (0, settings.k)),
-        ("batch_size", settings.batch_sizes),
-    ):
-        if sample[name] not in known:
-            return f"its {name} is {sample[name]}"
-    repeats = settings.recipe["run"]["repeats"]
-    return problem_of_sample(sample, settings.prompts["count"], repeats)
+    known = {"draft": [settings.draft], "k": (0, settings.k), "batch_size": settings.batch_sizes}
+    told = elsewhere(sample, known)
+    return told or not_measured(sample, settings.prompts["count"], settings.repeats)
 
 
 def point_of(
-    settings: Settings,
+    settings: ComparisonSettings,
     pair: Pair,
     batch_size: int,
     own: Samples,
@@ -173,58 +158,57 @@ def point_of(
     failure: Failure | None,
     k: int | None = None,
 ) -> Point:
-    """A line of points.jsonl, without what other pairs have to say of it.
+    """A point without its comparison to other pairs.
 
     own, plain: samples of the point and of k = 0, by prompt. k: the comparison's unless given.
     """
     k = settings.k if k is None else k
     key = Key(settings.draft, batch_size, k)
-    found = points.measured_point(key, own, points.without_errors(plain), failure, settings.seed)
-    del found["draft"], found["predicted_speedup"]
+    found = points.measured(key, own, points.without_errors(plain), failure, settings.seed)
     metrics = found["metrics"]
-    return {
-        "target_tp": pair.target_tp,
-        "draft_tp": pair.draft_tp if k else None,
+    return Point(
+        target_tp=pair.target_tp,
+        draft_tp=pair.draft_tp if k else None,
+        k=k,
+        batch_size=batch_size,
         **found,
-        "broadcast_ms": metrics["broadcast_ms"] if metrics else None,
-        "num_blocks": None,
-        "blocks_per_rank": None,
-        "speedup_vs_equal_tp": None,
-        "speedup_vs_equal_tp_ci": None,
-        "tokens_sha256": _tokens_digest(own) if metrics else None,
-    }
+        broadcast_ms=metrics.broadcast_ms if metrics else None,
+        num_blocks=None,
+        blocks_per_rank=None,
+        speedup_vs_equal_tp=None,
+        speedup_vs_equal_tp_ci=None,
+        tokens_sha256=_tokens_digest(own) if metrics else None,
+    )
 
 
 def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
-    """Samples of the same point from several worlds, as if they were repeats in one.
+    """The samples of one point from several worlds, merged as repeats.
 
-    A prompt that could run in some of them, such as those with room for it, could run.
+    A prompt counts as run if it ran in any of them.
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:
         could_run = points.without_errors(samples)
         for index, sample in samples.items():
             known = merged.get(index)
-            if known is None or (known["finish_reason"] == "error" and index in could_run):
-                merged[index] = dict(sample)
-                continue
-            if index not in could_run:
-                continue
-            for name in _OF_REPEATS:
-                known[name] = known[name] + sample[name]
-            known["stage_ms"] = {
-                stage: spent + sample["stage_ms"].get(stage, [])
-                for stage, spent in known["stage_ms"].items()
-            }
-            known["peak_memory_bytes"] = max(
-                known["peak_memory_bytes"], sample["peak_memory_bytes"]
-            )
+            if known is None or (not known.could_run and index in could_run):
+                merged[index] = sample
+            elif index in could_run:
+                update = {
+                    name: getattr(known, name) + getattr(sample, name) for name in _OF_REPEATS
+                }
+                update["stage_ms"] = {
+                    stage: spent + sample.stage_ms.get(stage, [])
+                    for stage, spent in known.stage_ms.items()
+                }
+                update["peak_memory_bytes"] = max(known.peak_memory_bytes, sample.peak_memory_bytes)
+                merged[index] = known.model_copy(update=update)
     return merged
 
 
 def _tokens_digest(samples: Samples) -> str:
-    return digest([[index, sample["token_ids"]] for index, sample in sorted(samples.items())])
+    return digest([[index, sample.token_ids] for index, sample in sorted(samples.items())])
 
 
 def _place(point: Point) -> tuple[Any, ...]:
-    return (point["target_tp"], point["draft_tp"], point["batch_size"], point["k"])
+    return (point.target_tp, point.draft_tp, point.batch_size, point.k)

@@ -1,33 +1,25 @@
-"""From recipes to a checked sweep: its settings, and a job for each draft. Loads no weights."""
+"""The plan of a sweep: its settings, and a job for each draft. Loads no weights."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
-from operator import mul
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.sweep.settings import SweepSettings
-from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.loader import Description
+from specdec_cli.experiment.preparing import device_name, for_engine, with_weights
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
-
-_FEW_PROMPTS = 20
 
 
 @dataclass(slots=True)
 class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
-    recipe: as the user's command line resolves. jobs: one for each draft, with this shard's
-    prompts only. short_drafts: warnings of drafts whose context ends before the texts.
+    recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
+    short_drafts: warnings about drafts whose context may end before the texts.
     """
 
     recipe: Recipe
@@ -46,7 +38,7 @@ class SweepPlan:
 
     @property
     def random_tokens(self) -> bool:
-        """Whether acceptance is an accident: random weights, and no rates given."""
+        """Whether acceptance is meaningless: weights are random and no rates are given."""
         models = [m for job in self.jobs for m in job.plan.models]
         is_dummy = any(m.spec.load_format == "dummy" for m in models)
         return is_dummy and max(self.settings.ks) > 0 and not self.settings.is_synthetic
@@ -62,7 +54,7 @@ def plan_sweep(
     predict_only: bool,
     shard: tuple[int, int] | None,
 ) -> SweepPlan:
-    """Check every pair and tokenise; a recipe for each draft, equal in everything else.
+    """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -94,13 +86,13 @@ def plan_sweep(
         batch_sizes,
         predict_only=predict_only,
         shard=shard,
-        device_name=device_name(jobs[0].plan.device),
+        device=device_name(jobs[0].plan.device),
     )
-    # Of the whole data's prompts, so that shards say the same.
+    # Over the prompts of all shards, so that each shard has the same warnings.
     short_drafts = _short_drafts(jobs)
     if shard is not None:
         place, count = shard
-        jobs = [only(job, lambda index: index % count == place) for job in jobs]
+        jobs = [job.only(lambda index: index % count == place) for job in jobs]
         if not jobs[0].prompts:
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
@@ -109,7 +101,7 @@ def plan_sweep(
 
 
 def _short_drafts(jobs: Sequence[Job]) -> list[str]:
-    """Warnings of drafts whose context ends before the texts; of several drafts with its name."""
+    """Warnings about drafts whose context may end before the texts; with names if several."""
     found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
     return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
 
@@ -122,9 +114,9 @@ def settings_of(
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,
-    device_name: str,
+    device: str,
 ) -> SweepSettings:
-    """Settings of a sweep whose jobs still have the prompts of every shard."""
+    """The settings of a sweep. jobs: still with the prompts of every shard."""
     values = recipe.model_dump(mode="json")
     del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
@@ -146,59 +138,13 @@ def settings_of(
             "categories": digest([prompt.category for prompt in jobs[0].prompts]),
         },
         shard=shard,
-        device=device_name,
+        device=device,
         dtype=str(jobs[0].plan.target.dtype).removeprefix("torch."),
     )
 
 
-def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
-    """A model's section of the recipe and what tells its folder from others, if it takes part."""
-    if model is None:
-        return section
-    return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
-
-
-def only(job: Job, keep: Callable[[int], bool]) -> Job:
-    """The job with those of its prompts whose index `keep` says yes to."""
-    pairs = [(p, ids) for p, ids in zip(job.prompts, job.token_ids, strict=True) if keep(p.index)]
-    return replace(job, prompts=[p for p, _ in pairs], token_ids=[ids for _, ids in pairs])
-
-
-def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe that engine and cache are made for: the largest k and batch size of the sweep.
-
-    A mean length of synthetic acceptance belongs to the recipe's own k, so it is turned into rates.
-    """
-    speculation = recipe.speculation
-    changes: dict[str, Any] = {"num_speculative_tokens": largest}
-    if speculation.acceptance == "synthetic":
-        rates = speculation.synthetic_acceptance_rates
-        if rates is None:
-            length = speculation.synthetic_acceptance_length
-            assert length is not None, "the recipe's schema saw to it"
-            own_k = speculation.num_speculative_tokens or largest
-            conditional = SyntheticAcceptance.from_length(length, own_k).rates(largest)
-            rates = tuple(accumulate(conditional, mul))
-        if len(rates) < largest:
-            raise UsageError(
-                f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {largest}",
-                "give a rate for every position, or synthetic_acceptance_length",
-            )
-        changes |= {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
-    return recipe.model_copy(
-        update={
-            "speculation": speculation.model_copy(update=changes),
-            "run": recipe.run.model_copy(update={"batch_size": batch_size}),
-        }
-    )
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
 def warnings_of(plan: SweepPlan) -> list[str]:
-    """What a reader of the results has to know, whatever the number of prompts."""
+    """Warnings for readers of the results, apart from the number of prompts."""
     found = []
     if plan.random_tokens:
         found.append(
@@ -210,16 +156,8 @@ def warnings_of(plan: SweepPlan) -> list[str]:
     return [*found, *plan.short_drafts]
 
 
-def few_prompts(count: int) -> list[str]:
-    """A warning where there are too few prompts for narrow intervals."""
-    if count >= _FEW_PROMPTS:
-        return []
-    few = "1 prompt is" if count == 1 else f"{count} prompts are"
-    return [f"{few} few: intervals are wide (--limit, --dataset)"]
-
-
 def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
-    """What a sweep would do, for `--dry-run`; `text` says it for people."""
+    """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     longest = max(job.longest_prompt for job in plan.jobs)
     most = plan.num_prompts * plan.recipe.sampling.max_new_tokens

@@ -1,4 +1,4 @@
-"""Whether two folders' settings are the same: the same models, whatever they are called."""
+"""The settings diff: whether two runs have the same settings and the same models."""
 
 import copy
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def first_difference(ours: Any, theirs: Any, key: str = "") -> tuple[str, Any, A
 class Difference:
     """The first key at which two settings differ, with both values.
 
-    same_name: the values are one name of two models. same_model: they are names of one.
+    same_name: one name stands for two models. same_model: two names stand for one model.
     """
 
     key: str
@@ -34,10 +34,11 @@ class Difference:
 
 
 def settings_difference(there: Document, now: Document) -> Difference | None:
-    """What tells two settings apart, or None for the same settings.
+    """The first difference between two settings, or None.
 
-    Models of equal fingerprints are the same under any name; names count where one has none, as in
-    folders of earlier versions. What records are labelled with counts too: the drafts' names.
+    Models with equal fingerprints are the same under any name; names count if a fingerprint is
+    missing, as in folders of earlier versions. The drafts' names also count, since they label
+    records.
     """
     there, now = copy.deepcopy(there), copy.deepcopy(now)
     for key, theirs, ours in _models(there, now):
@@ -58,7 +59,7 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
 
 
 def _models(there: Document, now: Document) -> Iterator[tuple[str, Document, Document]]:
-    """Sections of models that stand in the same place in both, with their keys."""
+    """Keys and sections of the models that both settings have in the same place."""
     was, is_now = there.get("recipe"), now.get("recipe")
     if not isinstance(was, dict) or not isinstance(is_now, dict):
         return

@@ -1,0 +1,137 @@
+"""The ranks of one pair: they load both models and decode the prompts at every batch size.
+
+Rank 0 writes each sample as it comes, so that finished samples outlive the ranks.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+from specdec_cli.core.parallel import local_world_size
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.measure import release
+from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
+from specdec_cli.engine.profile import available_memory, room_now
+from specdec_cli.experiment.compare.comparison_records import point_of
+from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
+from specdec_cli.experiment.generation import Job, tokenised
+from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, units_of
+from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.launch.world import World
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import Recipe
+
+# Tokens of a warm-up: rounds are captured and kernels compiled in its first round.
+_WARM_UP_TOKENS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PairTask:
+    """The task that the ranks of a pair are started with.
+
+    recipe: the comparison's; the pair's degrees replace its own. batch_sizes: those to measure.
+    """
+
+    pair: Pair
+    settings: ComparisonSettings
+    recipe: Recipe
+    prompts: list[Prompt]
+    permissions: Permissions
+    batch_sizes: tuple[int, ...]
+    folder: Path
+
+
+def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
+    """The recipe with the degrees of one pair."""
+    assert recipe.draft is not None, "planning refuses recipes without a draft"
+    return recipe.model_copy(
+        update={
+            name: section.model_copy(update={"tensor_parallel_size": degree})
+            for name, section, degree in (
+                ("target", recipe.target, pair.target_tp),
+                ("draft", recipe.draft, pair.draft_tp),
+            )
+        }
+    )
+
+
+def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:
+    """Measure a pair in a world of its target's ranks; every rank calls this.
+
+    on_point: called on rank 0 for k = 0 and the comparison's k after each batch size.
+    """
+    began = time.perf_counter()
+    job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
+    engine = build(job.plan, job.longest_prompt)
+    blocks = _blocks_per_rank(job, engine)
+    world.ready()
+    folder = RunFolder(task.folder)
+    if world.is_first:
+        folder.append(
+            "pairs.jsonl",
+            PairFacts(
+                **asdict(task.pair),
+                num_blocks=engine.target.cache.num_blocks,
+                blocks_per_rank=blocks,
+                load_seconds=time.perf_counter() - began,
+                execution=job.plan.execution,
+            ),
+        )
+    for batch_size in task.batch_sizes:
+        chosen = job.part(0, task.settings.num_prompts(batch_size))
+        # The engine as built has already captured its rounds for the largest batch.
+        is_whole = batch_size == engine.batch_size
+        sized = engine if is_whole else engine.with_batch_size(batch_size)
+        samples = _measure_size(world, task, chosen, sized, folder)
+        if world.is_first:
+            plain, *_ = samples.values()
+            for key, own in samples.items():
+                found = point_of(task.settings, task.pair, batch_size, own, plain, None, key.k)
+                with world.outside():
+                    on_point(found)
+        sized.forget_rounds()
+        del sized
+        release(job.plan.device)
+    folder.close()
+
+
+def _measure_size(
+    world: World, task: PairTask, job: Job, engine: Engine, folder: RunFolder
+) -> dict[Key, dict[int, Sample]]:
+    """Samples of every prompt at k = 0 and at k, by point and prompt; rank 0 also writes them."""
+    keys = [Key(task.settings.draft, engine.batch_size, k) for k in (0, task.settings.k)]
+    found: dict[Key, dict[int, Sample]] = {key: {} for key in keys}
+
+    def keep(key: Key, samples: list[Sample]) -> None:
+        of_pair = [sample.model_copy(update=asdict(task.pair)) for sample in samples]
+        if world.is_first:
+            folder.append("samples.jsonl", *of_pair)
+        found[key] |= {sample.index: sample for sample in of_pair}
+
+    loop = MeasuringLoop(engine, world, keep, partial(peak_memory, job.plan.device))
+    loop.warm_up(job, keys, _WARM_UP_TOKENS)
+    for number, unit in enumerate(units_of(job, engine.batch_size)):
+        loop.measure(dict.fromkeys(keys, unit), number)
+    return found
+
+
+def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
+    """The number of KV blocks that would fit on each rank beside the models.
+
+    The engine itself takes the same number on every rank: what fits on the rank with least room, at
+    most what the run can use.
+    """
+    plan, held = job.plan, engine.target.cache.num_blocks
+    allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
+    if plan.device.type == "cuda":
+        fits = held + max(0, room_now(plan.device, allowance)) // block
+    else:
+        # Caches get a share of the host's free memory, including the caches of all ranks.
+        caches = sum(plan.parallel.gather_objects(held * block))
+        budget = allowance.host_budget(available_memory() + caches, local_world_size())
+        fits = budget // block
+    return plan.parallel.gather_objects(fits)

@@ -1,0 +1,164 @@
+"""The measuring loop of sweeps and comparisons: warm up, then every k over a few prompts at a time.
+
+Prompts go through all proposal lengths before the next ones come, in a rotating order, so that
+disturbances of the machine affect every point alike. Knows no folders and no terminals.
+"""
+
+import logging
+import resource
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Sequence as Seq
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.run import Emission, RunResult
+from specdec_cli.experiment.generation import Job, requests
+from specdec_cli.experiment.records import Key, Sample, given
+from specdec_cli.launch.world import World
+
+_log = logging.getLogger("specdec")
+# Batches in a unit: enough to keep the batch full most of the time, and few enough that a killed
+# job loses little.
+_BATCHES_A_UNIT = 8
+T = TypeVar("T")
+Guard = Callable[[Key, Callable[[], object]], None]
+
+
+def units_of(job: Job, batch_size: int) -> list[Job]:
+    """The job in units of even size; each goes through every k before the next one starts."""
+    size = 1 if batch_size == 1 else _BATCHES_A_UNIT * batch_size
+    total = len(job.prompts)
+    count = -(-total // size)
+    bounds = [place * total // count for place in range(count + 1)]
+    return [job.part(start, stop) for start, stop in pairwise(bounds)]
+
+
+def turned(values: Sequence[T], turn: int) -> list[T]:
+    """The values, rotated by `turn` places."""
+    start = turn % max(1, len(values))
+    return [*values[start:], *values[:start]]
+
+
+def run_at_once(key: Key, run: Callable[[], object]) -> None:
+    """The guard that lets errors through."""
+    run()
+
+
+@dataclass(slots=True)
+class MeasuringLoop:
+    """Runs prompts on one engine and hands over each sample once its last repeat is done.
+
+    keep: takes the samples of a point that one round finished; called on every rank. peak_memory:
+    the most bytes held so far. guard: runs a part of a point, and decides what becomes of the point
+    where that fails. seconds: spent in rounds and prefill passes of measured runs.
+    """
+
+    engine: Engine
+    world: World
+    keep: Callable[[Key, list[Sample]], None]
+    peak_memory: Callable[[], int]
+    guard: Guard = run_at_once
+    seconds: float = 0.0
+
+    def warm_up(self, job: Job, keys: Iterable[Key], most_tokens: int | None = None) -> None:
+        """Run the first batch at each point, without keeping samples.
+
+        most_tokens: limit on new tokens; None for the recipe's.
+        """
+        first, params = job.part(0, self.engine.batch_size), job.plan.params
+        if most_tokens is not None:
+            params = replace(params, max_new_tokens=min(most_tokens, params.max_new_tokens))
+        for key in keys:
+            for _ in range(job.plan.recipe.run.warmup):
+                self.guard(key, partial(self.run, first, key.k, params))
+
+    def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
+        """Run all repeats of each point's prompts. number: of their unit."""
+        taken: dict[Key, dict[int, list[Seq]]] = {key: defaultdict(list) for key in jobs}
+        repeats = max((job.plan.recipe.run.repeats for job in jobs.values()), default=0)
+        for repeat in range(repeats):
+            for key in turned(list(jobs), number * repeats + repeat):
+                self.guard(key, partial(self._repeat, jobs[key], key, taken[key]))
+
+    def run(
+        self,
+        job: Job,
+        k: int,
+        params: SamplingParams,
+        on_emit: Callable[[list[Emission]], None] = lambda _: None,
+    ) -> RunResult:
+        """Decode the prompts of a job once, with a sign of life each round."""
+
+        def each_round(emissions: list[Emission]) -> None:
+            self.world.beat()
+            on_emit(emissions)
+
+        return self.engine.run(requests(job), k, params, each_round)
+
+    def _repeat(self, job: Job, key: Key, taken: dict[int, list[Seq]]) -> None:
+        """One repeat of a point. taken: the sequences of all repeats so far, by prompt."""
+        categories = {p.index: p.category for p in job.prompts}
+        limit = job.plan.params.max_new_tokens
+
+        def on_emit(emissions: list[Emission]) -> None:
+            ended = [e.seq for e in emissions if e.seq.finish_reason is not None]
+            for seq in ended:
+                taken[seq.index].append(seq)
+            whole = [
+                sample_of(key, categories[seq.index], taken[seq.index], limit, self.peak_memory())
+                for seq in ended
+                if len(taken[seq.index]) == job.plan.recipe.run.repeats
+            ]
+            if whole:
+                self.keep(key, whole)
+
+        metrics = self.run(job, key.k, job.plan.params, on_emit).metrics
+        self.seconds += metrics.decode_seconds + metrics.prefill_seconds
+
+
+def sample_of(
+    key: Key, category: str | None, runs: Sequence[Seq], limit: int, peak_memory_bytes: int
+) -> Sample:
+    """The sample of one prompt at one point, from its sequence in each repeat."""
+    seq = runs[0]
+    if any(other.tokens != seq.tokens for other in runs):
+        _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
+    stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
+    assert seq.finish_reason is not None
+    return Sample(
+        draft=key.draft,
+        k=key.k,
+        batch_size=key.batch_size,
+        index=seq.index,
+        category=category,
+        prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],
+        token_ids=seq.output_ids,
+        finish_reason=seq.finish_reason,
+        accepted_per_round=seq.accepted_per_round,
+        seconds=[s.prefill_seconds + s.decode_seconds for s in runs],
+        proposed_per_round=seq.proposed_per_round,
+        rounds_without_proposal=seq.rounds_without_proposal,
+        num_preemptions=seq.num_preemptions,
+        max_output_tokens=min(limit, seq.max_tokens - seq.num_prompt_tokens),
+        decode_seconds=[s.decode_seconds for s in runs],
+        round_share=[s.round_share for s in runs],
+        stage_ms={stage: [s.stage_ms.get(stage, 0.0) for s in runs] for stage in stages},
+        ttft_ms=[t for s in runs if (t := s.ttft_ms) is not None],
+        tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
+        peak_memory_bytes=peak_memory_bytes,
+        **given(error=seq.error),
+    )
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes held so far: by torch of the device's memory, or by this process of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

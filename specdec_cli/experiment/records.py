@@ -1,0 +1,392 @@
+"""The records that runs write, one JSON object a line: their fields, and reading them again.
+
+One definition for measuring, resuming, merging, reports and the JSON documents. A file may have
+been damaged or edited, so everything is checked as it is read. Imports no torch.
+"""
+
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from specdec_cli.errors import SetupError
+from specdec_cli.text import one_line
+
+_MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
+_LONGEST = 1e12  # milliseconds: 30 years
+
+
+def _none_if_infinite(value: Any) -> Any:
+    ends = value if isinstance(value, list) else [value]
+    is_finite = all(not isinstance(end, float) or math.isfinite(end) for end in ends)
+    return value if is_finite else None
+
+
+Name = InstanceOf[str]  # unlike `str`, also text that is not valid Unicode
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
+Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # seconds, milliseconds or a share of a round
+_Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
+# NaN and infinity are None in memory already, as they are null in every file.
+Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
+Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
+
+
+class Record(BaseModel):
+    """Part or whole of a line. Only fields that were given are written, in the order below.
+
+    Fields of later versions are kept as they are.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """The point that a record belongs to, at one pair of degrees."""
+
+    draft: str | None
+    batch_size: int
+    k: int
+
+    @classmethod
+    def of(cls, record: "TextSample | Point | CurvePart") -> "Key":
+        return cls(record.draft, record.batch_size, record.k)
+
+
+class TextSample(Record):
+    """One prompt at one point: the contract's fields of a line of samples.jsonl.
+
+    target_tp, draft_tp: in comparisons only. seconds: a list, one a repeat.
+    """
+
+    target_tp: Count | None = None
+    draft_tp: Count | None = None
+    draft: Name | None
+    k: Count
+    batch_size: Count
+    index: Count
+    category: Name | None
+    prompt_token_ids: list[Count]
+    token_ids: list[Count]
+    finish_reason: Literal["length", "eos", "stop", "error"]
+    accepted_per_round: list[Count]
+    seconds: list[Time]
+
+
+class Sample(TextSample):
+    """A line of samples.jsonl with everything that metrics are computed from.
+
+    Lists of times have a number for each repeat. Shares add up over prompts to the engine's time,
+    rounds and stages. error: the reason a prompt could not run, if `finish_reason` is "error".
+    """
+
+    proposed_per_round: list[Count]
+    rounds_without_proposal: Count
+    num_preemptions: Count
+    max_output_tokens: Whole = 0  # below 0 for a prompt that is too long
+    decode_seconds: list[Time]
+    round_share: list[Time]
+    stage_ms: dict[str, list[Time]]
+    ttft_ms: list[Time]
+    tpot_ms: list[Time]
+    error: Name | None = None
+    peak_memory_bytes: Count
+
+    @property
+    def could_run(self) -> bool:
+        return self.finish_reason != "error"
+
+    @model_validator(mode="after")
+    def _rounds_are_possible(self) -> Self:
+        proposed, accepted = self.proposed_per_round, self.accepted_per_round
+        if len(proposed) != len(accepted):
+            raise impossible("accepted_per_round and proposed_per_round differ in length")
+        if any(a > p or p > self.k for p, a in zip(proposed, accepted, strict=True)):
+            raise impossible("more was accepted than proposed, or more proposed than k")
+        return self
+
+
+class LatencySpread(Record):
+    """Mean and percentiles over prompts; None when there is nothing to average."""
+
+    mean: Figure
+    p50: Figure
+    p90: Figure
+    p99: Figure
+
+
+class StageTimes(Record):
+    """A record with a field NAME_ms for each stage of a round."""
+
+    def stage_ms(self, stage: str) -> float:
+        return float(getattr(self, f"{stage}_ms"))
+
+
+class PointMetrics(StageTimes):
+    """The contract's `metrics` of a point; `engine.metrics.Metrics` explains each field."""
+
+    k: Count
+    batch_size: Count
+    num_prompts: Count
+    num_output_tokens: Count
+    num_rounds: Count
+    num_rounds_without_proposal: Count
+    num_preemptions: Count
+    draft_ms: float
+    broadcast_ms: float
+    verify_ms: float
+    sample_ms: float
+    round_ms: float
+    prefill_ms: float
+    prefill_seconds: float
+    decode_seconds: float
+    output_tokens_per_second: float
+    decode_tokens_per_second: float
+    ttft_ms: LatencySpread
+    tpot_ms: LatencySpread
+    num_drafts: Count
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    num_accepted_tokens_per_pos: list[Count]
+    mean_acceptance_length: float
+    draft_acceptance_rate: Figure
+    acceptance_rate_per_pos: list[float]
+    conditional_acceptance_rate_per_pos: list[Figure]
+    acceptance_histogram: list[Count]
+    peak_memory_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _has_k_positions(self) -> Self:
+        lengths = {
+            len(self.num_accepted_tokens_per_pos),
+            len(self.acceptance_rate_per_pos),
+            len(self.conditional_acceptance_rate_per_pos),
+            len(self.acceptance_histogram) - 1,
+        }
+        if lengths != {self.k}:
+            raise impossible("its metrics have not k positions")
+        return self
+
+
+class CategoryMetrics(Record):
+    """Figures of a point over the prompts of one category."""
+
+    num_prompts: Count
+    num_output_tokens: Count
+    mean_acceptance_length: float
+    draft_acceptance_rate: Figure
+    acceptance_rate_per_pos: list[float]
+    decode_tokens_per_second: Figure
+    speedup: Figure
+    speedup_ci: Interval
+
+
+class Prediction(Record):
+    """Predicted figures of a point, from the run at the largest k; errors are relative."""
+
+    method: Name
+    is_exact: bool
+    speedup: Figure
+    speedup_error: Figure
+    mean_acceptance_length: float
+    mean_acceptance_length_error: Figure
+    iid_alpha: float
+    iid_mean_acceptance_length: float
+    iid_error: Figure
+    analytic_alpha: Figure
+
+
+class Point(Record):
+    """A line of points.jsonl, and an entry of a document's `points`.
+
+    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at
+    k = 0, and what follows `prediction`.
+    """
+
+    target_tp: Count | None = None
+    draft_tp: Count | None = None
+    k: Count
+    batch_size: Count
+    draft: Name | None = None
+    status: Literal["ok", "failed", "oom", "skipped"]
+    metrics: PointMetrics | None = None
+    speedup: Figure = None
+    speedup_ci: Interval = None
+    predicted_speedup: Figure = None
+    mean_acceptance_length_ci: Interval = None
+    per_category: dict[Name, CategoryMetrics] = Field(default_factory=dict)
+    reason: Name | None = None
+    prediction: Prediction | None = None
+    broadcast_ms: Figure = None
+    num_blocks: Count | None = None
+    blocks_per_rank: list[Count] | None = None
+    speedup_vs_equal_tp: Figure = None
+    speedup_vs_equal_tp_ci: Interval = None
+    tokens_sha256: Name | None = None
+
+    @property
+    def is_ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def is_baseline(self) -> bool:
+        """Whether this is plain decoding."""
+        return self.k == 0
+
+    @property
+    def is_predicted(self) -> bool:
+        """Whether this was predicted instead of measured, as asked."""
+        return self.status == "skipped" and self.predicted_speedup is not None
+
+    def number(self, name: str, part: str | None = None) -> float | None:
+        """A figure of the point, else of its metrics; None if it was not measured.
+
+        part: such as p50, if the figure is a spread.
+        """
+        found = getattr(self if name in self.model_fields_set else self.metrics, name, None)
+        value: float | None = found if part is None else getattr(found, part, None)
+        return value
+
+    @model_validator(mode="after")
+    def _failures_have_reasons(self) -> Self:
+        if self.status != "ok" and self.reason is None:
+            raise impossible("it has no reason")
+        return self
+
+
+class CurvePart(StageTimes):
+    """A line of curve.jsonl: one part of the time curve at one k.
+
+    shard: the shard that measured the part, in merged folders.
+    """
+
+    draft: Name | None
+    batch_size: Count
+    k: Count
+    part: Count
+    sequence_rounds: Count
+    rounds: Count
+    decode_seconds: float
+    draft_ms: float
+    broadcast_ms: float = 0.0  # folders of earlier versions have none
+    verify_ms: float
+    sample_ms: float
+    shard: Count | None = None
+
+
+class PairFacts(Record):
+    """A line of pairs.jsonl: the caches of a pair whose models were loaded."""
+
+    target_tp: Count
+    draft_tp: Count
+    num_blocks: Count
+    blocks_per_rank: list[Count]
+    load_seconds: Time | None = None
+    execution: dict[str, Any] = Field(default_factory=dict)
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields that are not None, for records that are written without the others."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+R = TypeVar("R", bound=Record)
+
+
+def read_records(
+    path: Path, kind: type[R], further: Callable[[R], str | None] = lambda _: None
+) -> list[R]:
+    """The records of a .jsonl file, empty without the file. An unfinished last line is left out.
+
+    further: returns what else is wrong with a record, or None. Raises `SetupError` if the file
+    cannot be read, and for the first line that is no such record.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise SetupError(f"cannot read {path}: {problem.strerror}") from None
+    records = []
+    for number, line in enumerate(lines, start=1):
+        found = parsed(line, kind)
+        told = found if isinstance(found, str) else further(found)
+        if isinstance(found, str) or told is not None:
+            of_run = f" of this run: {told}" if told else ""
+            raise SetupError(
+                f"{path}:{number}: not a record{of_run}", "the file was damaged or edited"
+            )
+        records.append(found)
+    return records
+
+
+def parsed(line: bytes, kind: type[R]) -> R | str:
+    """The record in a line, or a description of what is wrong; "" if it is no JSON object."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        found = None
+    return checked(found, kind)
+
+
+def checked(found: object, kind: type[R]) -> R | str:
+    """The record in a value read from JSON, or a description of what is wrong."""
+    if not isinstance(found, dict):
+        return ""
+    try:
+        return kind.model_validate(found)
+    except ValidationError as problem:
+        errors = problem.errors(include_url=False)
+        return _described(min(errors, key=lambda error: error["type"] == "missing"))
+
+
+def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
+    """A description of the first field whose value is unknown; None if all are known."""
+    for name, values in known.items():
+        if (value := getattr(record, name, None)) not in values and hasattr(record, name):
+            return f"its {name} is {value}"
+    return None
+
+
+def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
+    """The reason that a run with these numbers cannot have the sample, or None."""
+    if sample.index >= num_prompts:
+        return f"its index is {sample.index}, of {num_prompts} prompts"
+    for name in ("seconds", "decode_seconds", "round_share"):
+        if len(getattr(sample, name)) != repeats:
+            return f"{name} has not {repeats} numbers, one a repeat"
+    return None
+
+
+def impossible(told: str) -> PydanticCustomError:
+    """The error that a record's own checks raise. told: the description."""
+    return PydanticCustomError("impossible", "{told}", {"told": told})
+
+
+def _described(error: ErrorDetails) -> str:
+    key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
+    match error["type"]:
+        case "impossible":
+            return error["msg"]
+        case "missing":
+            return f"it has no {key}"
+        case "literal_error":
+            return f"its {key} is {one_line(str(error['input']))}"
+    return f"{key} is damaged"

@@ -1,0 +1,105 @@
+"""settings.json of a run folder: the settings of its records, and whether a run may resume."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.run_settings import RunSettings
+from specdec_cli.experiment.settings_diff import first_difference, settings_difference
+
+SETTINGS = "settings.json"
+
+
+def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
+    """A folder to resume in, after `load` has read it."""
+    folder = RunFolder.reopen(path)
+    try:
+        load(folder)
+    except BaseException:
+        folder.close()
+        raise
+    return folder
+
+
+def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[str]) -> None:
+    """Write settings.json."""
+    found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
+    folder.write(SETTINGS, to_json(found) + "\n")
+
+
+def read_warnings(path: Path) -> list[str]:
+    """The warnings of the runs that wrote a folder."""
+    found = read_settings_file(path).get("warnings")
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def read_settings_file(path: Path) -> dict[str, Any]:
+    """The content of settings.json. Raises `UsageError` without the file."""
+    try:
+        found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path} is no folder of a sweep: it has no {SETTINGS}") from None
+    except (OSError, ValueError, RecursionError) as problem:
+        why = problem.strerror if isinstance(problem, OSError) else problem
+        raise SetupError(f"cannot read {path / SETTINGS}: {why}") from None
+    if not isinstance(found, dict):
+        raise SetupError(f"{path / SETTINGS}: no settings", "the file was damaged or edited")
+    return found
+
+
+def read_json(path: Path) -> Any:
+    """The content of a JSON file; None if it cannot be read."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None
+
+
+def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, Any]) -> None:
+    """Raise `UsageError` if a folder was begun with other settings than ours."""
+    found = settings_difference(theirs, ours)
+    if found is None:
+        return
+    told = f"{found.key} is {to_json(found.theirs)} there and {to_json(found.ours)} now"
+    hint = "resume with the same options, or name another folder with -o"
+    if found.same_name:
+        told = f"{found.key}: other weights than there ({to_json(found.theirs)})"
+        hint = "its samples are of the model that was there: name another folder with -o"
+    elif found.same_model:
+        names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
+        spelled = " ".join(f"--draft {name}" for name in names)
+        hint = f"it is the same model, but records go by its name: pass {spelled}"
+    raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
+
+
+def another_environment(path: Path, where: dict[str, Any]) -> str | None:
+    """A warning if a folder was begun in another environment, such as with other versions.
+
+    Its samples are kept, but their times may differ.
+    """
+    earlier, now = read_json(path / "environment.json"), json.loads(to_json(where))
+    if earlier is None or (found := first_difference(earlier, now)) is None:
+        return None
+    key, was, is_now = found
+    return f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
+
+
+def keep_environment_warning(
+    folder: RunFolder, settings: RunSettings, where: dict[str, Any]
+) -> None:
+    """Add that warning to the folder, so that later runs and merges repeat it."""
+    found, said = another_environment(folder.path, where), read_warnings(folder.path)
+    if found is not None and found not in said:
+        write_settings(folder, settings, [*said, found])
+
+
+def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
+    """The environment in a folder's summary, else the one it was begun in, else `where`."""
+    summary = read_json(path / "summary.json")
+    measured = summary.get("environment") if isinstance(summary, dict) else None
+    found = measured, read_json(path / "environment.json"), where
+    return next(one for one in found if isinstance(one, dict))

@@ -1,0 +1,116 @@
+"""The run folder of a sweep: creating, resuming and reading it."""
+
+import math
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.results import environment, to_json
+from specdec_cli.experiment.run_folder import RunFolder, found_from_anywhere
+from specdec_cli.experiment.settings_file import (
+    SETTINGS,
+    check_same,
+    earlier_environment,
+    keep_environment_warning,
+    read_json,
+    read_settings_file,
+    reopened,
+    write_settings,
+)
+from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
+from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.recipe import dump_recipe
+
+
+def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
+    """The sweep's run folder, new or resumed; `records` takes over what it holds.
+
+    Raises `UsageError` when it holds a sweep with other settings, or another run.
+    """
+    where = _where(plan)
+    if resume and (path / SETTINGS).exists():
+        check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
+        folder = reopened(path, lambda kept: records.load(kept.path, plan.settings))
+        records.earlier_clock = _earlier_clock(path)
+        records.earlier_where = earlier_environment(path, where)
+        if not (path / "recipe.yaml").exists():
+            folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
+        is_open = sum(map(len, records.samples.values())) < plan.num_samples
+        if is_open:
+            keep_environment_warning(folder, plan.settings, where)
+        if not (path / "environment.json").exists():
+            folder.write("environment.json", to_json(records.earlier_where) + "\n")
+    else:
+        folder = RunFolder.create(path, plan.recipe, where)
+        write_settings(folder, plan.settings, warnings_of(plan))
+    records.folder = folder
+    return folder
+
+
+def read_settings(path: Path) -> SweepSettings:
+    """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
+    are damaged."""
+    file = read_settings_file(path)
+    found = file.get("settings")
+    if isinstance(found, dict) and "ks" not in found:
+        raise UsageError(f"{path} is no folder of a sweep: its {SETTINGS} is another command's")
+    try:
+        settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
+        settings.check()
+        if file.get("hash") != settings.digest:
+            raise ValueError("not the settings that were written")
+    except (KeyError, TypeError, ValueError):
+        raise SetupError(
+            f"{path / SETTINGS}: no settings of a sweep", "the file was damaged or edited"
+        ) from None
+    return settings
+
+
+def finish(
+    plan: SweepPlan,
+    records: SweepRecords,
+    points: Sequence[Point],
+    warnings: Sequence[str],
+    clock: SweepClock,
+    folder: RunFolder | None,
+    failures: Collection[Failure],
+) -> dict[str, Any]:
+    """The sweep's document, also written as the folder's summary.
+
+    Its warnings are `warnings` and those found since. failures: of this run.
+    """
+    warnings = [*warnings, *prompts_that_failed(records.samples.values())]
+    where = _where(plan)
+    if records.earlier_where is not None and not clock.rounds:  # nothing was measured now
+        clock, where = records.earlier_clock, records.earlier_where
+    recipe = plan.recipe.model_dump(mode="json")
+    document = sweep_document(
+        plan.settings, recipe, where, records, points, warnings, clock, failures
+    )
+    if folder is not None:
+        folder.write("summary.json", to_json(document) + "\n")
+    return document
+
+
+def _earlier_clock(path: Path) -> SweepClock:
+    """The clock in the folder's summary; zeros without one."""
+    try:
+        found = read_json(path / "summary.json")["measuring"]
+        times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
+    except (ValueError, KeyError, TypeError):
+        return SweepClock()
+    return SweepClock(*times) if all(map(math.isfinite, times)) else SweepClock()
+
+
+def _where(plan: SweepPlan) -> dict[str, Any]:
+    job: Job = plan.jobs[0]
+    found = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
+    return found | {
+        "cache": "sized for the largest k and batch size, the same at every point, k = 0 included"
+    }

@@ -1,0 +1,124 @@
+"""The records of a sweep, in memory and in its folder."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import (
+    CurvePart,
+    Key,
+    Point,
+    Record,
+    Sample,
+    elsewhere,
+    not_measured,
+    read_records,
+)
+from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+
+_log = logging.getLogger("specdec")
+
+
+@dataclass(slots=True)
+class SweepClock:
+    """The time that a sweep took, in seconds.
+
+    rounds: in rounds and prefill passes of measured runs. measuring: the whole measured part,
+    including recording and writing. processor: CPU time of this process over that part.
+    """
+
+    rounds: float = 0.0
+    measuring: float = 0.0
+    processor: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        outside = 1 - self.rounds / self.measuring if self.measuring else None
+        return asdict(self) | {"share_outside_rounds": outside}
+
+
+@dataclass(slots=True)
+class SweepRecords:
+    """The records of a sweep, in memory and in its folder.
+
+    texts: by draft and prompt. costs: the time curves. earlier_clock, earlier_where: from the
+    summary of the last earlier process that measured anything; the summary itself is removed with
+    the first new record.
+    """
+
+    folder: RunFolder | None = None
+    samples: dict[Key, dict[int, Sample]] = field(default_factory=lambda: defaultdict(dict))
+    texts: dict[str | None, dict[int, ReplayText]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
+    costs: dict[Key, dict[int, CurvePart]] = field(default_factory=lambda: defaultdict(dict))
+    points: dict[Key, Point] = field(default_factory=dict)
+    earlier_clock: SweepClock = field(default_factory=SweepClock)
+    earlier_where: dict[str, Any] | None = None
+
+    def without_folder(self) -> "SweepRecords":
+        """The same records, for a rank that writes nothing."""
+        return replace(self, folder=None)
+
+    def load(self, folder: Path, settings: SweepSettings) -> None:
+        """Read a folder. The first record of a sample counts."""
+        for sample in read_kept(folder, Sample, settings):
+            self.samples[Key.of(sample)].setdefault(sample.index, sample)
+        for text in read_kept(folder, ReplayText, settings):
+            self.texts[text.draft].setdefault(text.index, text)
+        for cost in read_kept(folder, CurvePart, settings):
+            self.costs[Key.of(cost)].setdefault(cost.part, cost)
+        for point in read_kept(folder, Point, settings):
+            self.points[Key.of(point)] = point
+
+    def add_samples(self, samples: Sequence[Sample]) -> None:
+        """Add samples in one write: a sync for each would delay the next round."""
+        self._keep("samples.jsonl", *samples)
+        for sample in samples:
+            self.samples[Key.of(sample)][sample.index] = sample
+
+    def add_text(self, text: ReplayText) -> None:
+        self._keep("replay.jsonl", text)
+        self.texts[text.draft][text.index] = text
+
+    def add_cost(self, cost: CurvePart) -> None:
+        self._keep("curve.jsonl", cost)
+        self.costs[Key.of(cost)][cost.part] = cost
+
+    def add_point(self, point: Point) -> None:
+        """Add a point if it changed. A retried point has a second line, and the last one counts."""
+        if self.points.get(Key.of(point)) != point:
+            self._keep("points.jsonl", point)
+            self.points[Key.of(point)] = point
+
+    def _keep(self, name: str, *records: Record) -> None:
+        if self.folder is not None:
+            self.folder.append(name, *records)
+
+
+_FILES: dict[type[Record], str] = {
+    Sample: "samples.jsonl",
+    ReplayText: "replay.jsonl",
+    CurvePart: "curve.jsonl",
+    Point: "points.jsonl",
+}
+R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
+
+
+def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
+    """The records of one kind in a sweep's folder.
+
+    Raises `SetupError` for a damaged record, or one of no point of the sweep.
+    """
+    known = {"draft": settings.drafts, "k": settings.ks, "batch_size": settings.batch_sizes}
+
+    def problem(record: R) -> str | None:
+        if (told := elsewhere(record, known)) or not isinstance(record, Sample):
+            return told
+        return not_measured(record, settings.prompts["count"], settings.repeats)
+
+    return read_records(folder / _FILES[kind], kind, problem)

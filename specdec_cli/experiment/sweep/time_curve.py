@@ -1,0 +1,61 @@
+"""The time curve of a sweep: the cost of a round at each k, measured in parts."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from statistics import fmean
+from typing import Any
+
+from specdec_cli.core.stages import STAGES
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.measure import units_of
+from specdec_cli.experiment.records import CurvePart, Key
+
+# The parts of the time curve are spread over the sweep.
+_MOST_CURVE_PARTS = 16
+_CURVE_PARTS_OF_BATCHES = 2
+
+
+def curve_parts(job: Job, batch_size: int) -> int:
+    """The number of parts of the time curve: at most half of the units."""
+    most = _MOST_CURVE_PARTS if batch_size == 1 else _CURVE_PARTS_OF_BATCHES
+    return max(1, min(most, len(units_of(job, batch_size)) // 2))
+
+
+def curve_unit(job: Job, batch_size: int, part: int) -> int:
+    """The unit whose prompts a part uses, and before which it is measured.
+
+    It is a whole unit, so that its batch drains as often as those of the points: in a half-empty
+    batch a round costs each sequence more.
+    """
+    return part * len(units_of(job, batch_size)) // curve_parts(job, batch_size)
+
+
+def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
+    """The cost of a round at one point, from the parts of the time curve."""
+    total = sum(part.rounds for part in parts.values())
+    rounds = max(1, total)
+    stage_ms = {
+        f"{stage}_ms": sum(part.stage_ms(stage) for part in parts.values()) / rounds
+        for stage in STAGES
+    }
+    draft = stage_ms.pop("draft_ms")
+    return asdict(key) | {
+        "rounds": total,
+        "draft_ms_per_step": draft / key.k if key.k else None,
+        **stage_ms,
+        "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
+        "seconds_per_sequence_round": seconds_per_round(parts.values()),
+    }
+
+
+def seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
+    """The time of one sequence's round, over parts in which a prompt could run; None without."""
+    found = [p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds]
+    return _midmean(found) if found else None
+
+
+def _midmean(values: Iterable[float]) -> float:
+    """The mean without the lowest and highest quarter, which may be outliers."""
+    ordered = sorted(values)
+    cut = len(ordered) // 4
+    return fmean(ordered[cut : len(ordered) - cut])

@@ -1,0 +1,86 @@
+"""Folders that version 0.1.0 of `sweep-k` and `compare-tp` wrote are still read and written alike.
+
+They are in `tests/old_runs`: the demo pair at k = 0 and 1, with 4 new tokens.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specdec_cli.errors import SetupError
+from specdec_cli.experiment.predict import ReplayText
+from specdec_cli.experiment.records import (
+    CurvePart,
+    PairFacts,
+    Point,
+    Record,
+    Sample,
+    read_records,
+)
+from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.sweep.merge import merge_folders
+from specdec_cli.report.content import content_of
+from specdec_cli.report.folder import read_folder
+
+OLD = Path(__file__).parent.parent / "old_runs"
+FILES = [
+    ("sweep/samples.jsonl", Sample),
+    ("sweep/points.jsonl", Point),
+    ("sweep/curve.jsonl", CurvePart),
+    ("sweep/replay.jsonl", ReplayText),
+    ("compare/samples.jsonl", Sample),
+    ("compare/points.jsonl", Point),
+    ("compare/pairs.jsonl", PairFacts),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_records_are_written_as_they_were_read(name: str, kind: type[Record]) -> None:
+    """Byte for byte: names, values and the order of fields."""
+    written = "".join(f"{to_json(record)}\n" for record in read_records(OLD / name, kind))
+    assert written == (OLD / name).read_text() and written.count("\n") > 0
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_fields_of_later_versions_are_kept(name: str, kind: type[Record], tmp_path: Path) -> None:
+    line = json.loads((OLD / name).read_text().splitlines()[0]) | {"a_new_field": [1, None]}
+    (tmp_path / "later.jsonl").write_text(json.dumps(line) + "\n")
+    (record,) = read_records(tmp_path / "later.jsonl", kind)
+    assert json.loads(to_json(record)) == line
+
+
+@pytest.mark.parametrize(("name", "kind"), FILES)
+def test_each_missing_field_is_named(name: str, kind: type[Record], tmp_path: Path) -> None:
+    whole = json.loads((OLD / name).read_text().splitlines()[0])
+    missing = []
+    for field in whole:
+        line = json.dumps({key: value for key, value in whole.items() if key != field})
+        (tmp_path / "cut.jsonl").write_text(line + "\n")
+        try:
+            read_records(tmp_path / "cut.jsonl", kind)
+        except SetupError as problem:
+            missing.append(field)
+            told = f"cut.jsonl:1: not a record of this run: it has no {field}"
+            one_of = "it has not one of accept, chains and draws"
+            assert told in problem.message or one_of in problem.message
+    assert {"k", "batch_size", "index", "limit"} & whole.keys() <= set(missing)
+
+
+def test_an_old_sweep_is_merged_into_the_points_it_had(tmp_path: Path) -> None:
+    document, _ = merge_folders([OLD / "sweep"], tmp_path / "new")
+    old = json.loads((OLD / "sweep" / "summary.json").read_text())
+    new = json.loads(to_json(document))
+    for name in ("points", "best", "best_by_batch_size", "tokens"):
+        assert new[name] == old[name]
+    samples = (tmp_path / "new" / "samples.jsonl").read_text().splitlines()
+    assert sorted(samples) == sorted((OLD / "sweep" / "samples.jsonl").read_text().splitlines())
+
+
+@pytest.mark.parametrize(("name", "kind"), [("sweep", "sweep-k"), ("compare", "compare-tp")])
+def test_old_runs_are_reported_without_a_note(name: str, kind: str) -> None:
+    run = read_folder(OLD / name)
+    assert (run.kind, run.notes, run.is_partial) == (kind, (), False)
+    old = json.loads((OLD / name / "summary.json").read_text())
+    assert len(run.points) == len(old["points"])
+    assert content_of(run).headline.startswith(("Best at batch size 1", "No speculation at"))
