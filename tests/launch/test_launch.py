@@ -1,4 +1,4 @@
-"""Worlds of two ranks, started, joined, failing and ended by signals."""
+"""Worlds of two ranks: started, joined, failing and ended by signals."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_parent_gets_rank_0s_output_and_exit_code(
 
 
 def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
-    """A worker's parent to its end: exit code, streams, and seconds from the fault to the end."""
+    """Run a worker's parent; returns exit code, streams, and seconds from the fault to its end."""
     environ = marked(**extra)
     parent = start(worker("--timeout", str(TIMEOUT_S), *options), environ)
     out, err = parent.communicate(timeout=120)
