@@ -20,7 +20,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 import pytest
 import torch
 
-# Without a device the kernels run in Triton's interpreter. Every `triton.jit` reads this, even inside
+# Without a device the kernels run in Triton's interpreter. Every `triton.jit` reads this, even in
 # Triton, so it is set before Triton is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
