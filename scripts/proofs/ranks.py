@@ -27,7 +27,7 @@ MODES = {
     "raise": "ArithmeticError: the planted error",
     "kill": "was killed by SIGKILL",
     "hang": "hung in ",
-    "gone": "ended without a word",
+    "gone": "ended without a report",
 }
 SIGNALS = {"INT": 130, "TERM": 143, "HUP": 143, "KILL": -9}
 SIGNAL_S = 5.0

@@ -217,9 +217,7 @@ Output = Annotated[
         rich_help_panel=_OUTPUT,
     ),
 ]
-Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="Show no progress.", rich_help_panel=_OUTPUT)
-]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.", rich_help_panel=_OUTPUT)]
 Verbose = Annotated[
     bool,
     typer.Option("-v", "--verbose", help="Log more, and show tracebacks.", rich_help_panel=_OUTPUT),

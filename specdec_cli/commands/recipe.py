@@ -70,9 +70,7 @@ def show_recipe(
 
 @app.command("validate")
 def validate_recipes(
-    paths: Annotated[
-        list[str], typer.Argument(metavar="PATH...", help="Files or bundled recipes.")
-    ],
+    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or bundled names.")],
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

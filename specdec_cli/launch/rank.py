@@ -94,7 +94,7 @@ class Rank:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
             self.store.set(key := f"report/{self.seat.rank}", report.to_json())
-            self.store.check([key])  # waits for an answer, which a lost store does not give
+            self.store.check([key])  # needs an answer, which a lost store does not give
         except RuntimeError:  # they never met, or rank 0 is gone and the store with it
             if self.seat.rank == 0:
                 return report
@@ -103,9 +103,7 @@ class Rank:
                     os.dup2(self._stderr, 2)
                 return _said_nothing(0) if self.store is not None else report
             if self.store is None:
-                time.sleep(
-                    _LINGER_S
-                )  # rank 0 is about to find the same; torchrun ends it once we end
+                time.sleep(_LINGER_S)  # lets rank 0 find the same before torchrun ends it for ours
             return None
         if self.seat.rank:
             time.sleep(_LINGER_S)

@@ -86,7 +86,7 @@ def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "
     elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # stopped during its start
         end, message = End.STOPPED, "was stopped"
     else:
-        message = f"ended without a word (exit code {exit_code or 0}) before the run was done"
+        message = f"ended without a report (exit code {exit_code or 0}) before the run was done"
     return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=last_seen)
 
 

@@ -710,7 +710,7 @@ def test_ngram(capsys: Capture) -> None:
         (["--set", "speculation.method=none"], 2, "nobody proposes: speculation.method is none"),
         ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
-        ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length: only one"),
+        ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length exclude"),
         (["--draft", "no/such-model"], 5, "no/such-model"),
     ],
 )

@@ -94,8 +94,8 @@ def test_only_lost_peers_blame_the_first() -> None:
         (-11, End.FAILED, "SIGSEGV"),
         (-6, End.LOST_PEERS, "SIGABRT"),
         (-15, End.STOPPED, "SIGTERM"),
-        (0, End.FAILED, "without a word"),
-        (None, End.FAILED, "without a word"),
+        (0, End.FAILED, "without a report"),
+        (None, End.FAILED, "without a report"),
         (7, End.FAILED, "exit code 7"),
     ],
 )

@@ -52,7 +52,7 @@ def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
     [
         ("kill:verify:1", "rank 1: was killed by SIGKILL"),
         ("hang:draft:0", "rank 0: hung in "),
-        ("gone:load:1", "rank 1: ended without a word"),
+        ("gone:load:1", "rank 1: ended without a report"),
     ],
 )
 def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str) -> None:
