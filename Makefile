@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # which saves a minute of setting up.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu lint fmt type check clean
+.PHONY: setup demo test test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
@@ -40,6 +40,9 @@ fmt: setup
 
 type: setup
 	$(BIN)/mypy
+
+docs: setup
+	$(BIN)/python scripts/docs/options.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache dist

@@ -1,4 +1,4 @@
-"""`python -m specdec_cli` is `specdec`; what is stopped while it begins ends like the rest."""
+"""`python -m specdec_cli` is `specdec`. A signal during its imports ends it like a later one."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from specdec_cli.signals import signals
 
 
 def main() -> int:
-    """Run the command line of this process; returns its exit code."""
+    """Run the command line of this process and return its exit code."""
     try:
         with signals(is_last=False):
             from specdec_cli.app import main as run

@@ -1,6 +1,6 @@
-"""The `specdec` command: registers commands, and turns every outcome into an exit code.
+"""The `specdec` command: registers commands and turns every outcome into an exit code.
 
-Knows nothing of what a command does. Imports nothing heavy, so that help is quick.
+Does not know what a command does. Imports nothing heavy, so that help is quick.
 """
 
 import atexit
@@ -81,11 +81,11 @@ def root(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code; nothing escapes as a traceback.
+    """Run one command line and return its exit code; no exception escapes.
 
     Under `--json` a command's standard output is held back until it is done, so that a failure
-    at any moment leaves exactly one document: the result or the error. Without `argv`, where the
-    process has nothing else to do, it may end here.
+    at any moment leaves exactly one document: the result or the error. Without `argv` the process
+    has nothing else to do and may end inside this call.
     """
     code = _main(argv)
     if argv is None:
@@ -121,7 +121,7 @@ def _main(argv: Sequence[str] | None) -> int:
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the code is in the report; for another one torchrun would end the others
+                return 0  # the report has the code; torchrun would end the other ranks on any but 0
     return outcome.code
 
 
@@ -136,7 +136,7 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
 
 
 def _end_rank(rank: Rank, outcome: "_Outcome") -> None:
-    """Tell how this rank ended; what it has to say is then the cause, maybe another rank's."""
+    """Report this rank's end; adopt the root cause, maybe another rank's, if it is to be told."""
     end = how_it_ended(outcome.error, outcome.code, failed=outcome.failed)
     said = rank.end(
         Report(
@@ -156,7 +156,7 @@ def _end_rank(rank: Rank, outcome: "_Outcome") -> None:
 
 
 class _Outcome:
-    """How a command ended: a code, and what to say when it failed."""
+    """The outcome of a command: an exit code, and the error if it failed."""
 
     def __init__(self) -> None:
         self.code = int(ExitCode.OK)
@@ -165,10 +165,10 @@ class _Outcome:
         self.trace = ""
         self.failed = False
         self.error: BaseException | None = None
-        self.is_said = True  # by this process; ranks leave it to their parent or to rank 0
+        self.is_said = True  # false in ranks whose parent or rank 0 tells the error
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
-        """End with an error; without a message nothing is said on stderr."""
+        """Record a failure; without a message nothing is written to stderr."""
         self.code, self.message, self.hint, self.failed = int(code), message, hint, True
 
     def document(self) -> dict[str, object]:
@@ -176,7 +176,7 @@ class _Outcome:
         return {"code": self.code, "message": message, "hint": self.hint}
 
 
-# typer vendors click since 0.29; this base is the same class that its parser raises from.
+# typer vendors click since 0.29; this base class is the one that its parser's errors have.
 _ParserError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 
@@ -198,7 +198,7 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
 
 
 def _blame_signal(asked: list[ExitCode], outcome: _Outcome) -> None:
-    """What a signal led to is its own: transformers makes other errors of what ends an import."""
+    """Attribute unforeseen errors after a signal to it: transformers wraps what ends an import."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
         outcome.fail(asked[-1], "interrupted" if asked[-1] == ExitCode.SIGINT else "terminated")
@@ -224,13 +224,13 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     elif is_out_of_memory(error):
         outcome.fail(
             ExitCode.ENVIRONMENT,
-            f"out of memory: {first_line(error) or 'no more to be had'}",
+            f"out of memory: {first_line(error) or 'no memory left'}",
             "try a smaller --batch-size, --max-new-tokens or --num-blocks",
         )
     elif isinstance(error, BrokenPipeError):
         outcome.fail(ExitCode.RUN_FAILED, None)
     elif isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
-        said = f"cannot write the result: {error.strerror}"  # files of our own say their names
+        said = f"cannot write the result: {error.strerror}"  # errors about our own files name them
         if error.filename:
             said = f"{error.strerror}: {error.filename}"
         outcome.fail(ExitCode.ENVIRONMENT, said)
@@ -238,11 +238,11 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         outcome.fail(
             ExitCode.RUN_FAILED,
             f"{type(error).__name__}: {first_line(error)}".removesuffix(": "),
-            "this is not an error we foresaw: run again with -v for the traceback",
+            "this error is unexpected; run again with -v for the traceback",
         )
 
 
-# A full disk, and what else a machine refuses through no fault of the run.
+# A full disk, and other refusals of the machine that are not the run's fault.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
 )
@@ -254,7 +254,7 @@ def _usage_hint(error: BaseException) -> str:
 
 
 def _report(outcome: _Outcome, verbose: bool) -> None:
-    """The error on stderr: a line each, nothing that a terminal would obey."""
+    """Write the error to stderr, without control characters that a terminal would obey."""
     if not outcome.is_said:
         return
     lines = []
@@ -264,14 +264,14 @@ def _report(outcome: _Outcome, verbose: bool) -> None:
         lines += [f"error: {line}" for line in outcome.message.splitlines()]
     if outcome.hint:
         lines += [f"hint: {line}" for line in outcome.hint.splitlines()]
-    # With stderr gone there is nobody left to tell.
+    # A closed stderr leaves nobody to tell.
     with contextlib.suppress(OSError, ValueError, AttributeError):
         sys.stderr.write("".join(f"{inert(line)}\n" for line in lines))
         sys.stderr.flush()
 
 
 def _deliver(document: str, outcome: _Outcome) -> None:
-    """Write what was held back and flush; a full disk or a closed pipe shows only here."""
+    """Write the held-back document and flush; a full disk or a closed pipe shows only here."""
     if sys.stdout is None:  # started with stdout closed (>&-)
         return
     try:
@@ -279,20 +279,20 @@ def _deliver(document: str, outcome: _Outcome) -> None:
         sys.stdout.flush()
     except (OSError, KeyboardInterrupt, SystemExit) as error:
         _discard_stdout()
-        if outcome.failed:  # the command met the same trouble, and it has been told
+        if outcome.failed:  # the command has reported the same problem
             return
         if isinstance(error, BrokenPipeError):
             outcome.fail(ExitCode.RUN_FAILED, None)
         elif isinstance(error, OSError):
             outcome.fail(ExitCode.ENVIRONMENT, f"cannot write the result: {error.strerror}")
-        else:  # interrupted while a pager read
+        else:  # interrupted while a pager was reading
             is_interrupt = isinstance(error, KeyboardInterrupt)
             outcome.fail(ExitCode.SIGINT if is_interrupt else ExitCode.SIGTERM, None)
         _report(outcome, verbose=False)
 
 
 def _discard_stdout() -> None:
-    """Point stdout at nothing, or the interpreter's own flush at exit would fail again."""
+    """Point stdout at /dev/null; the interpreter's flush at exit would fail again otherwise."""
     with contextlib.suppress(OSError, ValueError):
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, sys.stdout.fileno())
@@ -300,14 +300,14 @@ def _discard_stdout() -> None:
 
 
 def _leave(code: int) -> None:
-    """End a process with torch at once: to free its million objects one by one takes a second.
+    """End a process with torch at once: freeing its million objects one by one takes a second.
 
-    With CUDA it ends in the ordinary way, in which profilers write what they have seen. After an
-    interrupt it does not: Python may remember one, and then ends by a signal instead of the code.
+    With CUDA the process ends in the ordinary way, in which profilers write their records. After an
+    interrupt it does not: Python may remember the interrupt and end by a signal instead of `code`.
     """
     cuda = sys.modules.get("torch.cuda")
     if code != ExitCode.SIGINT and (cuda is None or cuda.is_initialized()):
-        gc.unfreeze()  # libraries complain of what nobody has freed
+        gc.unfreeze()  # libraries warn about objects that were never freed
         return
     atexit._run_exitfuncs()
     with contextlib.suppress(OSError, ValueError, AttributeError):
@@ -316,7 +316,7 @@ def _leave(code: int) -> None:
 
 
 def _forget_no_size() -> None:
-    """Drop a terminal's size that is none, such as 0: rich would show nothing, or fail."""
+    """Drop an invalid terminal size, such as 0: rich would show nothing, or fail."""
     for name in ("COLUMNS", "LINES"):
         if not re.fullmatch("0*[1-9][0-9]*", os.environ.get(name, "1")):
             del os.environ[name]
@@ -324,7 +324,7 @@ def _forget_no_size() -> None:
 
 @contextlib.contextmanager
 def _streams() -> Iterator[None]:
-    """Let no character stop the output, and undo what a command or typer did to the streams."""
+    """Escape characters that stdout cannot encode; restore streams that a command replaced."""
     stdout, stderr = sys.stdout, sys.stderr
     closed = []  # a command may be started with stdout or stderr closed (>&-)
     for name in ("stdout", "stderr"):

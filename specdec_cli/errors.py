@@ -1,7 +1,7 @@
-"""The errors a user can cause, each with the contract's exit code.
+"""The errors that a user can cause, each with the contract's exit code.
 
-Knows nothing of what went wrong or how it is shown: `app.main` turns one of these into a line on
-stderr, or into the JSON error document under `--json`.
+Does not know how they are shown: `app.main` turns one into a line on stderr, or into the JSON error
+document under `--json`.
 """
 
 from enum import IntEnum
@@ -21,9 +21,9 @@ class ExitCode(IntEnum):
 
 
 class SpecdecError(Exception):
-    """One clear line: what is wrong and where (`message`), and what to do about it (`hint`).
+    """An error as one clear line: `message` says what is wrong and where, `hint` what to do.
 
-    is_common: whether every rank of a run says the same, so that none is to be named as the cause.
+    is_common: every rank of a run raises the same, so no rank is named as the cause.
     """
 
     code: ExitCode = ExitCode.RUN_FAILED
@@ -48,13 +48,13 @@ class SetupError(SpecdecError):
 
 
 class NoRoomError(SetupError):
-    """Not even the smallest cache fits. All ranks know of each other's memory, and agree."""
+    """The smallest cache does not fit. All ranks know each other's memory, and agree on this."""
 
     is_common = True
 
 
 class TooFewGPUsError(SetupError):
-    """A host has fewer GPUs than ranks, of which each wants its own."""
+    """A host has fewer GPUs than ranks, and each rank needs its own."""
 
     is_common = True
 
@@ -66,16 +66,15 @@ class RunError(SpecdecError):
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory, of the host or of a device, ran out.
+    """True if memory of the host or of a device ran out.
 
-    Also where that was the beginning: leaving a CUDA graph's capture fails after it with an error
-    of its own.
+    Also true if that came first: leaving a CUDA graph's capture then fails with another error.
     """
     if isinstance(error, MemoryError):
         return True
     earlier = error.__context__
     if isinstance(earlier, Exception) and is_out_of_memory(earlier):
         return True
-    # Torch is not imported here; its own class carries this name, its CPU allocator has none.
+    # Torch is not imported here. Its CUDA error has this class name, its CPU allocator's has not.
     is_torch = any(base.__name__ == "OutOfMemoryError" for base in type(error).__mro__)
     return is_torch or (isinstance(error, RuntimeError) and "can't allocate memory" in str(error))

@@ -1,4 +1,4 @@
-"""Signals that end a command like an exception does."""
+"""Turns signals into exceptions that end a command."""
 
 import contextlib
 import signal
@@ -8,10 +8,10 @@ from types import FrameType
 
 from specdec_cli.errors import ExitCode
 
-# A signal so soon after another is the same wish: a second Ctrl-C, or one to the whole group.
-_SAME_WISH_S = 5.0
+# A signal so soon after another is the same request: a second Ctrl-C, or one to the whole group.
+_SAME_REQUEST_S = 5.0
 
-# Python's own choices; nohup's or a caller's stands.
+# Python's default handlers. Those that nohup or a caller has set stay.
 _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.Handlers] = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -21,12 +21,12 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 
 @contextlib.contextmanager
 def signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
-    """SIGINT, SIGTERM and SIGHUP end the command like an exception does, so that clean-up runs.
+    """End the command on SIGINT, SIGTERM and SIGHUP like an exception does, so that clean-up runs.
 
-    What follows soon is ignored, as it would break clean-up off; what follows later is not, since
-    clean-up may hang and an exception in a `__del__` is lost. is_last: the process ends after
-    this, and once one of them has come, nothing disturbs it while it does. Gives the exit codes
-    that were asked for.
+    A signal soon after another is ignored, since it would break off the clean-up. A later one is
+    not: clean-up may hang, and an exception in a `__del__` is lost. is_last: the process ends after
+    this block; once a signal has come, further ones do not disturb its end. Yields the list of exit
+    codes that signals have asked for.
     """
     taken: list[signal.Signals] = []
     asked: list[ExitCode] = []
@@ -34,13 +34,13 @@ def signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
 
     def end(signum: int, frame: FrameType | None) -> None:
         nonlocal raised_at
-        if asked and time.monotonic() - raised_at < _SAME_WISH_S:
+        if asked and time.monotonic() - raised_at < _SAME_REQUEST_S:
             return
         raised_at = time.monotonic()
         asked.append(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM)
         raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(int(asked[-1]))
 
-    # ValueError: not the main thread, where handlers cannot be set and signals do not arrive.
+    # ValueError: outside the main thread handlers cannot be set, and signals do not arrive.
     with contextlib.suppress(ValueError):
         for number, usual in _USUAL.items():
             if signal.getsignal(number) == usual:

@@ -1,6 +1,6 @@
-"""Text that we did not write made harmless on a terminal; short forms of messages and values.
+"""Escapes foreign text for terminals, and shortens messages and values.
 
-Knows nothing of who prints it or where.
+Does not know who prints the text, or where.
 """
 
 import hashlib
@@ -8,9 +8,9 @@ import json
 import re
 from typing import Any
 
-# Control bytes (escape sequences start with one), line and direction overrides that reorder what
-# is read, the byte order mark, which cannot be seen, and lone surrogates, which no stream can
-# encode. Tab and newline stay.
+# Control bytes (escape sequences start with one), line separators, direction overrides that reorder
+# the text, the invisible byte order mark, and lone surrogates, which no stream can encode. Tab and
+# newline stay.
 _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
@@ -23,38 +23,38 @@ def inert(text: str) -> str:
 
 
 def inert_json(document: str) -> str:
-    """The same JSON with harmful characters as its own escapes, so that it reads back equal."""
-    # Outside of strings JSON has none of them.
+    """The document with harmful characters as JSON escapes, so that it reads back equal."""
+    # JSON has no such characters outside of strings.
     return _HARMFUL.sub(lambda match: f"\\u{ord(match[0]):04x}", document)
 
 
 def one_line(text: str) -> str:
-    """A name, such as a key, for the middle of a message: nothing in it is invisible or long."""
+    """A name, such as a key, for the middle of a message: visible characters, at most 80."""
     shown = "".join(char if char.isprintable() else _escape(char) for char in text[:80])
     return shown if len(text) <= 80 else f"{shown}…"
 
 
 def first_line(problem: BaseException) -> str:
-    """The first line of what an exception says that says anything; empty where none does."""
+    """The first line of an exception's message that is not blank; empty if there is none."""
     return "".join(str(problem).strip().splitlines()[:1])
 
 
 def shown(value: object) -> str:
-    """A value as JSON, and nearly YAML, would have it, cut short."""
+    """A value as JSON, which is nearly YAML, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
 def digest(value: Any) -> str:
-    """A short name for a value as JSON, whatever the order of its keys.
+    """A short hash of a value as JSON, independent of the order of keys.
 
-    Run folders hold it, so what it is computed from may not change.
+    Run folders hold such hashes, so the computation must not change.
     """
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def is_unicode(text: str) -> bool:
-    """Whether a text can be encoded: it has no half of a surrogate pair."""
+    """True if a text can be encoded, which half a surrogate pair prevents."""
     try:
         text.encode()
     except UnicodeEncodeError:

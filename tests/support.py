@@ -50,7 +50,7 @@ _WINDOW: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"],
 }
 _EXPERTS: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
-# One dense layer, then one of experts beside an expert for all tokens.
+# One dense layer, then one with routed experts and a shared expert.
 _SHARED_EXPERTS: dict[str, Any] = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
@@ -60,7 +60,7 @@ _SHARED_EXPERTS: dict[str, Any] = {
     "n_group": 1,
     "topk_group": 1,
 }
-# Keys and values of different widths, from a common projection.
+# Keys and values of different widths, from one projection.
 _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
     "q_lora_rank": 16,
@@ -135,7 +135,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "exaone4": {"model_type": "exaone4", "sliding_window_pattern": 2} | _WINDOW,
     "gemma": {"model_type": "gemma", "head_dim": 16},
     "gemma3": {"model_type": "gemma3_text", "head_dim": 16, "query_pre_attn_scalar": 16} | _WINDOW,
-    # The upper half of its layers attends to keys and values of the lower.
+    # The upper half of the layers attends to keys and values of the lower half.
     "gemma3n": {
         "model_type": "gemma3n_text",
         "head_dim": 16,
@@ -240,7 +240,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(family: str, **changes: Any) -> Any:
-    """The config of a tiny model; gpt2 and its kin take their own names for sizes."""
+    """The config of a tiny model; gpt2 and its relatives have their own names for sizes."""
     values = FAMILIES[family] | changes
     if "n_embd" not in values:
         values = _COMMON | values
@@ -254,8 +254,8 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """Write a random checkpoint of `family` to `folder`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-    # Norms at one and biases at zero would hide a loader that forgets them; so would the stored
-    # buffers, such as those that choose experts.
+    # Norms of one and biases of zero would hide a loader that forgets them, and so would stored
+    # buffers, such as those of the routers.
     stored = model.state_dict()
     buffers = [tensor for name, tensor in model.named_buffers() if name in stored]
     with torch.no_grad():
@@ -267,7 +267,7 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
 
 
 def save_noised(folder: Path, original: Path) -> Path:
-    """Write a checkpoint that agrees with `original` about half of the time: a draft for it."""
+    """Write a draft for `original`: a checkpoint that agrees with it about half of the time."""
     shutil.copytree(original, folder)
     file = folder / "model.safetensors"
     weights = load_file(file)
@@ -278,7 +278,7 @@ def save_noised(folder: Path, original: Path) -> Path:
 
 
 def reference(folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU) -> Any:
-    """transformers' own model with its plain attention: the oracle."""
+    """The oracle: transformers' model with its plain attention."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=dtype)
     return model.to(device).eval()
 
@@ -306,8 +306,8 @@ def paged_model(
 ) -> PagedModel:
     """The checkpoint in our loader, over a cache poisoned with NaN.
 
-    fused: with the layers that a built engine has, where the family has them. hidden_layers: whose
-    hidden states passes return too.
+    fused: use fused layers, as a built engine does, if the family has them. hidden_layers: layers
+    whose hidden states passes return too.
     """
     found = description(folder, device, dtype, parallel)
     cache = KVCache(found.layers, num_blocks, block_size, found.dtype, device)
@@ -376,7 +376,7 @@ def make_engine(
 
 
 def ngram_engine(target: Path, longest: int = 3, shortest: int = 1, **options: Any) -> Engine:
-    """An engine that looks n-grams up; options as for `make_engine`."""
+    """An engine with n-gram lookup; options as for `make_engine`."""
     return make_engine(target, None, ngram=(longest, shortest), **options)
 
 
@@ -387,7 +387,7 @@ def noise_of(indices: list[int], lengths: list[int], k: int, seed: int) -> Noise
 
 
 def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> list[Sequence]:
-    """Run prompts through an engine; checks that every block came back."""
+    """Run prompts through an engine and check that every block was freed."""
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
     result = engine.run(requests, k, SamplingParams(**params))
     assert engine.allocator.num_used == 0
@@ -397,7 +397,7 @@ def decode(engine: Engine, prompts: list[list[int]], k: int, **params: Any) -> l
 def greedy_reference(
     model: Any, prompt: list[int], new_tokens: int, eos_token_id: int | None = None
 ) -> list[int]:
-    """transformers' own greedy `generate`; EOS counts only where it is given."""
+    """transformers' greedy `generate`; EOS ends a text only if it is given."""
     return _generate(model, prompt, new_tokens, eos_token_id=eos_token_id)
 
 
@@ -408,7 +408,7 @@ def assisted_rounds(
 
     Returns the new tokens, and (proposed, accepted) of each round that proposed.
     """
-    # Only the assistant's own settings fix the number of candidates.
+    # Only the assistant's settings fix the number of candidates.
     settings = assistant.generation_config
     settings.num_assistant_tokens = k
     settings.num_assistant_tokens_schedule = "constant"
@@ -440,8 +440,8 @@ def lookup_rounds(
 ) -> tuple[list[int], list[tuple[int, int]]]:
     """transformers' prompt lookup with n-grams of up to `longest` tokens, EOS ignored.
 
-    Returns the new tokens, and (proposed, accepted) of each round that proposed. It proposes past
-    the last new token and then cuts what was accepted: such proposals are not counted.
+    Returns the new tokens, and (proposed, accepted) of each round that proposed. Transformers also
+    proposes past the last new token and cuts the accepted tokens; such proposals do not count.
     """
     proposed: list[int] = []
     accepted: list[int] = []

@@ -1,4 +1,4 @@
-"""The demo pair on a CPU against transformers: plain and speculative decoding, in alternation.
+"""Times the demo pair on a CPU against transformers: plain and speculative decoding, alternating.
 
 fp32, batch 1, greedy, end-of-sequence ignored. Prints median seconds (least to most) over repeats.
 

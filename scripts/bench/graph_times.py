@@ -1,4 +1,4 @@
-"""How long calls take as a CUDA graph, which is how a round runs them."""
+"""Times calls inside a CUDA graph, the form in which a round runs them."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,9 +6,10 @@ import torch
 
 
 def graph_times(step: Callable[[int], object], launches: int, replays: int) -> list[float]:
-    """Microseconds a call in each of `replays`, after one more, of a graph of `launches` calls.
+    """Microseconds per call in each of `replays` of a graph of `launches` calls, after a warm-up.
 
-    Each call is given its number. Everything it needs must have been compiled and allocated.
+    step: called with the number of the call. Everything that it needs must be compiled and
+    allocated.
     """
     return alternated_times([step], launches, replays)[0]
 
@@ -16,7 +17,7 @@ def graph_times(step: Callable[[int], object], launches: int, replays: int) -> l
 def alternated_times(
     steps: Sequence[Callable[[int], object]], launches: int, replays: int
 ) -> list[list[float]]:
-    """`graph_times` of each of `steps`, whose graphs take turns: their differences are small."""
+    """`graph_times` of each of `steps`; the graphs alternate, so that small differences show."""
     graphs = [captured(step, launches) for step in steps]
     times: list[list[float]] = [[] for _ in graphs]
     for _ in range(replays):

@@ -2,13 +2,13 @@
 
     PYTHONPATH=.:kernels python scripts/bench/kernels.py --models 1b 8b --batches 1x1 1x6 16x1
 
-Needs a CUDA device; weights are random and of the real shapes. Every time is that of a CUDA graph
-over buffers larger together than the L2 cache. "attention within a pass" is what a layer's costs
-there, by passes with and without it, "copy" what a kernel would that only copies the queries, and
-"read" one that also reads the cache, as early as it can, and does nothing with it.
-"bytes" counts weights, and the keys and values of the context; "of peak" is what moving them at
---bandwidth would take, over the time. "library" is the same step from cuBLAS products, with our
-small kernels for the rest. Errors are against fp64.
+Needs a CUDA device; weights are random and have the real shapes. Every time is of a CUDA graph over
+buffers that together exceed the L2 cache. "attention within a pass" is the cost of attention per
+layer, from passes with and without it. "copy" replaces attention by a kernel that only copies the
+queries, and "read" by one that also reads the cache as early as it can. "bytes" counts weights and
+the keys and values of the context; "of peak" is the time of moving them at --bandwidth, over the
+measured time. "library" is the same step with cuBLAS products and our small kernels for the rest.
+Errors are against fp64.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
@@ -31,8 +31,8 @@ from torch import Tensor
 BLOCK_SIZE = 16
 EPS = 1e-5
 L2_BYTES = 60e6
-COPIED = 512  # numbers of a program of a kernel that only copies
-READERS, READ = 128, 1 << 14  # programs of a kernel that also reads, and numbers of each at a time
+COPIED = 512  # elements per program of the kernel that only copies
+READERS, READ = 128, 1 << 14  # programs of the kernel that also reads, elements per step
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Row:
 
 
 def timed(step: Callable[[int], object], launches: int) -> float:
-    """Median microseconds of one of `launches` calls in a graph, each with its number."""
+    """Median microseconds per call of `launches` calls in a graph, each called with its number."""
     step(0)
     return median(graph_times(step, launches, 5))
 
@@ -57,7 +57,7 @@ def error_of(actual: Tensor, expected: Tensor) -> float:
 
 
 class Bench:
-    """Random tensors of one dtype, and the rows measured with them."""
+    """Random tensors of one dtype, and the table rows measured with them."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -67,7 +67,7 @@ class Bench:
         return torch.empty(size, dtype=self.dtype, device="cuda").normal_(std=scale)
 
     def weights(self, features: int, width: int) -> list[Tensor]:
-        """Enough copies that none is still in the cache when it is read again."""
+        """Copies of weights, enough that none is still in the L2 cache when it is read again."""
         size = features * width * self.dtype.itemsize
         copies = max(2, int(4 * L2_BYTES / size) + 1)
         return [self.normal(features, width, scale=width**-0.5) for _ in range(copies)]
@@ -95,7 +95,7 @@ class Bench:
         )
 
     def products(self, name: str, model: Model, all_rows: list[int]) -> None:
-        """The four products of a layer and the head, on a residual stream that a kernel wrote."""
+        """Time a layer's four linear layers and the head, on a residual stream from a kernel."""
         width = model.hidden
         heads = (model.heads + 2 * model.kv_heads) * model.head_dim
         norm = 1 + self.normal(width, scale=0.1)
@@ -114,7 +114,7 @@ class Bench:
                     rows,
                     lambda w, x=x: ops.norm_linear(x, w),
                     lambda w, x=x: F.linear(ops.rms_norm(x.hidden, norm, EPS), w),
-                    # The head in fp64 would take 4 GB, and is the same kernel.
+                    # The head in fp64 would take 4 GB, and it is the same kernel.
                     F.linear(normed, weights[0].double()) if label == "qkv" else None,
                 )
         del qkv, head, weights
@@ -158,7 +158,7 @@ class Bench:
             self.rows.append(Row(f"{name} argmax", rows, 0, time, size, library))
 
     def ngrams(self, sequences: int, context: int) -> None:
-        """The suffixes of random texts looked up in them; all of a text is read."""
+        """Time the lookup of random texts' suffixes, which reads the whole text."""
         history = torch.randint(0, 32000, (sequences, context), dtype=torch.int32, device="cuda")
         rows = torch.arange(sequences, device="cuda")
         length, room = torch.full_like(rows, context), torch.full_like(rows, 5)
@@ -189,7 +189,7 @@ class Bench:
             )
 
         error = None
-        if size < 1e8:  # the reference takes its time
+        if size < 1e8:  # the reference is slow
             error = error_of(ours(0), batch.expected(qkv, cos, sin, caches[0]))
         times = timed(ours, 16), timed(library, 16)
         label = f"{name} attention {batch.sequences}x{batch.queries}"
@@ -206,7 +206,7 @@ class Bench:
         return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
 
     def passes(self, name: str, model: Model, batches: list["Batch"]) -> None:
-        """All layers, the head and the argmax, as one graph."""
+        """Time all layers, the head and the argmax as one graph."""
         width, heads = model.hidden, (model.heads + 2 * model.kv_heads) * model.head_dim
         norm = 1 + self.normal(width, scale=0.1)
         layers = [
@@ -244,7 +244,7 @@ class Bench:
             self.rows.append(
                 Row(f"{name} pass {size}", batch.rows, batch.context, whole, moved, library)
             )
-            # What each of a layer costs between other kernels, with which it overlaps.
+            # The cost of attention per layer between other kernels, with which it overlaps.
             read = batch.cache_bytes(model, self.dtype)
             for kernel, time, num_bytes in (
                 ("attention", whole, read),
@@ -257,7 +257,7 @@ class Bench:
 
 
 class Batch:
-    """Sequences of one context length, the last positions of which are the queries."""
+    """Sequences of one context length, whose last positions are the queries."""
 
     def __init__(self, sequences: int, queries: int, context: int) -> None:
         self.sequences, self.queries, self.context = sequences, queries, context
@@ -265,7 +265,7 @@ class Batch:
         blocks = -(-context // BLOCK_SIZE)
         self.num_blocks = sequences * blocks + 1
         order = torch.randperm(sequences * blocks, device="cuda", dtype=torch.int32) + 1
-        # As wide as a context of 128k tokens needs.
+        # The width for a context of 128k tokens.
         self.block_tables = torch.zeros(sequences, 8192, dtype=torch.int32, device="cuda")
         self.block_tables[:, :blocks] = order.view(sequences, blocks)
         starts = torch.arange(0, self.rows + 1, queries, dtype=torch.int32, device="cuda")
@@ -299,7 +299,7 @@ class Batch:
     def expected(
         self, qkv: Tensor, cos: Tensor, sin: Tensor, caches: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """In fp64, by the function's reference on the CPU."""
+        """The result of the function's reference on the CPU, in fp64."""
         tensors = [t.cpu().double() for t in (qkv, cos, sin, *caches)]
         indices = (self.slots, self.block_tables, self.query_start, self.context_lens)
         scale = cos.shape[1] ** -0.5
@@ -322,7 +322,7 @@ def attended(
 def untouched(
     batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """In attention's place numbers of the product, as many as it returns; no kernel."""
+    """A replacement of attention without a kernel: a view of the projection's output."""
     width = qkv.shape[1] - 2 * cache[0].shape[2] * cache[0].shape[3]
     return qkv.view(-1)[: batch.rows * width].view(batch.rows, width)
 
@@ -330,7 +330,7 @@ def untouched(
 def copied(
     batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """In attention's place a kernel that only copies."""
+    """A replacement of attention that only copies."""
     numbers = untouched(batch, qkv, rotation, cache)
     out = torch.empty_like(numbers)
     programs = triton.cdiv(numbers.numel(), COPIED)
@@ -349,7 +349,7 @@ def copy_kernel(numbers_ptr, out_ptr, numbers, COUNT: tl.constexpr):
 def reading(
     batch: Batch, qkv: Tensor, rotation: tuple[Tensor, Tensor], cache: tuple[Tensor, Tensor]
 ) -> Tensor:
-    """In attention's place a kernel that reads the cache before it waits, and copies."""
+    """A replacement of attention that reads the cache before it waits, and copies."""
     numbers = untouched(batch, qkv, rotation, cache)
     out = torch.empty_like(numbers)
     read_kernel[(READERS,)](
@@ -380,7 +380,7 @@ def read_kernel(
         there = start + inside < cached
         total += tl.load(keys_ptr + start + inside, mask=there, other=0.0)
         total += tl.load(values_ptr + start + inside, mask=there, other=0.0)
-    nearly_nothing = tl.sum(total.to(tl.float32)) * 1e-30  # or nothing would be read
+    nearly_nothing = tl.sum(total.to(tl.float32)) * 1e-30  # keeps the loads alive
     after_predecessor(True)
     for start in range(program * COUNT, numbers, tl.num_programs(0) * COUNT):
         place = start + tl.arange(0, COUNT)
@@ -414,7 +414,7 @@ def library_pass(
     batch: Batch,
     rotation: tuple[Tensor, Tensor],
 ) -> Tensor:
-    """Products by cuBLAS, our kernels for the rest."""
+    """A pass with cuBLAS products and our kernels for the rest."""
     x = hidden
     for (qkv, out, gate_up, down), cache in layers:
         projected = F.linear(ops.rms_norm(x, norm, EPS), qkv)
@@ -459,7 +459,7 @@ def main() -> None:
     parts = ["products", "argmax", "ngrams", "attention", "passes"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s, of a device copy")
+    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of a device copy")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)

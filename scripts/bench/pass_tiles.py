@@ -1,12 +1,12 @@
-"""Try tiles of products of few rows in passes of a few layers, in which kernels overlap.
+"""Tries tiles of linear layers with few rows in passes of a few layers, where kernels overlap.
 
     PYTHONPATH=.:kernels python scripts/bench/pass_tiles.py qwen2.5-14b --rows 32 48 \
         --tries add:64,64,128,1,1,512,4,6 norm:64,64,128,1,1,256,4,5+gate:64,64,128,1,1,256,8,4
 
-A try gives tiles, the fields of `Tiles`, to some products: norm (q, k and v), gate (gate and up),
-out and down, or add, which are those two. The others have what is chosen for them, as all do in the
-first line. Layers are without attention. Needs a CUDA device; bf16. Graphs take turns: most of a
-difference of 0.3 us a layer is seen again. N processes with `--compile I/N` compile in advance.
+A try gives tiles (the fields of `Tiles`) to some linear layers: norm (q, k and v), gate (gate and
+up), out, down, or add (out and down). The others keep their chosen tiles, as all do in the first
+line. There is no attention. Needs a CUDA device; bf16. Graphs alternate: most differences of 0.3 us
+a layer repeat. N processes with `--compile I/N` compile in advance.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def parsed(text: str) -> Try:
-    """`KIND:TILES+KIND:TILES` as tiles by the names of KINDS."""
+    """Parse `KIND:TILES+KIND:TILES` into tiles by the names of KINDS."""
     found: Try = {}
     for part in text.split("+"):
         kind, _, fields = part.partition(":")
@@ -78,7 +78,7 @@ class Layers:
 
 
 def product(name: str, x: Tensor, weights: dict[str, Tensor], tries: Try) -> partial[Outputs]:
-    """The launch of a product, but for what is around it."""
+    """The launch of a linear layer, without norm, residual and activation."""
     if name in tries:
         return partial(few_rows_linear, x, weights[name], tries[name])
     chosen = kernel_for(KINDS[name], x, weights[name])
@@ -87,7 +87,7 @@ def product(name: str, x: Tensor, weights: dict[str, Tensor], tries: Try) -> par
 
 
 def runs(layers: Layers, hidden: Tensor, tries: Try, expected: Tensor) -> bool:
-    """Whether the device takes the tiles, which may need more than it has; compiles them."""
+    """Compile the tiles; False if the device lacks the resources for them."""
     try:
         out = layers.forward(hidden, tries)
     except Exception as error:

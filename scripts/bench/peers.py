@@ -1,10 +1,10 @@
-"""Time what the GPUs of a group add up and put together: our kernels against NCCL.
+"""Times all-reduces and all-gathers between the GPUs of a group: our kernels against NCCL.
 
     PYTHONPATH=.:kernels torchrun --nproc-per-node 4 scripts/bench/peers.py
 
-Needs two CUDA devices or more. Every time is the slowest rank's, of one call within a CUDA graph. A
-sum contains the residual and the norm's part, for NCCL as a kernel of its own. "bytes" is what
-reading all other ranks' parts takes at --bandwidth. Results are compared with NCCL's.
+Needs at least two CUDA devices. Every time is the slowest rank's, for one call inside a CUDA graph.
+A sum includes the residual and the norm's part; for NCCL that is a separate kernel. "bytes" is the
+time of reading all other ranks' parts at --bandwidth. Results are compared with NCCL's.
 """
 
 import argparse
@@ -26,7 +26,7 @@ LAUNCHES, REPEATS, EPS = 40, 7, 1e-5
 
 
 def timed(step: Callable[[int], object]) -> float:
-    """Microseconds of one of LAUNCHES calls, each with its number, captured as one graph."""
+    """Microseconds per call of LAUNCHES calls, each with its number, captured as one graph."""
     for number in (0, 1):
         step(number)
     graph = torch.cuda.CUDAGraph()
@@ -48,7 +48,7 @@ def timed(step: Callable[[int], object]) -> float:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest, on any rank."""
+    """The largest absolute difference on any rank."""
     found = (actual.double() - expected.double()).abs().max()
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return float(found)

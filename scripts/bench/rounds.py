@@ -1,9 +1,10 @@
-"""Milliseconds a round of a recipe's pair on this GPU, by proposal length and batch size.
+"""Times rounds of a recipe's pair on this GPU, by proposal length and batch size.
 
-Prompts are random ids and nothing is read but the recipe's models, so that with dummy weights and
-synthetic acceptance every engine does the same work a round. Prints one markdown row a setting:
-median over repeats (least to most), stage times, tokens a second, ratio to k = 0 and to the floor
-of reading every weight once a pass at the bandwidth that a device copy reaches.
+Prompts are random ids, and only the recipe's models are read: with dummy weights and synthetic
+acceptance every engine does the same work per round. Prints one Markdown row per setting:
+milliseconds a round (median over repeats, least to most), stage times, tokens per second, and the
+ratios to k = 0 and to the floor. The floor reads every weight once per pass at the bandwidth of a
+device copy.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
 """
@@ -34,20 +35,22 @@ def numbers(text: str) -> list[int]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="a file, or the name of a bundled recipe")
+    parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
     parser.add_argument("--k", type=numbers, default=[0, 5])
     parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=1000, help="least rounds a row")
+    parser.add_argument("--rounds", type=int, default=1000, help="minimum number of rounds a row")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--profile", type=Path, help="write a table by kernel to this folder")
+    parser.add_argument(
+        "--profile", type=Path, help="write tables of time by kernel to this folder"
+    )
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
 def weight_ms(planned: Plan, k: int) -> float:
-    """The floor: each pass reads its weights once; an untied input embedding is not read."""
+    """The floor in ms: each pass reads its weights once, except an untied input embedding."""
 
     def read(model: torch.nn.Module) -> int:
         table = model.get_input_embeddings().weight  # type: ignore[operator]
@@ -82,13 +85,13 @@ def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> 
 
 
 def tokens_a_round(metrics: Metrics) -> float:
-    """Of all rounds of its sequences, those too in which n-grams found nothing to propose."""
+    """Mean tokens per round, counting rounds in which n-grams found nothing to propose."""
     rounds = metrics.acceptance.num_drafts + metrics.num_rounds_without_proposal
     return 1 + metrics.acceptance.num_accepted_tokens / rounds
 
 
 def profile(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> str:
-    """Time by kernel of some rounds, and how long the device was idle."""
+    """A table of some rounds: time by kernel, and the device's idle time."""
     vocab = engine.target.vocab_size
     work = requests(engine.batch_size, args.prompt_tokens, vocab)
     params = replace(planned.params, max_new_tokens=24 * (k + 1))

@@ -1,9 +1,9 @@
-"""Microseconds to draw from logits on this GPU: over the logits, and over stored probabilities.
+"""Times drawing from logits on this GPU: from the logits, and from stored probabilities.
 
-Every function is replayed as a CUDA graph over several sets of logits in turn, of three times the
-L2 cache where rows are many. MB are the logits read once, and the share is of the bandwidth that a
-device copy reaches. Logits are normal, with a model's spread (peaked) or little (flat: top-p keeps
-most tokens). Ends with the rejection of a round.
+Every function is replayed as a CUDA graph over several sets of logits in turn, three times the size
+of the L2 cache if rows are many. "MB" counts the logits once, and "of copy" compares with the
+bandwidth of a device copy. Logits are normal, with a model's spread (peaked) or a small one (flat:
+top-p keeps most tokens). The last table times the rejection of a round.
 
     python scripts/bench/sampling.py --rows 1,6,192
 """
@@ -35,13 +35,13 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=numbers, default=[1, 6, 8, 48, 192])
     parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--k", type=int, default=5, help="proposals of the round that is rejected")
+    parser.add_argument("--k", type=int, default=5, help="proposals per round in the second table")
     parser.add_argument("--without-torch", action="store_true", help="only the fused functions")
     return parser.parse_args()
 
 
 def microseconds(run: Callable[[int], object], copies: int) -> float:
-    """Median over replays of `run` on each of `copies` inputs in turn, for one of them."""
+    """Median over replays of `run` on `copies` inputs in turn, per input."""
     for i in range(copies):
         run(i)
     torch.cuda.synchronize()
@@ -81,7 +81,7 @@ def drawing(args: argparse.Namespace, rows: int, name: str, spread: float) -> st
 
 
 def rejecting(args: argparse.Namespace, batch: int, name: str, spread: float) -> str:
-    """A round's verification: statistics of the target's rows, and the rejection."""
+    """Time a round's verification: softmax stats of the target's rows, and the rejection."""
     k, vocab = args.k, args.vocab
     copies = max(4, min(40, round(3 * L2_BYTES / (2 * batch * (2 * k + 1) * vocab))))
     settings = (TEMPERATURE, *FILTERS[name])

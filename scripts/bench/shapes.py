@@ -1,4 +1,4 @@
-"""Shapes of models whose kernels and passes are timed."""
+"""Shapes of the models whose kernels and passes are timed."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class Model:
 MODELS = {
     "1b": Model(2048, 8192, 16, 32, 8, 64),
     "8b": Model(4096, 14336, 32, 32, 8, 128),
-    # Others, without the norms of heads, or before sums, that some have.
+    # Other models, without the norms of heads and the norms before sums that some have.
     "llama-3.2-3b": Model(3072, 8192, 28, 24, 8, 128),
     "qwen2.5-0.5b": Model(896, 4864, 24, 14, 2, 64, 151936),
     "smollm2-360m": Model(960, 2560, 32, 15, 5, 64, 49152),

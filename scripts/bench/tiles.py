@@ -1,15 +1,16 @@
-"""Try tiles of a product of few rows, to choose those of `specdec_kernels.linear.tiles`.
+"""Tries tiles of a linear layer with few rows, to choose those of `specdec_kernels.linear.tiles`.
 
-One row of a narrow model has a kernel of its own, `one_row_linear_triton`, which this does not try.
+It does not try `one_row_linear_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 
-A product is its kind (norm, gate or add, as in `choose_tiles`), rows of the weight and columns; a
-gate has twice its features as rows. Needs a CUDA device; bf16. Each candidate runs after itself in
-a CUDA graph, with weights from memory and with weights that stay in the L2 cache: where the two are
-alike, its own loop is what takes the time. The chosen tiles come first, then the best. What is best
-alone need not be in a pass, where kernels overlap: `kernels.py --parts passes` tells. Compiling
-takes a second a candidate; N processes with `--compile I/N` do it in advance.
+A product is named by its kind (norm, gate or add, as in `choose_tiles`) and the weight's rows and
+columns; a gate has twice its features as rows. Needs a CUDA device; bf16. Each candidate runs
+repeatedly in a CUDA graph, with weights from memory and with weights that stay in the L2 cache. If
+both take the same time, the kernel's loop is the limit. The chosen tiles are printed first, then
+the best. The best tiles alone may not be the best in a pass, where kernels overlap: see
+`kernels.py --parts passes`. Compiling takes a second per candidate; N processes with
+`--compile I/N` compile in advance.
 """
 
 import argparse
@@ -24,12 +25,12 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.tiles import Tiles, choose_tiles
 from torch import Tensor
 
-WEIGHT_BYTES = 300e6  # between two uses of the same
+WEIGHT_BYTES = 300e6  # read between two uses of the same weight
 LAUNCHES = 32
 
 
 def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[Tiles]:
-    """Tiles that divide the width, in as many stages as fit 1, 2 or 3 times on a multiprocessor."""
+    """Tiles that divide the width, with the stages that fit 1, 2 or 3 times on a multiprocessor."""
     parts = 2 if kind == "gate" else 1
     for block_n, block_k, slices in product((16, 32, 64), (128, 256, 512, 1024), (1, 2, 4)):
         programs = -(-features // block_n)
@@ -47,7 +48,7 @@ def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[T
 
 
 class Product:
-    """One product on random tensors."""
+    """One linear layer on random tensors."""
 
     def __init__(self, kind: str, weight_rows: int, width: int, rows: int, copies: int) -> None:
         self.kind, self.width = kind, width
@@ -69,7 +70,7 @@ class Product:
         return few_rows_linear(self.x, weight, tiles, **more)[0]
 
     def microseconds(self, tiles: Tiles) -> tuple[float, float]:
-        """With weights from memory, and from the L2 cache."""
+        """Microseconds with weights from memory, and with weights from the L2 cache."""
         fresh = timed(lambda i: self.run(self.weights[i % len(self.weights)], tiles))
         return fresh, timed(lambda _: self.run(self.weights[0], tiles))
 
@@ -80,7 +81,7 @@ class Product:
 
 
 def timed(step: Callable[[int], object]) -> float:
-    """Median microseconds of a launch, of LAUNCHES in a graph."""
+    """Median microseconds per launch, of LAUNCHES in a graph."""
     return median(graph_times(step, LAUNCHES, 7))
 
 
@@ -88,7 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("products", nargs="+", metavar="KIND:ROWSxCOLUMNS")
     parser.add_argument("--rows", nargs="+", type=int, default=[1])
-    parser.add_argument("--best", type=int, default=5, help="how many to print")
+    parser.add_argument("--best", type=int, default=5, help="number of tiles to print")
     parser.add_argument("--compile", default="", metavar="I/N", help="only compile a part")
     args = parser.parse_args()
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
@@ -106,7 +107,7 @@ def main() -> None:
         for tiles in found[share[0] :: share[1]] if share else found:
             try:
                 case.run(case.weights[0], tiles)
-            except Exception as error:  # more registers or memory than there are
+            except Exception as error:  # needs more registers or memory than there are
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:

@@ -1,7 +1,7 @@
-"""Fetch and clean the text the demo pair is trained on. Knows nothing of tokens or models.
+"""Fetch and clean the training text of the demo pair. Knows nothing of tokens or models.
 
-Writes `docs.jsonl` (train), `heldout.jsonl` and `collected.json` (what was taken, what was
-dropped and why) under the working folder, which git ignores.
+Writes `docs.jsonl` (train), `heldout.jsonl` and `collected.json` (files taken, files dropped and
+the reasons) under the working folder, which git ignores.
 """
 
 import argparse
@@ -95,7 +95,7 @@ def heldout_name(stem: str) -> str | None:
 
 
 def strip_notice(text: str) -> str:
-    """Without a leading comment block that is a copyright notice (it would only be parroted)."""
+    """Drop a leading copyright notice, which the model would only parrot."""
     lines = text.split("\n")
     end = 0
     while end < len(lines) and (lines[end].startswith("#") or not lines[end].strip()):
@@ -105,7 +105,7 @@ def strip_notice(text: str) -> str:
 
 
 def refuse(text: str, *, python: bool) -> str | None:
-    """Why a file is left out, or None."""
+    """The reason to leave a file out, or None."""
     if not 300 <= len(text) <= MAX_FILE:
         return "size"
     if GENERATED.search(text[:600]):
@@ -136,7 +136,7 @@ def refuse(text: str, *, python: bool) -> str | None:
 
 
 def prose(doc: Doc) -> float:
-    """How documented and idiomatic a file looks: docstring share, less a penalty for size."""
+    """A score of how documented a file is: docstring share, less a penalty for size."""
     tree = ast.parse(doc.text)
     kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
     docs = sum(len(ast.get_docstring(n) or "") for n in ast.walk(tree) if isinstance(n, kinds))
@@ -169,7 +169,7 @@ def stdlib_docs() -> Iterator[Doc]:
 
 
 def manual_docs(deb: Path, work: Path) -> Iterator[Doc]:
-    """The reStructuredText of the Python manual, out of Debian's python3.11-doc."""
+    """The reStructuredText of the Python manual, from Debian's python3.11-doc."""
     root = work / "manual"
     subprocess.run(["dpkg", "-x", deb, root], check=True)
     for path in sorted(root.rglob("_sources/**/*.rst.txt")):
@@ -282,7 +282,7 @@ def collect(work: Path, sources: list[dict[str, str]]) -> None:
             raise ValueError(f"{source['name']} is {licence}")
         take(wheel_docs(wheel, source["name"]))
 
-    # Caps: tests are repetitive, and no one package may set the style.
+    # Caps: tests are repetitive, and no single package may set the style.
     manual = sum(len(d.text) for d in kept.get("manual", []))
     stdlib = sum(len(d.text) for d in kept["stdlib"])
     tests = kept["stdlib-test"]
@@ -329,7 +329,9 @@ def read(path: Path) -> list[Doc]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, default=Path(".corpus"))
-    parser.add_argument("--no-fetch", action="store_true", help="use the archives already there")
+    parser.add_argument(
+        "--no-fetch", action="store_true", help="use the archives that are already there"
+    )
     args = parser.parse_args()
     sources = json.loads((HERE / "sources.json").read_text())
     if not args.no_fetch:

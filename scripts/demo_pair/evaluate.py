@@ -1,7 +1,7 @@
 """Held-out figures of a saved demo pair: loss, bits per byte, acceptance rate, agreement.
 
 The acceptance rate is analytic: alpha = E sum_x min(p(x), q(x)) at temperature 1 over held-out
-text. It knows nothing of speculative decoding itself, so it is an independent check of it.
+text. It does not use speculative decoding, so it is an independent check of it.
 """
 
 import argparse
@@ -34,8 +34,8 @@ def load_model(folder: Path, device: str) -> LlamaForCausalLM:
 def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
     """Next-token logits without a cache, [B, T] -> [B, T, V].
 
-    The layers are called one by one with no mask at all, so that attention takes its causal
-    fast path also under torch.compile.
+    The layers are called one by one without a mask, so that attention takes its causal fast
+    path also under torch.compile.
     """
     x = model.model.embed_tokens(ids)
     positions = torch.arange(ids.shape[1], device=ids.device)[None]
@@ -48,7 +48,7 @@ def logits_of(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 
 @torch.no_grad()
 def heldout_loss(model: LlamaForCausalLM, windows: Tensor, batch: int) -> float:
-    """Nats per token."""
+    """Mean cross-entropy over the held-out windows, in nats per token."""
     total = 0.0
     for w in windows.split(batch):
         logits = logits_of(model, w[:, :-1]).float()
@@ -79,7 +79,7 @@ def pair_figures(
 def figures(
     folder: Path, windows: Tensor, bytes_per_token: float, device: str, batch: int
 ) -> dict[str, dict[str, Any]]:
-    """One row per saved model; the drafts' rows carry the pair's figures too."""
+    """One row per saved model; the drafts' rows also hold the pair's figures."""
     target = load_model(folder / "target", device)
     windows = windows.to(device)
     rows: dict[str, dict[str, Any]] = {}
@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path(".corpus/pack"))
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--limit", type=int, help="only the first so many windows")
+    parser.add_argument("--limit", type=int, help="use only the first LIMIT windows")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
     meta = json.loads((args.data / "meta.json").read_text())

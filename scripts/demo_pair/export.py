@@ -1,7 +1,7 @@
-"""Lay out the demo pair as it is shipped: models, tokenizer, model cards, manifest and NOTICE.
+"""Write the demo pair in its shipped form: models, tokenizer, model cards, manifest and NOTICE.
 
-Given a training output folder it writes `target/`, `draft/` and `draft-distilled/`; without one,
-only the manifest and the NOTICE of the corpus.
+With a training output folder it writes `target/`, `draft/` and `draft-distilled/`; without one it
+writes only the manifest and the NOTICE of the corpus.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Tokenise the corpus, take out what overlaps the held-out text, and write the binary files.
+"""Tokenise the corpus, remove overlaps with the held-out text, and write the binary files.
 
 Writes `train.bin.xz` and `heldout.bin` (uint16 token ids, every document followed by eos) and
 `meta.json` (segments of the train file with their sampling weights) under `pack/`.
@@ -21,8 +21,8 @@ Hashes = npt.NDArray[np.uint64]
 NGRAM = 50
 BASE = 0x9E3779B97F4A7C15 | 1  # odd, so it has an inverse modulo 2**64
 INVERSE = pow(BASE, -1, 1 << 64)
-DROP_FILE = 0.05  # a file sharing more than this of its tokens goes whole
-SHORTEST = 64  # what is left of a cut file must be at least this long
+DROP_FILE = 0.05  # a file that shares more of its tokens is dropped whole
+SHORTEST = 64  # tokens that a piece of a cut file must at least have
 WEIGHTS = {"stdlib": 3.0, "stdlib-test": 0.5, "manual": 0.7, "package": 1.0}
 
 
@@ -43,7 +43,7 @@ def window_hashes(ids: Ids, ascending: Hashes, inverse: Hashes) -> Hashes:
 
 
 def members(hashes: Hashes, banned: Hashes) -> npt.NDArray[np.bool_]:
-    """Which hashes are in the sorted array `banned`."""
+    """A mask of the hashes that are in the sorted array `banned`."""
     places = np.searchsorted(banned, hashes)
     return banned[np.minimum(places, len(banned) - 1)] == hashes
 
@@ -72,7 +72,7 @@ def main() -> None:
     heldout_docs, docs = read(args.work / "heldout.jsonl"), read(args.work / "docs.jsonl")
     heldout, train = encode(tokenizer, heldout_docs), encode(tokenizer, docs)
 
-    longest = max(map(len, heldout + train)) + 1  # and its eos
+    longest = max(map(len, heldout + train)) + 1  # with its eos
     ascending, inverse = powers(BASE, longest), powers(INVERSE, longest)
     banned = np.unique(np.concatenate([window_hashes(x, ascending, inverse) for x in heldout]))
     eos = np.zeros(1, np.uint16)

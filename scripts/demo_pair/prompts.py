@@ -1,7 +1,7 @@
 """Cut the demo prompts out of the held-out standard library modules.
 
-A prompt is a signature with its docstring (and the class line over a method), and ends just
-after the docstring: what follows is the model's to write.
+A prompt is a signature with its docstring (and the class line above a method). It ends just after
+the docstring, and the model writes the body.
 """
 
 import argparse
@@ -31,7 +31,7 @@ def definitions(
 
 
 def prompt_of(lines: list[str], node: Definition, parent: ast.ClassDef | None) -> str | None:
-    """The head of a definition, or None where there is no docstring or nothing after it."""
+    """The head of a definition; None without a docstring or without code after it."""
     if ast.get_docstring(node) is None or len(node.body) < 2:
         return None
     first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
@@ -60,7 +60,7 @@ def candidates(doc: Doc, tokenizer: Tokenizer) -> list[dict[str, str]]:
 
 
 def select(by_module: dict[str, list[dict[str, str]]]) -> list[dict[str, str]]:
-    """COUNT prompts, evenly over the categories and, within one, in turn over its modules."""
+    """COUNT prompts, evenly over the categories and in turn over the modules of each."""
     categories = sorted(set(HELDOUT.values()))
     taken: dict[str, list[dict[str, str]]] = {c: [] for c in categories}
     pools = {

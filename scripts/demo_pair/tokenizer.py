@@ -1,8 +1,8 @@
 """Train the demo pair's byte-level BPE. Knows nothing of models.
 
-Newlines and indentation are tokens of their own (a run of newlines, a run of spaces), never
-glued to punctuation: so a prompt may end before or after a newline and still be tokenised as
-the training text was. Gluing them saves 5 % of the tokens and costs that.
+A run of newlines and a run of spaces are separate tokens, never merged with punctuation. A prompt
+may therefore end before or after a newline and is still tokenised like the training text. Merging
+them would save 5 % of the tokens.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def blank() -> Tokenizer:
 
 
 def sample(docs: list[Doc]) -> Iterator[str]:
-    """Each group's share of the tokenizer's text, whole repeats first."""
+    """The tokenizer's training text: each group's share, whole repeats first."""
     rng = random.Random(SEED)
     for doc in docs:
         share = SAMPLE.get(doc.group, PACKAGES)

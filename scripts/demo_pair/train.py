@@ -1,7 +1,7 @@
 """Train the demo pair: a target, a draft on the same text, and a draft distilled from the target.
 
 One command, one device, a wall-clock budget per model. Every model is saved as soon as it is
-trained, so a late failure loses nothing before it. Knows nothing of `specdec_cli`.
+trained, so a later failure does not lose it. Knows nothing of `specdec_cli`.
 """
 
 import argparse
@@ -50,15 +50,15 @@ SHARED = {
     "mlp_bias": False,
 }
 WARMUP = 200  # steps of rising learning rate
-TIMED = (40, 140)  # the steps whose speed decides how many there will be
+TIMED = (40, 140)  # the steps whose speed determines the number of steps
 DECAY = 0.5  # the last share of the steps, over which the learning rate falls to 0
-RESERVE = 0.94  # of the budget that steps may take; evaluation takes the rest
+RESERVE = 0.94  # fraction of the budget for steps; evaluation takes the rest
 TEMPERATURE = 0.7
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one model is trained."""
+    """The training plan of one model."""
 
     name: str
     shape: dict[str, int]
@@ -76,7 +76,7 @@ class Corpus:
 
     tokens: Tensor  # [N] int32
     starts: Tensor  # [S] segment starts
-    spans: Tensor  # [S] how many window starts a segment has
+    spans: Tensor  # [S] number of window starts of a segment
     weights: Tensor  # [S] sampling probability of a segment
     context: int
 
@@ -127,7 +127,7 @@ def optimiser(model: LlamaForCausalLM, lr: float, device: str) -> torch.optim.Ad
 def loss_of(
     model: LlamaForCausalLM, teacher: LlamaForCausalLM | None, distil: float, w: Tensor
 ) -> Tensor:
-    """Cross-entropy, mixed with KL(teacher || model) when there is a teacher."""
+    """Cross-entropy, mixed with KL(teacher || model) if there is a teacher."""
     logits = logits_of(model, w[:, :-1]).float().flatten(0, 1)
     loss = F.cross_entropy(logits, w[:, 1:].flatten())
     if teacher is None:
@@ -164,7 +164,7 @@ class Trainer:
         return torch.compile(loss_of, dynamic=False) if self.compile else loss_of
 
     def train(self, plan: Plan, teacher: LlamaForCausalLM | None) -> tuple[LlamaForCausalLM, dict]:
-        """The model at its best held-out loss, and what happened."""
+        """Train a model; returns it at its best held-out loss, with a record of the training."""
         device = self.args.device
         model = build(plan.shape, plan.seed, device)
         optim = optimiser(model, plan.lr, device)
@@ -178,7 +178,7 @@ class Trainer:
         step = 0
 
         def fit(share: float) -> int:
-            """The steps that fill `share` of the budget at the pace seen since `clock`."""
+            """The number of steps that fill `share` of the budget at the pace since `clock`."""
             self.sync()
             now = time.perf_counter()
             pace = (now - clock) / (step - first)
@@ -228,7 +228,7 @@ class Trainer:
                     heldout=round(held, 4),
                     norm=round(float(norm), 3),
                 )
-                # The total does not matter before the decay: correct it as the pace shows.
+                # Before the decay the total does not matter, so it follows the measured pace.
                 if not plan.steps and last < step < (1 - DECAY) * steps - every:
                     steps = max(fit(0.98), math.ceil(step / (1 - DECAY)))
                 if not plan.steps and time.perf_counter() - began > plan.minutes * 60 * 1.2:
@@ -251,7 +251,7 @@ class Trainer:
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """bf16 weights and the config; export.py writes everything that is the same for all three."""
+    """Save bf16 weights and the config; export.py writes the files that all models share."""
     half = copy.deepcopy(model).cpu().to(torch.bfloat16)
     half.config.architectures = ["LlamaForCausalLM"]
     half.save_pretrained(folder)
@@ -289,8 +289,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=Path("specdec_cli/demo/prompts.jsonl"))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--minutes", type=float, default=5.0, help="wall clock for the target")
-    parser.add_argument("--draft-minutes", type=float, default=1.4, help="and for each draft")
-    parser.add_argument("--steps", type=int, nargs=3, help="of each model, instead of a time")
+    parser.add_argument("--draft-minutes", type=float, default=1.4, help="the same for a draft")
+    parser.add_argument("--steps", type=int, nargs=3, help="steps by model, not minutes")
     parser.add_argument("--context", type=int, default=CONTEXT)
     parser.add_argument("--batch", type=int, default=131_072, help="tokens")
     parser.add_argument("--lr", type=float, default=3e-3)
@@ -299,7 +299,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--eval-batch", type=int, default=64)
     parser.add_argument("--seed", type=int, default=20250)
     parser.add_argument("--no-compile", action="store_true")
-    parser.add_argument("--smoke", action="store_true", help="tiny, to try the plumbing")
+    parser.add_argument("--smoke", action="store_true", help="a tiny run that tests the script")
     args = parser.parse_args()
     if args.smoke:
         args.context, args.batch, args.eval_batch = 64, 512, 8

@@ -1,14 +1,14 @@
-"""What holds on a GPU, on the demo pair.
+"""Checks of the engine on a GPU, with the demo pair.
 
     python scripts/proofs/gpu.py [--graphs auto|off]
 
 1. fp32: greedy token ids equal transformers' `generate` on the same device.
 2. bf16: every first divergence from the target alone is a near-tie: in fp32 the two best logits
-   there are closer than twice the noise that bf16 shows between passes of different width.
-3. fp32 sampling: the same tokens whatever the batch size, and again when repeated.
+   there are closer than twice the noise of bf16 between passes of different width.
+3. fp32 sampling: the same tokens for every batch size, and when repeated.
 
-Rounds are CUDA graphs, or with `--graphs off` launched pass by pass. Prints a table each and exits
-1 when one does not hold.
+Rounds are CUDA graphs; `--graphs off` launches them pass by pass. Prints a table for each check and
+exits 1 if one fails.
 """
 
 import argparse
@@ -35,7 +35,7 @@ PROMPTS, NEW_TOKENS = 40, 64
 def prompts() -> list[list[int]]:
     lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()
     tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
-    # Every fifth, so that all categories take part.
+    # Every fifth prompt, so that all categories take part.
     return [tokenizer(json.loads(line)["prompt"])["input_ids"] for line in lines[::5][:PROMPTS]]
 
 
@@ -68,7 +68,7 @@ def target(dtype: torch.dtype) -> Any:
 
 
 def alone(asked: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
-    """The target by itself, by transformers."""
+    """Tokens of transformers' `generate` on the target alone."""
     model = target(dtype)
     return [greedy_reference(model, prompt, NEW_TOKENS) for prompt in asked]
 
@@ -123,7 +123,7 @@ def near_ties_in_bf16(asked: list[list[int]], graphs: str) -> int:
                 prefix = asked[seq.index] + other[:at]
                 logits = exact(torch.tensor([prefix], device=DEVICE)).logits[0, -1]
                 ours, theirs = logits[seq.output_ids[at]], logits[other[at]]
-                # From the best logit to the worse of the two choices.
+                # From the best logit to the lower of the two choices.
                 gaps.append(float(logits.max() - torch.minimum(ours, theirs)))
             unexplained = sum(gap > 2 * noise for gap in gaps)
             bad += unexplained

@@ -3,10 +3,10 @@
     python scripts/proofs/greedy.py --jobs 2
 
 Runs every bundled prompt through every combination of proposal length, proposer (a draft, or
-ngram: prompt lookup) and batch size, and compares token ids with the target decoded alone by
-transformers. Then compares the proposed and accepted counts of every round with transformers'
-assisted generation and its prompt lookup. Prints a table; exits 1 on any mismatch. The whole takes
-about an hour of one core; `--prompts`, `--k`, `--proposers` and `--batch` select a part.
+prompt lookup as "ngram") and batch size. Compares token ids with transformers' `generate` on the
+target alone, then the proposed and accepted counts of every round with transformers' assisted
+generation and prompt lookup. Prints a table; exits 1 on any mismatch. Takes about an hour of one
+core; `--prompts`, `--k`, `--proposers` and `--batch` select a part.
 """
 
 import argparse
@@ -25,7 +25,7 @@ PROPOSERS: dict[str, dict[str, object]] = {
     "same": {"draft.model": "demo:target"},
     "ngram": {"speculation.method": "ngram", "speculation.ngram_max": 3},
 }
-LONGEST = 3  # the n-grams of transformers' prompt lookup, as above
+LONGEST = 3  # n-gram length of transformers' prompt lookup, as in PROPOSERS
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def oracle() -> tuple[Any, Any]:
 
 
 def generate_alone(texts: list[str], new_tokens: int) -> list[list[int]]:
-    """What the target writes by itself; stops at EOS like the engine."""
+    """Tokens of the target alone; stops at EOS like the engine."""
     from tests.support import greedy_reference
 
     model, tokenizer = oracle()
@@ -93,7 +93,7 @@ def run_engine(case: Case) -> list[Any]:
 
 
 def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
-    """Run a case; how many prompts differ, and what was accepted."""
+    """Run a case; returns its row: the prompts that differ, and the mean acceptance length."""
     started = time.perf_counter()
     seqs = run_engine(case)
     differ = [s.index for s, ids in zip(seqs, want, strict=True) if s.output_ids != ids]
@@ -111,7 +111,7 @@ def check(case: Case, want: list[list[int]]) -> dict[str, Any]:
 
 
 def check_rounds(proposer: str, k: int, count: int, new_tokens: int) -> dict[str, Any]:
-    """Rounds of the engine against those of transformers, EOS ignored in both.
+    """Compare rounds of the engine with those of transformers, EOS ignored in both.
 
     proposer: "demo" against assisted generation, "ngram" against prompt lookup.
     """
@@ -186,7 +186,7 @@ def main() -> int:
             f"in {time.perf_counter() - started:.0f} s",
             flush=True,
         )
-        # The longest first, so that no core waits for one of them at the end.
+        # The longest cases first, so that no core waits for one at the end.
         cases = sorted(
             (
                 Case(k, proposer, b, args.prompts, args.new_tokens)

@@ -1,9 +1,8 @@
-"""Coverage of the intervals that `sweep-k` prints: how many of its 95 % intervals hold the truth.
+"""Coverage of the 95 % intervals that `sweep-k` prints: the share that contains the truth.
 
-Sweeps are simulated: prompts differ in how well their draft fits (Beta distributed, by category),
-in length (some end early) and, as a whole, in how fast the machine was; rounds are drawn token by
-token. The truth is the value over a population of many prompts. The percentile bootstrap and BCa
-are beside ours for comparison.
+Sweeps are simulated. Prompts differ in acceptance (Beta distributed, by category), in length (some
+end early) and in the machine's speed; rounds are drawn token by token. The truth is the value over
+a population of many prompts. The percentile bootstrap and BCa are computed for comparison.
 
     python scripts/proofs/intervals.py --sims 1000
 """
@@ -21,7 +20,7 @@ from specdec_cli.experiment.stats import SumRatio
 Array = npt.NDArray[np.float64]
 K, LENGTH, REPEATS = 4, 64, 3
 ROUND_MS, PLAIN_MS = 12.0, 6.0
-# A prompt's chance that a proposal is accepted: (a, b) of a Beta distribution, by category.
+# Distribution of a prompt's acceptance rate, by category: (a, b) of a Beta distribution.
 CATEGORIES = ((8.0, 2.0), (4.0, 3.0), (1.5, 1.5))
 
 
@@ -97,7 +96,7 @@ def _population() -> dict[str, Array]:
 
 
 def coverage(sims: int, n: int, seed: int, methods: list[str]) -> dict[tuple[str, str], float]:
-    """Share of intervals that hold the truth, by measure and method."""
+    """Share of intervals that contain the truth, by measure and method."""
     rng = np.random.default_rng(seed)
     population = _population()
     measures: dict[str, Callable[[dict[str, Array]], SumRatio]] = {

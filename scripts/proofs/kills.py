@@ -1,9 +1,9 @@
-"""kill -9 at random moments of a sweep: nothing that was called safe is lost, no line is torn.
+"""Kills sweeps with SIGKILL at random moments: no acknowledged sample is lost, no line is torn.
 
-A sweep is killed, resumed and killed again until it is done, then begun anew in another folder,
-until so many kills have hit. After each kill every sample whose writing had been acknowledged must
-be in samples.jsonl, and every line whole; no sample may be measured twice, and each finished folder
-must hold the samples of a sweep that nobody disturbed.
+A sweep is killed, resumed and killed again until it is done; then another begins in a new folder,
+until KILLS kills have hit. After each kill samples.jsonl must hold every sample whose write was
+acknowledged, in whole lines. No sample may be measured twice, and each finished folder must hold
+the samples of an undisturbed sweep.
 
     python scripts/proofs/kills.py --kills 200
 """
@@ -41,7 +41,7 @@ def main() -> int:
     kills = lost = torn = twice = different = folders = acknowledged = early = 0
     with tempfile.TemporaryDirectory() as scratch:
         whole = Path(scratch) / "whole"
-        # In this process: what it imports is then there in every fork.
+        # In this process, so that every fork has its imports.
         torch.set_num_threads(1)
         with redirect_stdout(StringIO()):
             code = specdec([*map(str, SWEEP), "-o", str(whole)])
@@ -52,7 +52,7 @@ def main() -> int:
             folders += 1
             told: list[list[object]] = []
             while True:
-                # Most kills fall while samples come; some while models load or points are written.
+                # Most kills hit while samples are written, some during loading or writing points.
                 after = rng.choice((0, 1, 1, 2, 3, 5))
                 delay = rng.uniform(0.0, 0.8 if after == 0 else 0.15)
                 code, safe = stopped_sweep(

@@ -1,12 +1,12 @@
-"""The cache that `profile-blocks` announces, against its estimate and against a run that fills it.
+"""Compares the cache that `profile-blocks` announces with its estimate and with a full run.
 
     python scripts/proofs/memory.py [RECIPE] [--target-tp N] [--draft-tp N] [--batch-size B]
         [--utilization 0.95] [--prompt-tokens 7000] [--new-tokens 64] [--device cuda] [--set K=V]
 
 Four commands with one recipe: a measurement, an estimate, a short `generate` whose engine sizes its
 own cache, and a `generate` with the announced number of blocks and more sequences than fit at once,
-so that the cache is used to its last block (sequences are preempted). All has to end without
-running out of memory. Used memory is what nvidia-smi shows at the peak of the last run.
+so that the cache is used to its last block (sequences are preempted). None of them may run out of
+memory. Used memory is the peak of the last run as of nvidia-smi.
 """
 
 import argparse
@@ -26,7 +26,7 @@ GIB = 2**30
 
 
 def specdec(command: str, options: argparse.Namespace, *extra: str) -> tuple[int, str, str, float]:
-    """One command: exit code, streams, seconds."""
+    """Run one command; returns exit code, streams and seconds."""
     sets = [f"cache.gpu_memory_utilization={options.utilization}", *options.set]
     tp = ["--target-tp", str(options.target_tp), "--draft-tp", str(options.draft_tp)]
     common = [*tp, "--batch-size", str(options.batch_size), "--device", options.device, "--json"]
@@ -49,7 +49,7 @@ def document(what: str, outcome: tuple[int, str, str, float]) -> dict[str, Any]:
 
 
 class Watch(threading.Thread):
-    """The most memory in use on each GPU, as nvidia-smi sees it, in GiB."""
+    """Peak memory in use on each GPU as of nvidia-smi, in GiB."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -75,11 +75,11 @@ def show(name: str, ranks: list[dict[str, Any]]) -> None:
 
 
 def prompt_length(profile: dict[str, Any], wanted: int) -> tuple[int, int]:
-    """About as many tokens as wanted, so that whole prompts fill the cache, and how many do."""
+    """A length near `wanted` at which whole prompts fill the cache, and the number of prompts."""
     size, usable = profile["block_size"], profile["num_blocks"] - 1
     k = profile["recipe"]["speculation"]["num_speculative_tokens"]
     at_once = max(1, usable // -(-wanted // size))
-    # A block for each sequence is left over when the last one is admitted.
+    # Admission of the last sequence leaves one spare block for each.
     return (usable - at_once) // at_once * size - k, at_once
 
 

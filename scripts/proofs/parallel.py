@@ -1,4 +1,4 @@
-"""What the demo pair writes does not depend on the ranks that its models are split over.
+"""The demo pair's output does not depend on the ranks over which its models are split.
 
     python -m scripts.proofs.parallel --prompts 40
 
@@ -61,7 +61,7 @@ def main() -> int:
                 cases.decode, pair, tps, prompts, runs, runs_ahead=rounds == "ahead", **settings
             )
             told = [x["seqs"] for x in found if x is not None]
-            # Of every rank, not of rank 0 alone.
+            # Every rank's, not only rank 0's.
             differ = [
                 sum(any(own[run][i] != one[run][i] for own in told) for i in range(len(prompts)))
                 for run in range(len(runs))

@@ -1,9 +1,9 @@
-"""Failing ranks, signals to the parent, and equal tokens over ranks, all through the real command.
+"""Tests failing ranks, signals to the parent and equal tokens over ranks with the real command.
 
     python scripts/proofs/ranks.py [--timeout 8] [--device cpu] [--target-tp 2] [--only WORD]
 
-Each row of the table is one `specdec generate` with several ranks. Seconds count from the fault, or
-the signal, to the end of the last process; left are processes that outlive it.
+Each row of the table is one `specdec generate` with several ranks. "seconds" counts from the fault
+or signal to the end of the last process; "left" counts processes that outlive the run.
 """
 
 import argparse
@@ -27,7 +27,7 @@ MODES = {
     "raise": "ArithmeticError: the planted error",
     "kill": "was killed by SIGKILL",
     "hang": "hung in ",
-    "gone": "ended without a word",
+    "gone": "ended without a report",
 }
 SIGNALS = {"INT": 130, "TERM": 143, "HUP": 143, "KILL": -9}
 SIGNAL_S = 5.0
@@ -35,7 +35,7 @@ SIGNAL_S = 5.0
 
 @dataclass(frozen=True)
 class Row:
-    """One run: what was done to it, how it ended, and whether that is what was promised."""
+    """One run: the fault, the outcome, and whether the outcome is as promised."""
 
     name: str
     code: int
@@ -52,7 +52,7 @@ def command(options: argparse.Namespace, *extra: str) -> list[str]:
 
 
 def failing(options: argparse.Namespace, mode: str, stage: str, rank: int) -> Row:
-    """A rank that fails in a stage."""
+    """Make a rank fail in a stage."""
     fault = f"{mode}:{stage}:{rank}"
     paths = f"{ROOT / 'tests' / 'launch' / 'site'}:{ROOT}:{ROOT / 'kernels'}"
     environ = marked(**options.environ, PYTHONPATH=paths, PLANTED_FAULT=fault)
@@ -69,7 +69,7 @@ def failing(options: argparse.Namespace, mode: str, stage: str, rank: int) -> Ro
 
 
 def signalled(options: argparse.Namespace, name: str) -> Row:
-    """A signal to the parent while the ranks decode."""
+    """Send the parent a signal while the ranks decode."""
     environ = marked(**options.environ)
     with tempfile.TemporaryDirectory() as folder:
         prompts = Path(folder, "prompts.jsonl")
@@ -96,7 +96,7 @@ def signalled(options: argparse.Namespace, name: str) -> Row:
 
 
 def equal(options: argparse.Namespace, draft_tp: int, *how: str) -> Row:
-    """The tokens of a run over ranks against those of one rank, in fp32."""
+    """Compare the tokens of a run over ranks with those of one rank, in fp32."""
     prompts = [part for text in ("def add(a, b):", "class Stack:") for part in ("--prompt", text)]
     common = ["--json", "--dtype", "float32", "--max-new-tokens", "48", *prompts, *how]
     found = []

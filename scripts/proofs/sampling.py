@@ -1,13 +1,14 @@
-"""Sampled output follows the target's distribution, and the test of that has power.
+"""Tests that sampled output follows the target's distribution, and that the test has power.
 
     python scripts/proofs/sampling.py --jobs 2
 
-Part 1: 40 pairs of distributions x k = 1..4 x 20 000 rounds, the emitted tokens against the
-target's distributions by chi-square; then the same rounds under samplers with planted faults,
-each of which must be caught. All of it again with proposals that are not drawn, as prompt lookup
-makes them. Part 2: the running engine on models of 8 tokens, with a draft and with prompt lookup,
-the joint of its first four tokens against transformers' probabilities. Prints tables; exits 1 when
-the project is rejected or a fault survives. A few minutes of two cores.
+Part 1 draws 20 000 rounds for 40 pairs of distributions at k = 1..4 and compares the emitted tokens
+with the target's distributions by chi-square. The same rounds then run under samplers with planted
+faults, each of which must be caught. Everything is repeated with proposals that are not drawn, as
+in prompt lookup. Part 2 runs the engine on models of 8 tokens, with a draft and with prompt lookup,
+and compares the joint distribution of its first four tokens with transformers' probabilities.
+Prints tables; exits 1 if the project is rejected or a fault survives. Takes a few minutes of two
+cores.
 """
 
 import argparse
@@ -27,12 +28,12 @@ from tests import lossless
 from tests.lossless import CORRECT, FAULTS, LOOKUP_FAULTS, Rule, label
 from tests.support import make_engine, ngram_engine
 
-SIGNIFICANT = 1e-4  # of one pair, after Bonferroni over its own tests
+SIGNIFICANT = 1e-4  # for one pair, after Bonferroni over its own tests
 KS = (1, 2, 3, 4)
 ENGINE_KS = (0, 1, 2, 3)
-ENGINE_FAULT_K = 3  # whose bonus token is the fourth
+ENGINE_FAULT_K = 3  # its bonus token is the fourth token
 PAIRS, TIED_PAIRS = 40, 8
-# Every kind of pair, and the faults that are planted in it.
+# The kinds of pairs, and the faults planted in each.
 KINDS: dict[str, list[Rule]] = {
     "random": FAULTS,
     "lookup": LOOKUP_FAULTS,
@@ -60,7 +61,7 @@ ENGINE_LOOKUP_FAULTS = LOOKUP_FAULTS[:6]
 
 @dataclass(frozen=True)
 class Cell:
-    """p-values of one pair and one k: of every test, by sampler."""
+    """p-values of one pair at one k, by sampler and test."""
 
     k: int
     acceptance: float
@@ -98,9 +99,9 @@ def run_engine(
 
 
 def report_values(title: str, k: int, values: list[float], rejected: int) -> int:
-    """One line; returns rejections, a KS test of the values' uniformity included.
+    """Print one line; returns rejections, with those of a KS test of the values' uniformity.
 
-    A value of 1 says that there was too little to test, as behind a long row of rare tokens.
+    A value of 1 means that there was too little to test, as after a long row of rare tokens.
     """
     uniform = float(stats.kstest([p for p in values if p < 1.0], "uniform").pvalue)
     print(f"  {title:<16} {k}  {rejected:8} of {len(values)}  {min(values):8.5f}  {uniform:8.3f}")
@@ -108,7 +109,7 @@ def report_values(title: str, k: int, values: list[float], rejected: int) -> int
 
 
 def report_project(kind: str, cells: list[Cell]) -> int:
-    """The project's own sampler; how many rejections."""
+    """Print the results of the project's sampler; returns the number of rejections."""
     name, bad = label(CORRECT), 0
     print(f"{kind + ' pairs':<16}  k  pairs rejected   least p  KS of the p")
     for k in sorted({c.k for c in cells}):
@@ -123,9 +124,9 @@ def report_project(kind: str, cells: list[Cell]) -> int:
 
 
 def report_fault(cells: list[Cell], name: str) -> bool:
-    """One line of the table of faults; whether the fault survives.
+    """Print one line of the table of faults; returns True if the fault survives.
 
-    It is caught when some cell is significant after Bonferroni over all of them.
+    A fault is caught if some cell is significant after Bonferroni over all cells.
     """
     values = [(c.k, lossless.adjusted(c.by_rule[name])) for c in cells]
     caught = [sum(p < SIGNIFICANT for k, p in values if k == mine) for mine in KS]

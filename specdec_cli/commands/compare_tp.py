@@ -26,7 +26,7 @@ TargetTPs = Annotated[
     typer.Option(
         "--target-tp",
         metavar="LIST",
-        help="Ranks of the target, such as 1,2,4; else the recipe's.",
+        help="Ranks of the target, such as 1,2,4. Default: the recipe's.",
     ),
 ]
 DraftTPs = Annotated[
@@ -34,12 +34,12 @@ DraftTPs = Annotated[
     typer.Option(
         "--draft-tp",
         metavar="LIST",
-        help="Ranks of the draft, such as 1,2,4; else all that divide the target's.",
+        help="Ranks of the draft, such as 1,2,4. Default: every divisor of the target's.",
     ),
 ]
 BatchSizes = Annotated[
     str | None,
-    typer.Option("--batch-size", metavar="LIST", help="Prompts decoded together, such as 1,8."),
+    typer.Option("--batch-size", metavar="LIST", help="Batch sizes, such as 1,8."),
 ]
 Batches = Annotated[
     int | None,
@@ -47,14 +47,14 @@ Batches = Annotated[
         "--batches",
         metavar="N",
         min=1,
-        help="At each batch size, only the prompts of the first N batches.",
+        help="Use only the prompts of the first N batches at each batch size.",
     ),
 ]
 Resume = Annotated[
-    bool, typer.Option("--resume", help="Go on with the comparison in the folder of -o.")
+    bool, typer.Option("--resume", help="Continue the comparison in the folder of -o.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be measured; start no ranks.")
+    bool, typer.Option("--dry-run", help="Show what would be measured; start no ranks.")
 ]
 
 
@@ -93,9 +93,9 @@ def compare_tp(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Find out on how many of the target's ranks the draft is best run.
+    """Find the number of the target's ranks on which the draft is fastest.
 
-    Every pair of degrees runs in processes of its own, with k = 0 beside it; one that fails does
+    Each pair of degrees runs in processes of its own, with k = 0 beside it. A pair that fails does
     not end the others. Without a recipe the bundled demo pair runs.
     """
     place: Place = ctx.obj
@@ -112,7 +112,7 @@ def compare_tp(
         resolved, dataset, sets, limit, chat, system, skip_bad=skip_bad
     )
     if resume and output is None:
-        raise UsageError("--resume: which comparison?", "name its folder with -o DIR")
+        raise UsageError("--resume needs the comparison's folder", "name it with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
     code = _compare(
         place,
@@ -148,9 +148,9 @@ def _compare(
     quiet: bool,
     verbose: bool,
 ) -> ExitCode:
-    """Plan, run the pairs, keep and show what comes. Returns the exit code.
+    """Plan, run the pairs, keep and show the results. Returns the exit code.
 
-    degrees: of the target and of the draft. sizes: of batches.
+    degrees: the target's and the draft's. sizes: batch sizes.
     """
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
@@ -175,7 +175,7 @@ def _compare(
         elif output is not None:
             folder = open_folder(output, plan, records, resume=resume)
             warnings += [one for one in read_warnings(output) if one not in warnings]
-            if not records.is_open(plan.to_run):  # all of it had been recorded
+            if not records.is_open(plan.to_run):  # every pair is already recorded
                 where = earlier_environment(output, where)
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
@@ -233,12 +233,12 @@ def compare_tp_ranks(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """One rank of one pair of a comparison; started by `compare-tp` only."""
+    """Run one rank of one pair; only `compare-tp` starts it."""
     place: Place = ctx.obj
     if place.seat is None or place.seat.folder is None:
-        raise UsageError(f"{RANKS_COMMAND} is for compare-tp to start", "run specdec compare-tp")
+        raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
     options.set_up_logging(quiet=quiet, verbose=verbose)
-    # Standard output is for the parent's document.
+    # Standard output belongs to the parent's document.
     with (
         contextlib.redirect_stdout(sys.stderr),
         join(place, num_ranks, device=device, timeout_s=timeout_s) as world,
@@ -261,7 +261,7 @@ def compare_tp_ranks(
 def degrees_of(
     target_tp: str | None, draft_tp: str | None, recipe_tp: int
 ) -> tuple[list[int], list[int]]:
-    """Degrees to compare, rising: the target's and the draft's."""
+    """Degrees to compare in ascending order: the target's and the draft's."""
     targets = sorted(options.parse_counts(target_tp, "--target-tp") or [recipe_tp])
     drafts = sorted(options.parse_counts(draft_tp, "--draft-tp"))
     divisors = {d for t in targets for d in range(1, t + 1) if t % d == 0}
@@ -269,7 +269,7 @@ def degrees_of(
 
 
 def ranks_program(place: Place, quiet: bool, verbose: bool) -> list[str]:
-    """The command line of a rank, started in the way in which this process was."""
+    """The command line of a rank, which starts in the same way as this process."""
     start = place.program[: place.program.index("compare-tp")]
     flags = ["-q"] * quiet + ["-v"] * verbose
     return [*start, RANKS_COMMAND, *flags]

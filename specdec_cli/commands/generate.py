@@ -21,18 +21,18 @@ from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.launch.world import Place, World, join
 from specdec_cli.text import is_unicode
 
-_PROMPTS = "prompts.jsonl"  # in a run folder: those that no file of the user's holds
+_PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
 
 Prompts = Annotated[
     list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="A prompt; may be repeated."),
+    typer.Option("--prompt", metavar="TEXT", help="Text of a prompt; may be repeated."),
 ]
 PromptFile = Annotated[
     str | None,
     typer.Option(
         "--prompt-file",
         metavar="FILE",
-        help="Prompts: .txt (a line each), .jsonl, .json, .csv, .tsv or .parquet.",
+        help="File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet.",
     ),
 ]
 
@@ -70,9 +70,9 @@ def generate(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Write text with a draft and a target model, and say what was accepted.
+    """Write text with a draft and a target model, and report what was accepted.
 
-    Prompts come from --prompt, --prompt-file, standard input when it is piped, or the recipe's
+    Prompts come from --prompt, --prompt-file, standard input if it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
     from specdec_cli.models.ahead import check_ahead
@@ -119,10 +119,10 @@ def generate(
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the command line says beside recipe and prompts.
+    """Options beside recipe and prompts.
 
-    permissions: for code of a model's own, and for pickled weights. is_single: the only prompt is
-    on the command line, so that one which cannot run ends the run.
+    permissions: to run a model's own code, and to load pickled weights. is_single: the only prompt
+    is on the command line, so the run fails if that prompt cannot run.
     """
 
     permissions: tuple[bool, bool]
@@ -138,13 +138,13 @@ def _write(
     prompts: "list[specdec_cli.prompts.Prompt]",
     asked: _Asked,
 ) -> ExitCode:
-    """Run the prompts and show what comes, on rank 0; returns the exit code."""
+    """Run the prompts and show the results on rank 0; returns the exit code."""
     ready = _get_ready(world, resolved, prompts, asked)
     written = _run(world, ready, asked)
     outputs = written.outputs
     if asked.is_single and outputs[0].error is not None:
         if ready.folder is not None:
-            # As no run took place: the next one may be kept there.
+            # Nothing was run, so the folder stays free for the next run.
             ready.folder.forget("samples.jsonl")
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
@@ -152,7 +152,7 @@ def _write(
         _deliver(ready, written, as_json=asked.as_json)
     if not asked.quiet:
         _summarise(world, ready, written, as_json=asked.as_json)
-    # The engine may stay: importing torch keeps the frames that it was imported from, as this one.
+    # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     ready.engine.forget_rounds()
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
 
@@ -163,7 +163,7 @@ def _get_ready(
     prompts: "list[specdec_cli.prompts.Prompt]",
     asked: _Asked,
 ) -> "specdec_cli.experiment.generation.Ready":
-    """Check everything, make the run folder, load the models."""
+    """Check everything, create the run folder, load the models."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
@@ -187,7 +187,7 @@ def _get_ready(
 def _run(
     world: World, ready: "specdec_cli.experiment.generation.Ready", asked: _Asked
 ) -> "specdec_cli.experiment.generation.Written":
-    """The run, with each output shown and on disk as it comes."""
+    """Run the prompts; each output is shown and on disk as soon as it comes."""
     from specdec_cli.engine.run import Emission
     from specdec_cli.experiment.generation import Written, requests
     from specdec_cli.terminal.sinks import collector, sinks_for
@@ -216,7 +216,7 @@ def _deliver(
     *,
     as_json: bool,
 ) -> None:
-    """Finish the folder, write the document and say which prompts could not run."""
+    """Finish the folder, write the document and report prompts that could not run."""
     from specdec_cli.experiment.results import generate_document, point_record, to_json
     from specdec_cli.terminal.render import print_failures
 
@@ -240,7 +240,7 @@ def _summarise(
     *,
     as_json: bool,
 ) -> None:
-    """Say how it went; on a terminal a few tokens at k = 0 are run to compare with."""
+    """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
     from specdec_cli.experiment.generation import baseline
     from specdec_cli.terminal.render import has_colour, print_summary
     from specdec_cli.terminal.sinks import shows_live_text
@@ -257,14 +257,14 @@ def _summarise(
 
 
 def _remarks(job: "specdec_cli.experiment.generation.Job") -> list[str]:
-    """What a reader has to know of the text and of what was accepted."""
+    """Remarks that a reader needs to judge the text and the acceptance."""
     plan = job.plan
     found = ["synthetic acceptance: the text is not the target's"] if plan.is_synthetic else []
     random = {m.spec.role for m in plan.models if m.spec.load_format == "dummy"}
     if "target" in random:
         found.append("random weights: the text means nothing")
     elif random and not plan.is_synthetic:
-        found.append("the draft's weights are random, and so is what is accepted")
+        found.append("random draft weights: the acceptance means nothing")
     return found
 
 
@@ -274,8 +274,10 @@ def _folder(
     prompts: "list[specdec_cli.prompts.Prompt]",
     where: dict[str, Any],
 ) -> "tuple[specdec_cli.experiment.run_folder.RunFolder, specdec_cli.recipe.Recipe]":
-    """A new run folder, and the recipe that runs again from it: prompts of the command line or from
-    a pipe are kept there, too."""
+    """A new run folder, and the recipe that runs again from it.
+
+    The folder also keeps prompts that came from the command line or a pipe.
+    """
     from specdec_cli.experiment.run_folder import RunFolder
     from specdec_cli.prompts import jsonl_of
     from specdec_cli.recipe import DataSection
@@ -292,7 +294,7 @@ def _folder(
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the options say that prompts are."""
+    """The options that say where prompts are."""
 
     given: list[str]
     file: str | None
@@ -301,7 +303,7 @@ class _Source:
 
     @property
     def recipe_path(self) -> str | None:
-        """The file, where it is all that a run takes prompts from and a recipe can name it."""
+        """The prompt file, if it is the only source of prompts and a recipe can name it."""
         file = self.file
         if self.given or file is None or file == "-":
             return None
@@ -315,8 +317,8 @@ def _prompts(
 ) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
     """Prompts from the options, else from a pipe, else from the recipe's data.
 
-    Also returns the data section that says where they came from, so that the resolved recipe
-    never names prompts that were not run; None for those that no recipe can name.
+    Also returns the data section that names them, so that the resolved recipe never names prompts
+    that were not run; None for prompts that no recipe can name.
     """
     from specdec_cli.prompts import load_prompts, read_prompts
 
@@ -347,7 +349,7 @@ def _limited(
 
 
 def _is_piped() -> bool:
-    """Whether standard input is a pipe or a file; a closed one, a terminal or /dev/null is not."""
+    """True if standard input is a pipe or a file, not closed, a terminal or /dev/null."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""Importing what is heavy. Imports nothing heavy itself."""
+"""Imports of heavy packages. Imports nothing heavy itself."""
 
 import gc
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of the engine, which bring torch and transformers.
+    """Wraps imports of the engine, which load torch and transformers.
 
-    They make a million objects that stay to the end. The garbage collector would go through them
-    again and again while they are imported, and later whenever a run collects its own.
+    These create a million objects that live to the end. The garbage collector would traverse them
+    again and again during the imports, and later with every collection of a run.
     """
     if "transformers" in sys.modules or not gc.isenabled():
         yield

@@ -1,7 +1,4 @@
-"""Where a command's prompts come from, and how they go to a model.
-
-Imports nothing heavy.
-"""
+"""Options that select a command's prompts and their chat format. Imports nothing heavy."""
 
 import os
 from collections import Counter
@@ -19,29 +16,29 @@ Chat = Annotated[
     bool | None,
     typer.Option(
         "--chat/--no-chat",
-        help="Put prompts through the target's chat template; without either, only messages.",
+        help="Render prompts with the target's chat template. Default: only lines with messages.",
         show_default=False,
     ),
 ]
 System = Annotated[
     str | None,
     typer.Option(
-        "--system", metavar="TEXT", help="Open every conversation with this; implies --chat."
+        "--system", metavar="TEXT", help="System message of every conversation; implies --chat."
     ),
 ]
 Dataset = Annotated[
     str | None,
     typer.Option(
-        "--dataset", metavar="PATH[:SPLIT[:COLUMN]]", help="Prompts, in place of the recipe's data."
+        "--dataset", metavar="PATH[:SPLIT[:COLUMN]]", help="Prompts that replace the recipe's data."
     ),
 ]
 
 
 class OneSource(TyperCommand):
-    """A command that refuses a second file of prompts, which would take the first one's place."""
+    """A command that refuses a second file of prompts, which would replace the first silently."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As typer's; raises `UsageError` for a second file."""
+        """Parse as typer does; raises `UsageError` for a second file."""
         _, _, given = self.make_parser(ctx).parse_args(args=list(args))
         counts = Counter(parameter.name for parameter in given)
         for name in ("prompt_file", "dataset"):
@@ -54,7 +51,7 @@ class OneSource(TyperCommand):
 
 
 def dataset_options(dataset: str | None) -> dict[str, object]:
-    """What `--dataset` says of its prompts, by names of `options.OPTION_KEYS`."""
+    """The parts of `--dataset`, by their names in `options.OPTION_KEYS`."""
     if dataset is None:
         return {}
     from specdec_cli.prompts import parse_dataset
@@ -73,9 +70,9 @@ def from_data(
     *,
     skip_bad: bool,
 ) -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.Recipe]":
-    """Prompts of `--dataset`, else of the recipe's data, and the recipe that names them.
+    """Prompts from `--dataset`, else from the recipe's data, and the recipe that names them.
 
-    `resolved` has the values of `dataset_options` and of `sets` in it already.
+    `resolved` already contains the values of `dataset_options` and of `sets`.
     """
     from specdec_cli.prompts import as_conversations, load_prompts
 
@@ -95,7 +92,7 @@ def from_data(
 def _of_dataset(
     data: "specdec_cli.recipe.DataSection", dataset: str, sets: Sequence[str] | None
 ) -> "specdec_cli.recipe.DataSection":
-    """`data` as `--dataset` and `--set` have it; a file of this machine by its full path."""
+    """`data` as changed by `--dataset` and `--set`; a local file gets its full path."""
     said = [name for name, value in dataset_options(dataset).items() if value is not None]
     keys = {options.OPTION_KEYS[name][1] for name in said}
     data = of_another_file(data, keys | options.parse_sets(sets or ()).keys())
@@ -107,7 +104,7 @@ def _of_dataset(
 def of_another_file(
     data: "specdec_cli.recipe.DataSection", given: Collection[str]
 ) -> "specdec_cli.recipe.DataSection":
-    """`data` without what the recipe says of its own prompts: only options speak of this file.
+    """`data` without the recipe's settings for its own prompts: only options describe this file.
 
     given: the dotted keys, or sections, that options set.
     """
@@ -119,7 +116,7 @@ def of_another_file(
 def chat_of(
     chat: bool | None, system: str | None, data: "specdec_cli.recipe.DataSection | None"
 ) -> tuple[str, str | None]:
-    """`data.chat` and `data.system`, of whatever prompts, as the options change them."""
+    """`data.chat` and `data.system` after the options, for prompts from any source."""
     if chat is False:
         if system is not None:
             raise UsageError("--no-chat and --system: a system message needs the chat template")

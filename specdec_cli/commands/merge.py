@@ -1,4 +1,4 @@
-"""`specdec merge`: the shards of a sweep as one. Measures nothing and loads no model."""
+"""`specdec merge`: joins the shards of a sweep. Measures nothing and loads no model."""
 
 from pathlib import Path
 from typing import Annotated
@@ -35,7 +35,7 @@ def merge(
     if not place.is_first:
         return
     if output is None:
-        raise UsageError("merge: where to?", "name a new folder with -o DIR")
+        raise UsageError("merge needs an output folder", "name a new one with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
     with waiting("merging", quiet=quiet):
         from specdec_cli.experiment.results import to_json

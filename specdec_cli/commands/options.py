@@ -1,7 +1,7 @@
-"""The options that every command has, and how they become a recipe.
+"""The options that commands share, and how they become a recipe.
 
-Knows option names and the dotted keys that they set; not what the values may be (the recipe's
-schema checks them). Imports nothing heavy: `specdec --help` reads this module.
+Knows option names and the dotted keys that they set. Does not know which values are allowed: the
+recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
 import logging
@@ -17,14 +17,14 @@ import specdec_cli
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert, is_unicode, one_line
 
-_MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Writing", "Running", "Recipe and output"
-_MAX_COUNT = 2**31 - 1  # of a recipe's schema, which is too heavy to import here
+_MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
+_MAX_COUNT = 2**31 - 1  # the limit in the recipe's schema, which is too heavy to import here
 
 RecipeArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
-        help="A recipe file or a bundled recipe (`specdec recipe ls`); the demo pair without one.",
+        help="Recipe file, or bundled recipe (`specdec recipe ls`). Default: the demo pair.",
         show_default=False,
     ),
 ]
@@ -45,7 +45,7 @@ DraftTP = Annotated[
     typer.Option(
         "--draft-tp",
         metavar="N",
-        help="Ranks of the draft; divides the target's.",
+        help="Ranks of the draft; must divide the target's.",
         rich_help_panel=_MODELS,
     ),
 ]
@@ -54,7 +54,7 @@ Dtype = Annotated[
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="auto, float32, bfloat16 or float16, for both models.",
+        help="Data type of both models: auto, float32, bfloat16 or float16.",
         rich_help_panel=_MODELS,
     ),
 ]
@@ -62,7 +62,7 @@ TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Run Python code that comes with a model.",
+        help="Run Python code from a model's repository.",
         rich_help_panel=_MODELS,
     ),
 ]
@@ -80,7 +80,7 @@ NumSpeculativeTokens = Annotated[
         "-k",
         "--num-speculative-tokens",
         metavar="K",
-        help="Proposed tokens a round; 0 is plain decoding.",
+        help="Proposed tokens per round; 0 decodes without a draft.",
         rich_help_panel=_TEXT,
     ),
 ]
@@ -96,7 +96,7 @@ Temperature = Annotated[
 TopK = Annotated[
     int | None,
     typer.Option(
-        "--top-k", metavar="N", help="Keep the N likeliest; 0 is all.", rich_help_panel=_TEXT
+        "--top-k", metavar="N", help="Keep the N likeliest tokens; 0 is all.", rich_help_panel=_TEXT
     ),
 ]
 TopP = Annotated[
@@ -104,21 +104,21 @@ TopP = Annotated[
     typer.Option(
         "--top-p",
         metavar="P",
-        help="Keep the smallest set with probability P; 1 is all.",
+        help="Keep the smallest set of tokens with probability P; 1 is all.",
         rich_help_panel=_TEXT,
     ),
 ]
 MaxNewTokens = Annotated[
     int | None,
     typer.Option(
-        "--max-new-tokens", metavar="N", help="Most tokens a prompt gets.", rich_help_panel=_TEXT
+        "--max-new-tokens", metavar="N", help="Most tokens per prompt.", rich_help_panel=_TEXT
     ),
 ]
 IgnoreEos = Annotated[
     bool | None,
     typer.Option(
         "--ignore-eos/--no-ignore-eos",
-        help="Write on past the end-of-text token.",
+        help="Continue past the end-of-text token.",
         show_default=False,
         rich_help_panel=_TEXT,
     ),
@@ -137,17 +137,17 @@ BatchSize = Annotated[
 ]
 Seed = Annotated[
     int | None,
-    typer.Option("--seed", metavar="N", help="Seed of every draw.", rich_help_panel=_RUN),
+    typer.Option("--seed", metavar="N", help="Seed of all random numbers.", rich_help_panel=_RUN),
 ]
 NumBlocks = Annotated[
     int | None,
     typer.Option(
-        "--num-blocks", metavar="N", help="KV cache blocks; else what fits.", rich_help_panel=_RUN
+        "--num-blocks", metavar="N", help="KV cache blocks, else what fits.", rich_help_panel=_RUN
     ),
 ]
 BlockSize = Annotated[
     int | None,
-    typer.Option("--block-size", metavar="N", help="Tokens a block.", rich_help_panel=_RUN),
+    typer.Option("--block-size", metavar="N", help="Tokens per block.", rich_help_panel=_RUN),
 ]
 Limit = Annotated[
     int | None,
@@ -164,7 +164,7 @@ SkipBad = Annotated[
     bool,
     typer.Option(
         "--skip-bad",
-        help="Leave out lines that are no prompt, and count them.",
+        help="Skip lines that hold no valid prompt, and report how many.",
         rich_help_panel=_RUN,
     ),
 ]
@@ -181,19 +181,19 @@ Json = Annotated[
     bool,
     typer.Option(
         "--json",
-        help="Exactly one JSON document on stdout, also on failure.",
+        help="Print exactly one JSON document on stdout, also on failure.",
         rich_help_panel=_OUTPUT,
     ),
 ]
 
 
 def folder(text: str) -> Path:
-    """What `-o` names. `-o "$UNSET"` of a script is not the current folder."""
+    """The folder that `-o` names. An empty name, as from `-o "$UNSET"`, is an error."""
     return _folder(text, "-o")
 
 
 def run_folder(text: str) -> Path:
-    """What DIR names, which is not the current folder for an empty name either."""
+    """The folder that DIR names. An empty name is an error, not the current folder."""
     return _folder(text, "DIR")
 
 
@@ -213,18 +213,18 @@ Output = Annotated[
         "--output",
         metavar="DIR",
         parser=folder,
-        help="Write a run folder.",
+        help="Keep the results in this run folder.",
         rich_help_panel=_OUTPUT,
     ),
 ]
 Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.", rich_help_panel=_OUTPUT)]
 Verbose = Annotated[
     bool,
-    typer.Option("-v", "--verbose", help="More log, and tracebacks.", rich_help_panel=_OUTPUT),
+    typer.Option("-v", "--verbose", help="Log more, and show tracebacks.", rich_help_panel=_OUTPUT),
 ]
 
-# The command function's parameter, its option as users write it, and the key that it sets; the
-# parts of --dataset by names of their own.
+# Parameter of a command function -> (option as users write it, recipe key that it sets). The parts
+# of --dataset have names of their own.
 OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
     "target": ("--target", "target.model"),
     "draft": ("--draft", "draft.model"),
@@ -259,10 +259,10 @@ OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
 
 
 def given(ctx: typer.Context, *but: str) -> dict[str, Any]:
-    """The options of a command that were given and set a key, by names of `OPTION_KEYS`.
+    """The given options that set a recipe key, by their names in `OPTION_KEYS`.
 
-    but: those that a command reads in its own way, such as lists. In the table's order, whatever
-    the command line's is.
+    but: options that the command reads itself, such as lists. The result has the order of
+    `OPTION_KEYS`, not that of the command line.
     """
     values = {name: ctx.params.get(name) for name in OPTION_KEYS if name not in but}
     return {name: value for name, value in values.items() if value is not None}
@@ -271,9 +271,9 @@ def given(ctx: typer.Context, *but: str) -> dict[str, Any]:
 def resolve(
     recipe: str | None, sets: Sequence[str] | None, options: Mapping[str, object]
 ) -> "specdec_cli.recipe.Recipe":
-    """The recipe that a command line asks for: option > `--set` > recipe > default.
+    """The recipe of a command line, by precedence: option > `--set` > recipe > default.
 
-    `options` maps names of `OPTION_KEYS` to values; None is an option that was not given.
+    `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
     """
     import specdec_cli.recipe
 
@@ -290,17 +290,17 @@ def resolve(
 def warn_of_unused(
     resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool, num_proposed: int | None = None
 ) -> None:
-    """Say which options about proposals come to nothing, since the recipe's method is another."""
+    """Warn about proposal options that have no effect with the recipe's method."""
     method = resolved.speculation.method
     if has_draft and method != "draft_model":
         typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
     elif num_proposed and method == "none":
         why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
-        typer.echo(f"warning: -k {num_proposed}: nobody proposes, {why}", err=True)
+        typer.echo(f"warning: -k {num_proposed} has no effect: {why}", err=True)
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:
-    """`["a.b=1"]` as `{"a.b": 1}`; of a key given twice the last counts."""
+    """Parse `["a.b=1"]` into `{"a.b": 1}`; the last value of a repeated key counts."""
     from specdec_cli.recipe.source import parse_value
 
     overrides: dict[str, object] = {}
@@ -315,7 +315,7 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """`1,8` as numbers from 1 on, each once; none where the option was not given."""
+    """Parse `1,8` into distinct numbers from 1 on; an option that was not given has none."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
@@ -325,14 +325,14 @@ def parse_counts(text: str | None, option: str) -> list[int]:
 
 
 class _InertFormatter(logging.Formatter):
-    """Log lines may hold names of files and models."""
+    """Escapes control characters: log lines may hold names of files and models."""
 
     def format(self, record: logging.LogRecord) -> str:
         return inert(super().format(record))
 
 
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:
-    """One logger, on stderr: errors with -q, everything with -v, otherwise warnings."""
+    """Send the package's logger to stderr: errors with -q, everything with -v, else warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
     logging.basicConfig(level=logging.WARNING, handlers=[handler])

@@ -1,4 +1,4 @@
-"""The report's page and plots, which runs leave in their folders."""
+"""The report's page and plots, which commands write into their run folders."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from specdec_cli.errors import SetupError
 
 
 def write_pictures(folder: Path, *, quiet: bool) -> None:
-    """`report.html` and `plots/`, where matplotlib is there to draw them."""
+    """Write `report.html` and `plots/`, or warn that matplotlib is missing."""
     from specdec_cli.report.content import content_of
     from specdec_cli.report.folder import read_folder
     from specdec_cli.report.write import write_report

@@ -24,7 +24,7 @@ T = TypeVar("T", int, float)
 Estimate = Annotated[
     bool,
     typer.Option(
-        "--estimate", help="From configs alone: no weights, no ranks; options may be lists."
+        "--estimate", help="Estimate from configs: no weights, no ranks; options may be lists."
     ),
 ]
 DeviceMemory = Annotated[
@@ -32,7 +32,7 @@ DeviceMemory = Annotated[
     typer.Option(
         "--device-memory",
         metavar="SIZE",
-        help="With --estimate: GPUs one does not have, such as 80GiB.",
+        help="With --estimate: memory of each GPU, such as 80GiB.",
     ),
 ]
 Context = Annotated[
@@ -41,7 +41,7 @@ Context = Annotated[
         "--context",
         metavar="N",
         min=1,
-        help="Tokens of a sequence, output included; else the recipe's longest.",
+        help="Tokens per sequence, output included. Default: the recipe's longest.",
     ),
 ]
 DraftTPs = Annotated[
@@ -53,12 +53,12 @@ Ks = Annotated[
     typer.Option("-k", "--num-speculative-tokens", metavar="LIST", help="Proposed tokens a round."),
 ]
 BlockSizes = Annotated[
-    str | None, typer.Option("--block-size", metavar="LIST", help="Tokens a block.")
+    str | None, typer.Option("--block-size", metavar="LIST", help="Tokens per KV cache block.")
 ]
 Utilizations = Annotated[
     str | None,
     typer.Option(
-        "--gpu-memory-utilization", metavar="LIST", help="Part of a GPU's memory to be used."
+        "--gpu-memory-utilization", metavar="LIST", help="Fraction of a GPU's memory to use."
     ),
 ]
 
@@ -97,10 +97,10 @@ def profile_blocks(
     quiet: options.Quiet = False,
     verbose: options.Verbose = False,
 ) -> None:
-    """Say how many KV blocks fit on each rank beside both models, and what limits them.
+    """Report how many KV blocks fit on each rank beside both models, and what limits them.
 
-    Loads the models on their ranks and runs the largest passes that the recipe allows; with
-    --estimate reads configs only. Without a recipe the bundled demo pair is profiled.
+    Loads the models on their ranks and runs the largest passes that the recipe allows; --estimate
+    only reads configs. Without a recipe the bundled demo pair is profiled.
     """
     from specdec_cli.models.ahead import check_ahead
 
@@ -113,11 +113,11 @@ def profile_blocks(
     }
     if not estimate:
         if device_memory is not None:
-            raise UsageError("--device-memory without --estimate: a measurement uses what is here")
+            raise UsageError("--device-memory needs --estimate: a measurement uses this machine")
         for name, values in lists.items():
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
-                raise UsageError(f"{flag}: several values can only be had with --estimate")
+                raise UsageError(f"{flag}: several values need --estimate")
     chosen = options.given(ctx, *lists)
 
     def resolve(point: dict[str, object]) -> "specdec_cli.recipe.Recipe":
@@ -127,7 +127,7 @@ def profile_blocks(
     place: Place = ctx.obj
     if estimate:
         if not place.is_first:
-            return  # one process finds the same as all of them, and one writes it
+            return  # every process would find the same, and one has to write it
         memory = parse_bytes(device_memory) if device_memory is not None else None
         with waiting("estimating", quiet=quiet):
             resolved, document = _estimated(resolve, lists, memory, context, permissions)
@@ -164,7 +164,7 @@ def _measured(
     output: Path | None,
     quiet: bool,
 ) -> dict[str, object]:
-    """The document, on rank 0. output: the folder that it is to be kept in, tried beforehand."""
+    """The document, on rank 0. output: the folder to keep it in, created before measuring."""
     with waiting("getting ready", quiet=quiet) as stages:
         with importing():
             from specdec_cli.engine.plan import Permissions, plan
@@ -177,7 +177,7 @@ def _measured(
             where = environment(planned.device, planned.target.dtype, planned.execution)
             RunFolder.create(output, resolved, where).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
-        # Before the others are ready to wait: it describes the draft at other degrees.
+        # Before the timeouts of `ready` begin: the document describes the draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}
     world.ready()
     return found
@@ -192,8 +192,8 @@ def _estimated(
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
     """The document of the first point, with all of them as rows when there are several.
 
-    Raises `SetupError` when nothing fits at any of them, and what was wrong with the first when
-    none can be.
+    Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
+    are skipped.
     """
     with importing():
         from specdec_cli.engine.plan import Permissions
@@ -218,7 +218,7 @@ def _estimated(
         prompts = _prompts(resolved, context)
         try:
             profile = estimator.estimate(resolved, prompts)
-        except SetupError as error:  # a draft that can be split over others of the degrees
+        except SetupError as error:  # the draft may still split over the other degrees
             if len(lists["draft_tp"]) == 1:
                 raise
             rows.append(settings(resolved) | {"status": "skipped", "reason": error.message})
@@ -242,7 +242,7 @@ def _estimated(
 def _with_defaults(
     row: dict[str, object], resolved: "specdec_cli.recipe.Recipe"
 ) -> dict[str, object]:
-    """`row`, with the recipe's own settings where no option gave one."""
+    """`row`, with the recipe's settings where no option gave a value."""
     from specdec_cli.experiment.memory import settings
 
     return settings(resolved) | {key: value for key, value in row.items() if value is not None}
@@ -286,7 +286,7 @@ def _show(
 def _prompts(
     resolved: "specdec_cli.recipe.Recipe", context: int | None
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The recipe's own prompts, where only they say how long sequences are."""
+    """The recipe's prompts, if only they determine the length of sequences."""
     if context is not None or resolved.cache.max_model_len is not None or resolved.data is None:
         return []
     from specdec_cli.prompts import as_conversations, load_prompts
@@ -307,7 +307,7 @@ def _points(lists: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]
 
 
 def listed(text: str | None, flag: str, convert: Callable[[str], T]) -> Sequence[T | None]:
-    """`1,2,4` as numbers; a single None where the option was not given."""
+    """Parse `1,2,4` into distinct numbers; a single None stands for an option not given."""
     if text is None:
         return [None]
     try:
@@ -317,7 +317,7 @@ def listed(text: str | None, flag: str, convert: Callable[[str], T]) -> Sequence
 
 
 def parse_bytes(text: str) -> int:
-    """`80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000."""
+    """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000."""
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
         raise UsageError(f"--device-memory: expected a size such as 80GiB, got {text!r}")

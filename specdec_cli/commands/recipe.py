@@ -1,6 +1,6 @@
-"""`specdec recipe`: look at recipes and check them, without loading anything.
+"""`specdec recipe`: lists, shows and checks recipes without loading anything.
 
-Knows nothing of models, devices or whether a recipe can run here.
+Knows nothing of models or devices, or whether a recipe can run here.
 """
 
 import json
@@ -45,16 +45,16 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
 
 @app.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="A bundled recipe, or a file.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Bundled recipe, or recipe file.")],
     resolved: Annotated[
-        bool, typer.Option("--resolved", help="With every default filled in, without comments.")
+        bool, typer.Option("--resolved", help="Fill in every default and drop comments.")
     ] = False,
     sets: Set = None,
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Print a recipe: as written, or as it resolves."""
+    """Print a recipe as written, or with all defaults."""
     from specdec_cli.recipe import dump_recipe
     from specdec_cli.recipe.resolve import find_source
 
@@ -75,7 +75,7 @@ def validate_recipes(
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> None:
-    """Check recipes, reporting every problem of every one."""
+    """Check recipes and report every problem of each."""
     problems: list[str] = []
     hint: str | None = None
     for path in paths:
@@ -93,12 +93,12 @@ def validate_recipes(
         typer.echo(f"{inert(path)}: ok")
 
 
-# What pydantic calls limits of numbers that are checked before they are parsed.
+# Pydantic's names for limits of numbers that are checked before they are parsed, and JSON Schema's.
 _LIMITS = {"gt": "exclusiveMinimum", "ge": "minimum", "lt": "exclusiveMaximum", "le": "maximum"}
 
 
 def _with_limits(schema: Any) -> Any:
-    """A schema in which every limit has JSON Schema's name."""
+    """The schema with JSON Schema's name for every limit."""
     if isinstance(schema, list):
         return [_with_limits(part) for part in schema]
     if not isinstance(schema, dict):
@@ -112,7 +112,7 @@ def _with_limits(schema: Any) -> Any:
 
 @app.command("schema")
 def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
-    """List every key with its default and meaning; with --json as a JSON Schema."""
+    """List every key with its default and meaning; with --json print a JSON Schema."""
     from specdec_cli.recipe import Recipe
     from specdec_cli.recipe.schema import key_fields
 

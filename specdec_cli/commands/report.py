@@ -1,4 +1,4 @@
-"""`specdec report`: what a run folder says, as something to look at.
+"""`specdec report`: turns a run folder into a page, plots and tables.
 
 Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
 """
@@ -29,7 +29,7 @@ Output = Annotated[
         "--output",
         metavar="DIR",
         parser=options.folder,
-        help="Write there instead of into the run folder; NAME.html writes that page alone.",
+        help="Folder for the files. Default: the run folder. NAME.html writes only that page.",
     ),
 ]
 Format = Annotated[
@@ -37,7 +37,7 @@ Format = Annotated[
     typer.Option(
         "--format",
         metavar="LIST",
-        help="Of html, png, csv, md and vllm, with commas between; all without it.",
+        help="Comma-separated choice of html, png, csv, md and vllm. Default: all.",
         show_default=False,
     ),
 ]
@@ -54,7 +54,7 @@ def report(
 ) -> None:
     """Turn a run folder into a page, plots, tables and a config for vLLM.
 
-    report.html holds everything and needs nothing else. Prints the answer, then the files.
+    report.html is self-contained. Prints the answer, then the names of the files.
     """
     place: Place = ctx.obj
     if not place.is_first:

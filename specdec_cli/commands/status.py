@@ -1,4 +1,4 @@
-"""What a command says on stderr beside its results. Imports nothing heavy."""
+"""Messages of a command on stderr beside its results. Imports nothing heavy."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -11,14 +11,14 @@ from specdec_cli.text import inert
 
 
 def say_error(document: Mapping[str, Any]) -> None:
-    """The error of a result in which nothing was measured, if it is one."""
+    """Write the error of a document in which nothing was measured, if it has one."""
     if "error" in document:
         typer.echo(inert(f"error: {document['error']['message']}"), err=True)
         typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
 
 
 class Stages:
-    """The stages of getting ready; without a terminal nobody is told."""
+    """The stages of getting ready. `show` is None without a terminal."""
 
     def __init__(self, show: Callable[[str, int, int], None] | None) -> None:
         self._show = show
@@ -26,11 +26,11 @@ class Stages:
         self._total = 0
 
     def expect(self, total: int) -> None:
-        """Say how many stages there will be."""
+        """Set the number of stages."""
         self._total = total
 
     def begin(self, what: str) -> None:
-        """The stage before is done; now `what` happens."""
+        """End the previous stage and begin `what`."""
         self._done += 1
         if self._show is not None:
             self._show(what, self._done, self._total)
@@ -38,7 +38,7 @@ class Stages:
 
 @contextmanager
 def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
-    """Shows `what`, then stages with a bar, on stderr for as long as it takes, on a terminal."""
+    """Show `what`, then stages with a bar, on stderr during the block, if it is a terminal."""
     if quiet or not sys.stderr.isatty():
         yield Stages(None)
         return
@@ -50,7 +50,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
         TextColumn("{task.description}", style="dim", markup=False),
         BarColumn(bar_width=24),
         TimeElapsedColumn(),
-        # stdout is left alone: rich would send what is printed there to stderr.
+        # stdout is left alone: rich would redirect it to stderr.
         console=Console(file=sys.stderr),
         transient=True,
         redirect_stdout=False,
@@ -60,7 +60,7 @@ def waiting(what: str, *, quiet: bool) -> Iterator[Stages]:
     def show(stage: str, done: int, total: int) -> None:
         progress.update(task, description=stage, completed=done, total=total or None)
 
-    try:  # around the start too: interrupted there, the cursor would stay hidden
+    try:  # includes the start: an interrupt there would leave the cursor hidden
         progress.start()
         yield Stages(show)
     finally:

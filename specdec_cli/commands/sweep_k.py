@@ -22,7 +22,7 @@ from specdec_cli.launch.world import Place, World, join
 
 Ks = Annotated[
     str,
-    typer.Option("--k", metavar="LIST", help="Proposal lengths, such as 0-8 or 1,2,4; 0 always."),
+    typer.Option("--k", metavar="LIST", help="Proposal lengths, such as 0-8 or 1,2,4; 0 is added."),
 ]
 Drafts = Annotated[
     list[str] | None,
@@ -30,20 +30,18 @@ Drafts = Annotated[
 ]
 BatchSizes = Annotated[
     str | None,
-    typer.Option("--batch-size", metavar="LIST", help="Prompts decoded together, such as 1,8."),
+    typer.Option("--batch-size", metavar="LIST", help="Batch sizes, such as 1,8."),
 ]
 PredictOnly = Annotated[
     bool,
-    typer.Option(
-        "--predict-only", help="Measure k = 0 and the largest k; predict those in between."
-    ),
+    typer.Option("--predict-only", help="Measure k = 0 and the largest k, and predict the others."),
 ]
 Rates = Annotated[
     str | None,
     typer.Option(
         "--synthetic-acceptance-rates",
         metavar="LIST",
-        help="What if proposals were accepted at these rates, by position: 0.8,0.6,0.5.",
+        help="Accept proposals at these rates by position, such as 0.8,0.6,0.5.",
     ),
 ]
 Length = Annotated[
@@ -51,20 +49,20 @@ Length = Annotated[
     typer.Option(
         "--synthetic-acceptance-length",
         metavar="L",
-        help="What if a round at the recipe's k gave L tokens in the mean.",
+        help="Accept proposals so that a round at the recipe's k has L tokens on average.",
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with the sweep in the folder of -o.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue the sweep in the folder of -o.")]
 Shard = Annotated[
     str | None,
     typer.Option(
         "--shard",
         metavar="I/N",
-        help="Only prompts I, I + N, I + 2N ...; I from 0. In a Slurm array the task's own share.",
+        help="Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task.",
     ),
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Say what would be measured; load no weights.")
+    bool, typer.Option("--dry-run", help="Show what would be measured; load no weights.")
 ]
 
 _LARGEST = 1024
@@ -117,12 +115,12 @@ def sweep_k(
 
     lengths = parse_ks(ks)
     place: Place = ctx.obj
-    # Ranks that this command started leave it to their parent to speak.
+    # The parent speaks for the ranks that it started.
     is_heard = place.rank is None or place.rank.tells_user
     part = shard_of(shard, os.environ)
     if part is not None and shard is None and not quiet and is_heard:
         typer.echo(
-            f"shard {part[0]}/{part[1]}, this task's of the Slurm array; --shard 0/1 takes all",
+            f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
     own = ("draft", "batch_size", "synthetic_acceptance_rates", "synthetic_acceptance_length")
@@ -130,16 +128,16 @@ def sweep_k(
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
-            "--synthetic-acceptance-rates and --synthetic-acceptance-length: only one can count",
+            "--synthetic-acceptance-rates and --synthetic-acceptance-length exclude each other",
             "leave one of them out",
         )
     all_sets = list(sets or ())
     if rates is not None or synthetic_acceptance_length is not None:
         all_sets.append("speculation.acceptance=synthetic")
-        # Of the two only one counts: the option's, whatever the recipe has.
+        # The option replaces whichever of the two the recipe has.
         chosen["synthetic_acceptance_rates"] = rates
         chosen["synthetic_acceptance_length"] = synthetic_acceptance_length
-        if rates is not None:  # they are for the positions of the largest k
+        if rates is not None:  # one rate for each position of the largest k
             chosen["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
         all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
@@ -149,7 +147,7 @@ def sweep_k(
     if is_heard:
         options.warn_of_unused(recipes[0], has_draft=bool(draft))
     if resume and output is None:
-        raise UsageError("--resume: which sweep?", "name its folder with -o DIR")
+        raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
 
     def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
@@ -199,7 +197,7 @@ def _sweep(
     output: Path | None,
     quiet: bool,
 ) -> ExitCode:
-    """Plan and measure; rank 0 keeps and shows what comes. Returns the exit code.
+    """Plan and measure; rank 0 keeps and shows the results. Returns the exit code.
 
     points: proposal lengths and batch sizes.
     """
@@ -236,7 +234,7 @@ def _sweep(
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
                 warnings += [one for one in read_warnings(output) if one not in warnings]
-            # What the folder lacks is left to do, on every rank alike.
+            # Every rank has to skip the samples that the folder holds.
             found = world.once(records.without_folder)
             records = records if world.is_first else found
     with world.outside():
@@ -276,7 +274,7 @@ def _sweep(
 
 @contextmanager
 def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
-    """When a sweep is interrupted, or its ranks fail, say what lies in its folder."""
+    """Report what the folder keeps if the sweep is interrupted or its ranks fail."""
     try:
         yield
     except typer.Exit:
@@ -285,7 +283,7 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
         if isinstance(end, RunError) and end.code == ExitCode.USAGE:
             raise
         if isinstance(end, SystemExit) and end.code != ExitCode.SIGTERM:
-            raise  # the reader of the results has gone, and there is nothing left to measure
+            raise  # the reader of stdout is gone, and nothing is left to measure
         path = output / "samples.jsonl" if output is not None else None
         if path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
@@ -295,7 +293,7 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
 
 
 def parse_ks(text: str) -> list[int]:
-    """`0-8`, `0,1,2,4` or a mixture as rising numbers, with 0."""
+    """Parse `0-8`, `0,1,2,4` or a mixture into ascending numbers, 0 included."""
     found = {0}
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,4})\s*(?:-\s*([0-9]{1,4})\s*)?", part)
@@ -310,7 +308,7 @@ def parse_ks(text: str) -> list[int]:
 
 
 def shard_of(text: str | None, environ: Mapping[str, str]) -> tuple[int, int] | None:
-    """Place and number of shards: the option's, else a Slurm array task's, else None."""
+    """Index and number of shards: the option's, else a Slurm array task's, else None."""
     if text is None:
         return _slurm_shard(environ)
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text.strip())
@@ -332,7 +330,7 @@ def _slurm_shard(environ: Mapping[str, str]) -> tuple[int, int] | None:
     place = (int(task) - int(first if first.isdigit() else 0)) // apart
     if not 0 <= place < int(count):
         raise UsageError(
-            f"SLURM_ARRAY_TASK_ID is {task} of an array of {count}: which shard is that?",
+            f"SLURM_ARRAY_TASK_ID is {task}, which is no shard of an array of {count}",
             "pass --shard I/N",
         )
     return place, int(count)

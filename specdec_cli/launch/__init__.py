@@ -1,4 +1,4 @@
-"""How a command gets its ranks: starts them and watches them, or joins those that run already.
+"""Ranks of a command: it starts and watches them, or joins those that run already.
 
 Knows nothing of models or of what the ranks compute.
 """

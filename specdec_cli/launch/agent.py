@@ -1,7 +1,7 @@
 """The process between a command and its ranks: torch's elastic launcher, on one machine.
 
-Run as a file by `launch.ranks`, so it imports nothing of ours. Says nothing on its own: how the
-ranks ended goes into a file.
+`launch.ranks` runs it as a file, so it imports nothing of ours. It prints nothing: the ranks' exit
+codes go into a file.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ _PR_SET_PDEATHSIG = 1
 def die_with(parent: int) -> None:
     """Have the kernel kill this process as soon as its parent, process `parent`, is gone.
 
-    To be called in the main thread; on systems without prctl it does nothing.
+    Call it in the main thread. It does nothing on systems without prctl.
     """
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != parent:  # it went before we had asked
+    if os.getppid() != parent:  # the parent was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """agent.py PARENT_PID FOLDER NUM_RANKS PROGRAM...: run PROGRAM once a rank."""
+    """Run PROGRAM once per rank: agent.py PARENT_PID FOLDER NUM_RANKS PROGRAM..."""
     parent, folder, num_ranks, *program = arguments
     die_with(int(parent))
     logging.disable(logging.CRITICAL)
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> None:
     written = Path(folder, "exits.tmp")
     written.write_text(json.dumps(exits))
     written.rename(Path(folder, "exits"))
-    os._exit(1 if exits else 0)  # the parent waits, and freeing what torch made takes half a second
+    os._exit(1 if exits else 0)  # the parent waits, and freeing torch's objects takes half a second
 
 
 if __name__ == "__main__":

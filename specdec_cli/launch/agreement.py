@@ -1,19 +1,19 @@
-"""Whether a step went alike on all ranks, so that a run can outlive what failed on all of them."""
+"""Agreement of all ranks on the outcome of a step: a run can survive what failed on all of them."""
 
 from datetime import timedelta
 from typing import Any
 
 from specdec_cli.launch.rank import PeersMissing
 
-_PATIENCE_S = 10.0  # for the other ranks to fail as well
+_PATIENCE_S = 10.0  # time for the other ranks to fail as well
 
 
 class Agreement:
-    """Tells each rank how a step went on the others.
+    """Tells each rank the outcome of a step on the other ranks.
 
-    Made by every rank of the world at the same place; `settle` likewise, after each step. It has a
-    group of its own: a rank that failed must not meet the others inside a model's collective.
-    patience_s: how long a rank whose step went well waits for the others.
+    Every rank of the world creates it at the same place and calls `settle` after each step. It has
+    a process group of its own: a rank that failed must not meet the others inside a model's
+    collective. patience_s: seconds that a rank whose step succeeded waits for the others.
     """
 
     def __init__(self, world_size: int, patience_s: float) -> None:
@@ -26,10 +26,10 @@ class Agreement:
             self._group = dist.new_group(backend="gloo", timeout=self._patience)
 
     def settle(self, problem: Exception | None, value: int) -> tuple[bool, list[int]]:
-        """Whether the step failed, on every rank, and each rank's `value`.
+        """Return whether the step failed (on every rank), and each rank's `value`.
 
-        Where only some failed, or ranks stand at different collectives, the run is lost: raises the
-        problem there, and elsewhere `PeersMissing`, which says that another rank was the cause.
+        If only some ranks failed, or ranks stand at different collectives, the run is lost: failed
+        ranks raise `problem`, the others `PeersMissing`, since another rank is the cause.
         """
         if self._group is None:
             return problem is not None, [value]
@@ -57,19 +57,19 @@ class Agreement:
         return [found.tolist() for found in rows]
 
     def _are_together(self) -> bool:
-        """Whether all ranks have begun the same collectives in every group."""
+        """True if all ranks have begun the same collectives in every group."""
         rows = self._gather(list(self._places()))
         inner = {row[1] for row in rows} - {-1}
         return len({row[0] for row in rows}) == 1 and len(inner) <= 1
 
     def _places(self) -> tuple[int, int]:
-        """How many collectives this rank has begun in groups of all ranks, and in smaller ones that
-        it belongs to, -1 where there is none."""
+        """Number of collectives that this rank has begun in groups of all ranks, and in its smaller
+        groups (-1 without one)."""
         import torch.distributed as dist
         import torch.distributed.distributed_c10d as c10d
 
         groups = [g for g in c10d._world.pg_map if not c10d._rank_not_in_group(g)]
-        # Not in torch's own stubs.
+        # Missing in torch's stubs.
         begun = [(g.size(), g._get_sequence_number_for_group()) for g in groups]  # type: ignore[attr-defined]
         whole = sum(count for size, count in begun if size == dist.get_world_size())
         part = [count for size, count in begun if size < dist.get_world_size()]

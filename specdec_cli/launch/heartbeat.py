@@ -1,7 +1,7 @@
-"""A rank's heartbeat: whether its main thread moves, and what it waits for.
+"""A rank's heartbeat: it shows if the main thread moves, and what it waits for.
 
-A thread looks at the main thread's stack. Where that changes, or a step was counted, the rank
-moves; so a load that takes long is alive and one that hangs is not, without the loader's help.
+A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
+counted. This tells a long load from a hung one without the loader's help.
 """
 
 import json
@@ -18,7 +18,7 @@ from types import FrameType
 from specdec_cli.launch.reports import write_atomically
 
 PERIOD_S = 0.25
-LEAST_START_S = 60.0  # a rank may take so long to start, whatever the timeout
+LEAST_START_S = 60.0  # a rank may take this long to start, even with a shorter timeout
 _FROZEN_S = 5.0
 _STOP_GRACE_S = 1.0
 
@@ -27,11 +27,11 @@ BUSY, PEERS, OUTSIDE = "busy", "peers", "outside"
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """One look at a rank's main thread; times are this machine's monotonic clock, in seconds.
+    """One look at a rank's main thread; times are of this machine's monotonic clock, in seconds.
 
-    moved_at: when it was last seen to move. state: "busy"; "peers", in a collective or waiting for
-    the device; "outside", waiting for a reader of its output. ready: its models are loaded.
-    where: the innermost line of ours.
+    moved_at: time of the last movement seen. state: "busy"; "peers" (in a collective, or waiting
+    for the device); "outside" (waiting for a reader of its output). ready: its models are loaded.
+    where: the innermost line of our code.
     """
 
     rank: int
@@ -45,11 +45,11 @@ class Beat:
 
 
 def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: float) -> Beat | None:
-    """The rank that holds the others up, once nobody can go on for `timeout_s`.
+    """The rank that has held up the others for `timeout_s`, or None.
 
-    That is one that is busy and does not move, rather than those that wait for it. Where all ranks
-    wait for each other, or all but busy ones after loading, it is the one that came least far.
-    num_ranks: ranks that are to be there; some may not have beaten yet.
+    A rank that is busy and does not move holds up those that wait for it. If all ranks wait for
+    each other, or all except busy ones after loading, it is the rank with the fewest steps.
+    num_ranks: ranks of the run; some may not have beaten yet.
     """
     beats = list(beats)
     idle = {beat.rank for beat in beats if now - beat.moved_at > timeout_s}
@@ -61,12 +61,12 @@ def find_stuck(beats: Iterable[Beat], num_ranks: int, now: float, timeout_s: flo
         if len(waiting) == len(beats):
             suspects = waiting
         elif waiting and all(beat.ready for beat in beats):
-            suspects = busy  # it moves, but in a circle
+            suspects = busy  # moves, but makes no progress
     return min(suspects, key=lambda beat: (beat.steps, beat.moved_at), default=None)
 
 
 def is_frozen(beat: Beat, now: float) -> bool:
-    """Whether the whole process stands still: even the thread that should have beaten since."""
+    """True if the whole process stands still, even its heartbeat's thread."""
     return now - beat.at > _FROZEN_S
 
 
@@ -80,23 +80,23 @@ def read_beats(folder: Path) -> list[Beat]:
 
 
 class Heartbeat:
-    """The thread of one rank; made in its main thread.
+    """The heartbeat's thread of one rank; created in the main thread.
 
-    on_beat: called with every beat. on_stop: called when the process was asked to end (SIGTERM)
-    and its main thread did not listen, as in a collective; it should not return.
+    on_beat: called with every beat. on_stop: called if the process was asked to end (SIGTERM) and
+    its main thread did not react, as in a collective; it must not return.
     """
 
     def __init__(
         self, rank: int, on_beat: Callable[[Beat], None], on_stop: Callable[[], None]
     ) -> None:
         self.steps = 0
-        self.state: str | None = None  # overrides what the stack says
+        self.state: str | None = None  # overrides the state that the stack shows
         self.ready = False
         self._rank = rank
         self._on_beat = on_beat
         self._on_stop = on_stop
         self._main = threading.get_ident()
-        # Python's own handlers run in the main thread only; this descriptor is written at once.
+        # Python runs handlers in the main thread only, but writes to this descriptor at once.
         self._asked, asking = os.pipe()
         os.set_blocking(asking, False)
         os.set_blocking(self._asked, False)
@@ -106,7 +106,7 @@ class Heartbeat:
         self._thread.start()
 
     def stop(self) -> None:
-        """No more beats, and nothing more done about signals."""
+        """End the beats and the watch on signals."""
         self._over.set()
         self._thread.join()
         signal.set_wakeup_fd(-1)
@@ -129,7 +129,7 @@ class Heartbeat:
                 ready=self.ready,
                 where=_where(frames),
             )
-            del frames  # they would keep the locals of finished calls alive
+            del frames  # would keep the locals of finished calls alive
             self._on_beat(beat)
             if stop_at is None and self._was_asked_to_stop():
                 stop_at = now + _STOP_GRACE_S

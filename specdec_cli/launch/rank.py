@@ -1,7 +1,7 @@
-"""One rank among several: its silence, its heartbeat, and telling how it ended.
+"""One rank among several: its silence, its heartbeat and the report of its end.
 
-A rank that `specdec` started tells its parent, through the run's folder. One that torchrun or srun
-started tells rank 0, through the store that all ranks share, and rank 0 tells the user.
+A rank that `specdec` started reports to its parent through the run's folder. A rank that torchrun
+or srun started reports to rank 0 through the store that all ranks share; rank 0 tells the user.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from specdec_cli.launch.reports import (
 )
 from specdec_cli.launch.seat import Seat
 
-_LINGER_S = 2.0  # a rank that lost its peers waits for their reports before its end ends them
+_LINGER_S = 2.0  # a rank that lost its peers gives them time to report, since its end ends them
 
 
 class PeersMissing(SetupError):
@@ -34,10 +34,10 @@ class PeersMissing(SetupError):
 
 
 class Rank:
-    """This process as one of several ranks. Made once, in the main thread, before torch is there.
+    """This process as one of several ranks. Created once, in the main thread, before torch loads.
 
-    store: torch's store with the reports of joined ranks, once they have met. limit_s: how long the
-    main thread may stand still before this rank ends itself; None where a parent sees to it.
+    store: torch's store with the reports of joined ranks, once they have met. limit_s: seconds that
+    the main thread may stand still before this rank ends itself; None if a parent watches it.
     """
 
     def __init__(self, seat: Seat, *, verbose: bool) -> None:
@@ -57,16 +57,16 @@ class Rank:
 
     @property
     def tells_user(self) -> bool:
-        """Whether errors are this process's to say."""
+        """True if this process tells the user about errors."""
         return self.seat.folder is None and self.seat.rank == 0
 
     def end(self, report: Report) -> Report | None:
-        """Tell how this rank ended; returns what is to be said to the user here, if anything."""
+        """Report how this rank ended; returns the report to show to the user here, if any."""
         self.heartbeat.stop()
         return self._tell(report)
 
     def exit(self, code: int) -> NoReturn:
-        """End the process after a failure at once: destructors would wait for the peers."""
+        """End the process at once after a failure: destructors would wait for the peers."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -76,13 +76,13 @@ class Rank:
         if self._has_told:
             return None
         self._has_told = True
-        # Whoever started us may already be ending us; what we have to say comes first.
+        # The launcher may already be ending this process; the report comes first.
         asked = threading.Event()
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             with contextlib.suppress(ValueError):  # not the main thread
                 signal.signal(number, lambda *_: asked.set())
         if self.seat.folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # the parent has heard enough, and left
+            with contextlib.suppress(FileNotFoundError):  # the parent has its cause and has left
                 write_report(self.seat.folder, report)
             if report.end is End.LOST_PEERS:
                 asked.wait(_LINGER_S)
@@ -94,7 +94,7 @@ class Rank:
             if self.store is None:
                 raise RuntimeError("the ranks have not met")
             self.store.set(key := f"report/{self.seat.rank}", report.to_json())
-            self.store.check([key])  # hears an answer, which a lost store does not give
+            self.store.check([key])  # needs an answer, which a lost store does not give
         except RuntimeError:  # they never met, or rank 0 is gone and the store with it
             if self.seat.rank == 0:
                 return report
@@ -103,7 +103,7 @@ class Rank:
                     os.dup2(self._stderr, 2)
                 return _said_nothing(0) if self.store is not None else report
             if self.store is None:
-                time.sleep(_LINGER_S)  # rank 0 is about to find the same, and torchrun ends it then
+                time.sleep(_LINGER_S)  # lets rank 0 find the same before torchrun ends it for ours
             return None
         if self.seat.rank:
             time.sleep(_LINGER_S)
@@ -111,7 +111,7 @@ class Rank:
         return root_cause(self._gather(report))
 
     def _gather(self, own: Report) -> list[Report]:
-        """Rank 0's report and those of the others that come in before long."""
+        """Rank 0's report and the other reports that arrive within `_LINGER_S`."""
         deadline = time.monotonic() + _LINGER_S
         found = {own.rank: own}
         while len(found) < self.seat.size and time.monotonic() < deadline:
@@ -141,14 +141,14 @@ class Rank:
         self._end_here(Report(self.seat.rank, End.STOPPED, code, "was terminated"))
 
     def _end_here(self, report: Report) -> None:
-        """End the process from the heartbeat's thread, the main thread being stuck."""
+        """End the process from the heartbeat's thread while the main thread is stuck."""
         said = self._tell(report)
         if said is not None and said.explained is not None:
             os.write(2, f"error: {said.explained}\n".encode())
         os._exit(report.code)
 
     def _silence(self, *, verbose: bool) -> None:
-        """Only rank 0 is heard; what the libraries of others write to stderr is kept or dropped."""
+        """Silence a rank other than 0; keep or drop what its libraries write to stderr."""
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, 1)
         if not verbose:
@@ -161,7 +161,7 @@ class Rank:
 
 
 def stuck(beat: Beat, now: float, timeout_s: float) -> Report:
-    """The report of a rank that holds the others up."""
+    """The report of a rank that holds up the others."""
     how = "the process stands still" if is_frozen(beat, now) else "nothing happened"
     message = f"hung in {beat.where}: {how} for {timeout_s:g} s"
     hint = "run.timeout_s sets how long to wait"
@@ -173,13 +173,13 @@ def _said_nothing(rank: int) -> Report:
         rank,
         End.FAILED,
         ExitCode.RUN_FAILED,
-        "is gone, or hangs: it did not say why",
+        "is gone or hangs, and gave no reason",
         "torchrun or srun may know how it ended",
     )
 
 
 def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End:
-    """What the exception and exit code of a command mean for its rank."""
+    """The kind of end that a command's exception and exit code stand for."""
     if not failed:
         return End.DONE
     if isinstance(error, PeersMissing) or (error is not None and is_lost_peers(error)):
@@ -188,10 +188,10 @@ def how_it_ended(error: BaseException | None, code: int, *, failed: bool) -> End
 
 
 def _own_threads(seat: Seat) -> int | None:
-    """Threads for this rank's share of the cores, or None where the user has chosen."""
+    """Number of threads for this rank's share of the cores; None if the user chose one."""
     chosen = os.environ.pop(seats.THREADS, None)
     if chosen is not None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # torchrun's 1, which is not the user's choice
+        os.environ.pop("OMP_NUM_THREADS", None)  # the 1 is torchrun's, not the user's
         return int(chosen)
     if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return None
@@ -199,7 +199,7 @@ def _own_threads(seat: Seat) -> int | None:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

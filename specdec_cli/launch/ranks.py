@@ -1,4 +1,4 @@
-"""Starting ranks on this machine, watching them, and saying how they ended: the parent's side.
+"""The parent of ranks on this machine: starts them, watches them and finds how they ended.
 
 Knows nothing of torch, which only the processes that it starts import.
 """
@@ -24,15 +24,15 @@ from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
 
 _LOOK_S = 0.1
-_SETTLE_S = 5.0  # how long a failure waits for the one that caused it to be known
-_SETTLE_KNOWN_S = 0.3  # the same, once it is known what went wrong in one rank
+_SETTLE_S = 5.0  # wait after a failure for the failure that caused it
+_SETTLE_KNOWN_S = 0.3  # the same, once one rank has reported an error of its own
 _STOP_S = 2.0  # from SIGTERM to SIGKILL
-_LEAVE_S = 10.0  # from the last rank's last word to its end
+_LEAVE_S = 10.0  # from the last rank's report to its end
 
 
 @dataclass(frozen=True, slots=True)
 class RanksOutcome:
-    """How a world of ranks ended.
+    """The outcome of a world of ranks.
 
     code: rank 0's exit code, or that of the failure that ended the run. failure: the root cause
     of a run that failed.
@@ -45,7 +45,7 @@ class RanksOutcome:
         """The exit code of a world that ended well; raises the failure of one that did not."""
         if self.failure is None:
             return self.code
-        if self.failure.message is None:  # such as a closed pipe, of which nobody is to be told
+        if self.failure.message is None:  # such as a closed pipe, which needs no message
             raise SystemExit(self.failure.code)
         raise RanksError(self.failure)
 
@@ -67,14 +67,14 @@ def run_ranks(
     inputs: object = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RanksOutcome:
-    """Run `program` (a command line after the interpreter) as `num_ranks` ranks, to their end.
+    """Run `program` (a command line after the interpreter) as `num_ranks` ranks until they end.
 
     Rank 0's standard streams are the caller's. inputs: any picklable object for every rank
-    (`World.inputs`). timeout_s: a rank that does nothing for so long ends the run. Whatever ends
-    the call, an exception from a signal handler included, leaves no process behind; to be called
-    from the main thread, whose death the ranks share. May be called again and again.
+    (`World.inputs`). timeout_s: a rank that does nothing for so long ends the run. No process is
+    left behind, whatever ends the call, even an exception from a signal handler. Call it from the
+    main thread: the ranks die with it. It may be called repeatedly.
     """
-    folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # of mode 0700
+    folder = Path(tempfile.mkdtemp(prefix="specdec-ranks-"))  # mode 0700
     try:
         if inputs is not None:
             (folder / "inputs").write_bytes(pickle.dumps(inputs))
@@ -94,14 +94,14 @@ def _start(
     program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
     arguments = [str(os.getpid()), str(folder), str(num_ranks), sys.executable, *program]
-    # Not from the current folder: a file there could go by the name of a module.
+    # -P: a file in the current folder could have the name of a module.
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & env.keys():
         env[seat.THREADS] = str(max(1, num_cores() // num_ranks))
     env.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
-        # Of its own session: a terminal's Ctrl-C reaches us, and we end the ranks.
+        # A session of its own: a terminal's Ctrl-C reaches only us, and we end the ranks.
         return subprocess.Popen(command, env=env, start_new_session=True)
     except OSError as problem:
         raise SetupError(f"cannot start {num_ranks} ranks: {problem.strerror}") from problem
@@ -110,15 +110,15 @@ def _start(
 def _watch(
     launcher: "subprocess.Popen[bytes]", num_ranks: int, folder: Path, timeout_s: float
 ) -> Report | None:
-    """Wait until every rank is done, or one of them is known to be the cause of a failure."""
+    """Wait until every rank is done, or until the cause of a failure is known."""
     started = looked = time.monotonic()
     settled = stuck_from = done_by = float("inf")
     while True:
-        is_over = launcher.poll() is not None  # before reading: what it left is then complete
+        is_over = launcher.poll() is not None  # first, so that its files are complete when read
         now = time.monotonic()
         beats, exits = read_beats(folder), _exits(folder)
         dead = _dead(num_ranks, beats, exits, is_over)
-        reports = read_reports(folder)  # after that: a rank's last word comes before its end
+        reports = read_reports(folder)  # after `dead`: a rank reports before it ends
         failures = _failures(folder, dead, reports, beats, exits)
         if len(reports) == num_ranks and not failures:
             done_by = min(done_by, now + _LEAVE_S)
@@ -132,7 +132,7 @@ def _watch(
                 return root_cause(failures)
         elif is_over:
             return _launcher_failed(launcher.returncode)
-        # Having been stopped ourselves (Ctrl-Z), we have not seen the ranks' latest beats.
+        # If this process was stopped (Ctrl-Z), it has not seen the ranks' latest beats.
         if now - looked > 1:
             stuck_from = now
         if now - stuck_from > 1 or stuck_from == float("inf"):
@@ -164,7 +164,7 @@ def _failures(
     beats: Sequence[Beat],
     exits: Mapping[int, int],
 ) -> list[Report]:
-    """Reports of ranks that failed, and those we write for dead ones that left none."""
+    """Reports of failed ranks, and reports written here for dead ranks that left none."""
     found = [report for report in reports.values() if report.end is not End.DONE]
     seen = {beat.rank: beat for beat in beats}
     for rank in dead - reports.keys():
@@ -184,7 +184,7 @@ def _launcher_failed(code: int) -> Report:
 
 
 def _exits(folder: Path) -> dict[int, int]:
-    """Exit codes other than 0 that the launcher saw; signals are negative."""
+    """Non-zero exit codes that the launcher saw, by rank; signals are negative."""
     try:
         return {int(r): c for r, c in json.loads((folder / "exits").read_text()).items()}
     except FileNotFoundError:
@@ -200,7 +200,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _stop(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """End the launcher and with it the ranks; returns when none of them is left."""
+    """End the launcher and with it the ranks; returns when none is left."""
     try:
         if launcher.poll() is None:
             launcher.terminate()

@@ -1,4 +1,4 @@
-"""What ranks say of how they ended, and which of them is the cause. Imports nothing heavy."""
+"""Reports of how ranks ended, and the choice of the root cause. Imports nothing heavy."""
 
 import json
 import os
@@ -13,12 +13,12 @@ from specdec_cli.errors import ExitCode
 
 
 class End(StrEnum):
-    """How a rank ended. The order is that in which an end explains those of other ranks."""
+    """The kind of a rank's end; `_BLAME` orders them by how well they explain other ranks' ends."""
 
     DONE = "done"
-    FAILED = "failed"  # an error of its own, or gone without a word
+    FAILED = "failed"  # an error of its own, or an end without a report
     STUCK = "stuck"
-    LOST_PEERS = "lost peers"  # a collective failed: somebody else is the cause
+    LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
     STOPPED = "stopped"  # by a signal, mostly the launcher's after another rank's failure
 
 
@@ -27,10 +27,10 @@ _BLAME = (End.FAILED, End.STUCK, End.LOST_PEERS, End.STOPPED)
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """How one rank ended.
+    """The end of one rank.
 
-    message: None when there is none to give. at: seconds since the epoch. is_common: whether the
-    message is not about this rank, since all of them found the same.
+    message: None if there is nothing to say. at: seconds since the epoch. is_common: all ranks
+    found the same, so the message is not about this rank.
     """
 
     rank: int
@@ -44,7 +44,7 @@ class Report:
 
     @property
     def explained(self) -> str | None:
-        """The message with its rank, unless all ranks would say it alike, as of bad usage."""
+        """The message with its rank, unless it is the same on all ranks, as for bad usage."""
         is_alike = self.is_common or self.code in (ExitCode.USAGE, ExitCode.PARTIAL)
         if self.message is None or is_alike:
             return self.message
@@ -60,16 +60,16 @@ class Report:
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:
-    """The report that explains the others: the first of the most telling kind; None if all is well.
+    """The report that explains the others, the first of the most telling kind; None if none failed.
 
-    Lost peers and signals are what another rank's failure looks like from here.
+    Lost peers and signals are consequences of another rank's failure.
     """
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
 
 def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "") -> Report:
-    """The report for a rank that left none. exit_code: as subprocess gives it; None is unknown."""
+    """The report for a rank that left none. exit_code: as of subprocess; None if unknown."""
     end, hint = End.FAILED, last_words or None
     if exit_code is not None and exit_code < 0:
         try:
@@ -78,15 +78,15 @@ def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "
             name = f"signal {-exit_code}"
         message = f"was killed by {name}"
         if name == "SIGKILL":
-            hint = hint or "the system does so when memory runs out; see its log"
-        elif name == "SIGABRT":  # how NCCL ends a rank that has lost its peers
+            hint = hint or "the system kills processes when memory runs out; see its log"
+        elif name == "SIGABRT":  # NCCL ends a rank that has lost its peers in this way
             end = End.LOST_PEERS
         elif name == "SIGTERM":
             end = End.STOPPED
-    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # while it began
+    elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # stopped during its start
         end, message = End.STOPPED, "was stopped"
     else:
-        message = f"ended without a word (exit code {exit_code or 0}) before the run was done"
+        message = f"ended without a report (exit code {exit_code or 0}) before the run was done"
     return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=last_seen)
 
 
@@ -95,13 +95,13 @@ def write_report(folder: Path, report: Report) -> None:
 
 
 def read_reports(folder: Path) -> dict[int, Report]:
-    """Every report in the folder by its rank."""
+    """All reports in the folder, by rank."""
     found = (Report.from_json(path.read_bytes()) for path in folder.glob("report-*[0-9]"))
     return {report.rank: report for report in found}
 
 
 def stderr_path(folder: Path, rank: int) -> Path:
-    """Where a silent rank's standard error goes."""
+    """The file that holds a silent rank's standard error."""
     return folder / f"stderr-{rank}"
 
 
@@ -115,14 +115,14 @@ def last_words(folder: Path, rank: int) -> str:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """A reader sees the whole text or none of it."""
+    """Write so that a reader sees the whole text or none of it."""
     scratch = path.with_name(f"{path.name}.tmp")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)
 
 
 def is_lost_peers(error: BaseException) -> bool:
-    """Whether an exception says that a collective failed, which is another rank's doing."""
+    """True if an exception means that a collective failed, so another rank is the cause."""
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or isinstance(error, MemoryError):
         return False

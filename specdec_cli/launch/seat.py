@@ -1,4 +1,4 @@
-"""Which rank this process is, from its environment. Imports nothing heavy."""
+"""The rank of this process, read from its environment. Imports nothing heavy."""
 
 import re
 from collections.abc import Mapping
@@ -25,7 +25,8 @@ class Seat:
     """One rank's place in its world.
 
     local_rank, local_size: among the ranks of this host. started_by: "specdec", "torchrun" or
-    "srun". address, port: where the ranks meet. folder: private to a run that `specdec` started.
+    "srun". address, port: the rendezvous of the ranks. folder: private folder of a run that
+    `specdec` started.
     """
 
     rank: int
@@ -39,7 +40,7 @@ class Seat:
 
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that torchrun (ours too) or srun gave this process; None when neither started it.
+    """The seat that torchrun (also ours) or srun gave this process; None if neither started it.
 
     Raises `UsageError` for variables that contradict each other.
     """
@@ -78,7 +79,7 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
     tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     size = _integer(environ, tasks, 1, default=1)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST")
-    # The first node of the list has rank 0; `srun` itself may run on another machine.
+    # Rank 0 is on the first node of the list; `srun` itself may run on another machine.
     address = first_host(nodes) if nodes else environ.get("SLURM_LAUNCH_NODE_IPADDR", "localhost")
     job = _integer(environ, "SLURM_JOB_ID", default=0)
     step = _integer(environ, "SLURM_STEP_ID", default=0)
@@ -97,7 +98,7 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
 
 
 def _slurm_local_size(environ: Mapping[str, str], size: int) -> int:
-    """Tasks on this node, from a list such as `4(x2),3`."""
+    """Number of tasks on this node, from a list such as `4(x2),3`."""
     listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE", "")
     counts: list[int] = []
     for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", listed):

@@ -1,4 +1,4 @@
-"""The ranks of a run as a command sees them: started, joined, or one process alone."""
+"""The ranks of a run as a command sees them: started, joined, or a single process."""
 
 import contextlib
 import os
@@ -18,20 +18,20 @@ from specdec_cli.text import first_line
 
 T = TypeVar("T")
 
-# Collectives wait for so much longer than a hung rank is given, so that it is the one to be named.
+# Collectives wait this much longer than a hung rank may hang, so that the hung rank is named first.
 _PAST_TIMEOUT_S = 5.0
 _LONG_S = 24 * 3600.0
-# One machine has no more GPUs; each rank is a process, and too many of them stop a machine.
+# No machine has more GPUs. Each rank is a process, and too many of them stop a machine.
 _MOST_RANKS = 64
 
 
 @dataclass(slots=True)
 class Place:
-    """How this process came to be.
+    """The origin of this process.
 
     program: the command line, after the interpreter, that starts it again. seat: None unless
-    torchrun or srun started it. rank: None where it is alone, and not started by `run_ranks`.
-    has_answered: ranks that it started have written the command's result.
+    torchrun or srun started it. rank: None if it is a single process that `run_ranks` did not
+    start. has_answered: ranks that it started have written the command's result.
     """
 
     program: tuple[str, ...]
@@ -41,12 +41,14 @@ class Place:
 
     @property
     def is_first(self) -> bool:
-        """Whether what one process is enough for is this one's to do."""
+        """True in the one process that does work for which one process is enough."""
         return self.seat is None or self.seat.rank == 0
 
     def must_start(self, num_ranks: int) -> bool:
-        """Whether this process is to start ranks instead of running itself; raises `UsageError` for
-        more of them than a machine can have."""
+        """True if this process has to start ranks instead of running the command itself.
+
+        Raises `UsageError` for more ranks than a machine can have.
+        """
         if self.seat is not None or num_ranks == 1:
             return False
         if num_ranks > _MOST_RANKS:
@@ -58,15 +60,14 @@ class Place:
         return True
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
-        """Run this command line as ranks and return its exit code; raises their root cause."""
+        """Run this command line as ranks and return its exit code; raises the root cause."""
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
         self.has_answered = True
         return code
 
 
 def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: bool) -> Place:
-    """How this process was started. A rank among several, or one that `run_ranks` started alone,
-    begins its life as one here."""
+    """Find how this process was started; a process that is a rank gets its `Rank` here."""
     seat = find_seat(environ)
     is_rank = seat is not None and (seat.size > 1 or seat.folder is not None)
     rank = Rank(seat, verbose=verbose) if seat is not None and is_rank else None
@@ -74,11 +75,11 @@ def find_place(program: Sequence[str], environ: Mapping[str, str], *, verbose: b
 
 
 class World:
-    """The ranks of one run. Every method is to be called by all ranks, in the same order, but for
-    `beat` and `outside`.
+    """The ranks of one run. All ranks call every method in the same order, except `beat` and
+    `outside`.
 
-    rank, size: of this process. device: "cuda:i" or "cpu" where there are several ranks; otherwise
-    what the recipe says.
+    rank: of this process. size: number of ranks. device: "cuda:i" or "cpu" with several ranks;
+    otherwise the recipe's value.
     """
 
     def __init__(self, rank: Rank | None, device: str, timeout_s: float) -> None:
@@ -90,11 +91,11 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0: the one that reads, writes and shows."""
+        """True on rank 0, which reads, writes and shows."""
         return self.rank == 0
 
     def once(self, read: Callable[[], T]) -> T:
-        """What `read` returns on rank 0, for every rank. Its result travels pickled."""
+        """Call `read` on rank 0 and return its result, sent pickled, on every rank."""
         if self.size == 1:
             return read()
         import torch.distributed as dist
@@ -105,7 +106,7 @@ class World:
         return value
 
     def inputs(self, read: Callable[[], T]) -> T:
-        """What the parent handed to its ranks; where it handed nothing, `once(read)`."""
+        """The inputs that the parent handed to its ranks; without any, `once(read)`."""
         folder = self._rank.seat.folder if self._rank is not None else None
         if folder is not None and (path := folder / "inputs").exists():
             value: T = pickle.loads(path.read_bytes())
@@ -113,38 +114,38 @@ class World:
         return self.once(read)
 
     def ready(self) -> None:
-        """The models are loaded: from now on no rank is waited for longer than the timeout."""
+        """Declare the models loaded: from now on no rank is waited for longer than the timeout."""
         if self._rank is None:
             return
         self._rank.heartbeat.ready = True
         _set_timeouts(self._patience_s)
 
     def loading(self) -> None:
-        """Models are loaded again, until `ready`: a rank may take as long as it moves."""
+        """Declare that models load until `ready`: a rank may take as long as it moves."""
         if self._rank is None:
             return
         self._rank.heartbeat.ready = False
         _set_timeouts(_LONG_S)
 
     def agreement(self) -> Agreement:
-        """A way for the ranks to agree on steps that may fail."""
+        """An agreement of the ranks on steps that may fail."""
         return Agreement(self.size, self._patience_s)
 
     @property
     def _patience_s(self) -> float:
-        """How long a collective may wait once the models are loaded."""
-        # Where a parent watches, nothing else needs to: a reader may hold rank 0 up for long.
+        """Seconds that a collective may wait once the models are loaded."""
+        # A watching parent is enough; the reader of rank 0's output may hold rank 0 up for long.
         is_watched = self._rank is None or self._rank.limit_s is None
         return _LONG_S if is_watched else self._timeout_s + _PAST_TIMEOUT_S
 
     def beat(self) -> None:
-        """A step is done. Costs nothing."""
+        """Count a step as done. Costs nothing."""
         if self._rank is not None:
             self._rank.heartbeat.steps += 1
 
     @contextlib.contextmanager
     def outside(self) -> Iterator[None]:
-        """While whoever reads the output may keep this rank waiting, as a pager does."""
+        """Wraps output whose reader may keep this rank waiting, as a pager does."""
         if self._rank is None:
             yield
             return
@@ -157,11 +158,11 @@ class World:
 
 @contextlib.contextmanager
 def join(place: Place, num_ranks: int, *, device: str, timeout_s: float) -> Iterator[World]:
-    """Be one of `num_ranks` ranks, with torch.distributed ready where there are several.
+    """Join `num_ranks` ranks and, if there are several, initialise torch.distributed.
 
-    device: `run.device`. NCCL connects GPUs, one a rank, and gloo CPUs. On leaving, every rank
-    waits for the others; on an exception none does. Raises `UsageError` when another number of
-    ranks was started, `SetupError` when there are too few GPUs or ranks do not meet.
+    device: `run.device`. NCCL connects GPUs, one per rank, and gloo CPUs. On leaving, every rank
+    waits for the others; after an exception none does. Raises `UsageError` if another number of
+    ranks was started, `SetupError` if there are too few GPUs or ranks do not meet.
     """
     rank, seat = place.rank, place.seat
     if seat is not None and seat.size != num_ranks:
@@ -205,7 +206,7 @@ def _device(seat: Seat, wanted: str) -> str:
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return "cpu"
     count = torch.cuda.device_count()
-    # Slurm may show each task its own GPU only.
+    # Slurm may show each task only its own GPU.
     index = 0 if count == 1 and seat.started_by == "srun" else seat.local_rank
     if index >= count:
         raise TooFewGPUsError(
@@ -223,10 +224,10 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
 
     seat = rank.seat
     local_rank = seat.local_rank if device == "cpu" else int(device.removeprefix("cuda:"))
-    os.environ |= {  # as torchrun has it; srun has names of its own
+    os.environ |= {  # torchrun's names; srun has names of its own
         "RANK": str(seat.rank),
         "WORLD_SIZE": str(seat.size),
-        "LOCAL_RANK": str(local_rank),  # which also says which GPU
+        "LOCAL_RANK": str(local_rank),  # also the index of the GPU
         "LOCAL_WORLD_SIZE": str(seat.local_size),
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
@@ -245,12 +246,12 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
             f"could not meet the other ranks at {seat.address}:{seat.port}: {first_line(problem)}",
             "see that every rank was started and that this address can be reached from all of them",
         ) from problem
-    # A load may take long, and longer on ranks that load more; a hung one is found otherwise.
+    # Loading may take long, and longer on ranks that load more; heartbeats find a hung rank.
     _set_timeouts(_LONG_S)
 
 
 def _set_timeouts(seconds: float) -> None:
-    """Let collectives of every group wait for so long."""
+    """Set the timeout of collectives in every group."""
     import torch.distributed.distributed_c10d as c10d
 
     for group in list(c10d._world.pg_map):

@@ -1,7 +1,7 @@
 """Prompts from options, files, pipes and datasets.
 
-Knows nothing of tokenizers or of what a chat template makes of messages: a prompt is text, the
-messages of a conversation, or token ids that somebody else made.
+Knows nothing of tokenizers or of chat templates: a prompt is text, the messages of a conversation,
+or token ids made elsewhere.
 """
 
 from specdec_cli.prompts.conversations import as_conversations

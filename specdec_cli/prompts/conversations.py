@@ -1,4 +1,4 @@
-"""Prompts as conversations, under `data.chat` and `data.system`. Renders nothing."""
+"""Turns prompts into conversations, by `data.chat` and `data.system`. Renders nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +14,9 @@ def as_conversations(
 ) -> list[Prompt]:
     """The prompts as they go to a model under `data.chat` and `data.system`.
 
-    `auto` leaves them as they are; `on` makes a conversation of each text; `off` wants no messages.
-    `system` opens every conversation that has no such message, and turns `auto` into `on`. Raises
-    `UsageError` for a prompt that the setting does not fit.
+    chat: `auto` leaves prompts as they are, `on` makes a conversation of each text, `off` refuses
+    messages. system: opens every conversation that has no system message, and turns `auto` into
+    `on`. Raises `UsageError` for a prompt that does not fit the setting.
     """
     if system is not None and chat == "auto":
         chat = "on"

@@ -1,6 +1,6 @@
-"""`PATH[:SPLIT[:COLUMN]]`, as `--dataset` has it, and splits of what has none by itself.
+"""The notation `PATH[:SPLIT[:COLUMN]]` of `--dataset`, and splits of single files.
 
-Knows the notation; opens nothing but to see whether a path is there.
+Opens nothing; only tests if a path exists.
 """
 
 import re
@@ -13,7 +13,7 @@ from specdec_cli.errors import UsageError
 from specdec_cli.prompts.lines import Rows
 from specdec_cli.text import one_line
 
-# What lies between colons: brackets (`train[10:20]`) keep theirs.
+# The text between colons; colons in brackets (`train[10:20]`) stay in it.
 _PART = re.compile(r"(?:\[[^\[\]]*\]|[^:])*")
 _DRIVE = re.compile(r"[A-Za-z]:[\\/]")
 _SCHEME = re.compile(r"[A-Za-z][\w+.-]*://(?:[^/:]*:\d+(?=/|$))?")
@@ -24,8 +24,8 @@ _FORM = "PATH, PATH:SPLIT or PATH:SPLIT:COLUMN, such as squad:train[:100]:questi
 def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     """The path, split and column that `text` names; an empty part (`p.csv::question`) is None.
 
-    Colons in brackets, after a drive's letter, in `scheme://host:port` and in `demo:` belong to
-    their part, and so do those of a path that exists. Raises `UsageError`.
+    Colons do not separate in brackets, after a drive letter, in `scheme://host:port`, in `demo:`
+    and in a path that exists. Raises `UsageError`.
     """
     start = next((m.end() for p in (_DRIVE, _SCHEME) if (m := p.match(text))), 0)
     if text.startswith(PREFIX):
@@ -63,10 +63,10 @@ def _exists(path: str) -> bool:
 
 
 def sliced(rows: Rows, split: str | None, name: str) -> Rows:
-    """The rows of a single file under a split.
+    """The rows of a single file that belong to a split.
 
-    As `datasets` has it, a file's only split is `train`, which may be sliced (`train[:100]`,
-    `train[50%:]`). Raises `UsageError` for any other.
+    As in `datasets`, a file's only split is `train`, which may be sliced (`train[:100]`,
+    `train[50%:]`). Raises `UsageError` for any other split.
     """
     if split is None:
         return rows

@@ -1,6 +1,6 @@
 """Hugging Face datasets by id, and folders laid out like them, through the package `datasets`.
 
-Knows nothing of what makes a prompt.
+Does not know what makes a row a prompt.
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from specdec_cli.text import first_line, one_line
 def hub_source(
     path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
 ) -> Source:
-    """One split of a dataset; without a name, its only one.
+    """One split of a dataset; without `split`, its only one.
 
     path: a hub id, or a folder (`is_folder`). split: a name or slice (`train[:100]`). Raises
-    `UsageError` for a subset or split that is not there, naming those that are, and `SetupError`
-    when the dataset cannot be had.
+    `UsageError` for an unknown subset or split, naming the known ones, and `SetupError` if the
+    dataset is not available.
     """
     try:
         import datasets
@@ -49,13 +49,13 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
     known = list(builder.info.splits or ())
     if split is None and len(known) == 1:
         split = known[0]
-    # Some datasets learn their splits only while they are prepared.
+    # Some datasets know their splits only once they are prepared.
     data = datasets.load_dataset(path, name=subset, split=split)
     return data if split is not None else data[_only_split(path, list(data))]
 
 
 def _is_saved(folder: Path) -> bool:
-    """Whether a folder is what `save_to_disk` of `datasets` wrote."""
+    """True if `save_to_disk` of `datasets` wrote the folder."""
     names = ("dataset_dict.json",), ("state.json", "dataset_info.json")
     return any(all((folder / name).is_file() for name in one) for one in names)
 
@@ -93,7 +93,7 @@ def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
     if type(problem) is ValueError:  # an unknown split or configuration; it lists those known
         return UsageError(
             f"{path}: {' '.join(map(one_line, str(problem).split()))}",
-            "data.split and data.subset name what is wanted",
+            "name another data.split or data.subset",
         )
     if is_folder or kind in ("DatasetGenerationError", "DataFilesNotFoundError"):
         cause = problem.__cause__ or problem
@@ -114,7 +114,7 @@ def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """No bars of the library's own on stderr."""
+    """Hide the library's progress bars on stderr."""
     shown = datasets.utils.are_progress_bars_disabled() is False
     datasets.disable_progress_bars()
     try:

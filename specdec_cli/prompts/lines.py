@@ -1,6 +1,6 @@
 """Text and JSON files, read line by line so that each bad line can be named.
 
-Knows nothing of what makes a prompt: rows go out as text or records.
+Does not know what makes a row a prompt: rows are text or records.
 """
 
 import json
@@ -50,7 +50,7 @@ def jsonl_rows(file: BinaryIO, name: str) -> Rows:
 
 
 def json_rows(file: BinaryIO, name: str) -> Rows:
-    """The items of a JSON list, or, as many datasets have it, an object a line."""
+    """The items of a JSON list, or the objects of a file with one object a line."""
     start = file.tell()
     if not file.read(1024).removeprefix(BOM).lstrip().startswith(b"["):
         file.seek(start)
@@ -70,7 +70,7 @@ def _whole(file: BinaryIO, name: str) -> str:
 
 
 def _items(text: str, name: str) -> Rows:
-    """One item after the other, so that each has its line."""
+    """Decode one item after the other, so that each has its line number."""
     twice: list[str] = []
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -110,7 +110,7 @@ def _items(text: str, name: str) -> Rows:
 
 
 def _check_end(text: str, place: int, name: str) -> None:
-    """Raises `UsageError` for anything behind a list that ended before `place`."""
+    """Raise `UsageError` if anything but space follows the list that ended before `place`."""
     place = _skip_space(text, place)
     if place < len(text):
         line = text.count("\n", 0, place) + 1
@@ -127,7 +127,7 @@ def _skip_space(text: str, place: int) -> int:
 
 
 def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Lines from 1, without byte order mark; of one too long only enough to see that it is."""
+    """Lines counted from 1, without byte order mark; a too long line is cut after the limit."""
     number = 0
     while raw := file.readline(MAX_LINE_BYTES + 1):
         number += 1
@@ -138,7 +138,7 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def decoded(raw: bytes) -> str:
-    """A line as text, without its end. Raises `BadRow`."""
+    """A line as text, without its line end. Raises `BadRow`."""
     if len(raw) > MAX_LINE_BYTES:
         raise BadRow(_TOO_LONG)
     if b"\0" in raw:
@@ -165,7 +165,7 @@ def _not_json(error: JSONDecodeError) -> str:
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """A JSON object; of a key given twice Python would keep the last without a word."""
+    """A JSON object; refuses duplicate keys, since Python would silently keep the last value."""
     found: dict[str, object] = {}
     for key, value in pairs:
         if key in found:

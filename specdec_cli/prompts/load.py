@@ -1,6 +1,6 @@
-"""Prompts from options, files, pipes and datasets: opens them, reads rows, reports bad ones.
+"""Loads prompts from options, files, pipes and datasets, and reports bad rows.
 
-Knows nothing of tokenizers, or of what a chat template makes of messages.
+Knows nothing of tokenizers or chat templates.
 """
 
 import io
@@ -34,13 +34,13 @@ _log = logging.getLogger("specdec")
 def load_prompts(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False
 ) -> list[Prompt]:
-    """The prompts that a recipe's `data` names, in order, `index` counting from 0.
+    """The prompts that a recipe's `data` names, in order, with `index` counted from 0.
 
-    `data.path` is a file (`EXTENSIONS`), `demo:prompts`, a folder or id of a Hugging Face dataset.
-    Reading stops at `data.limit`. Bad rows are a `UsageError` naming each by file and line;
-    with `skip_bad` they are left out, and a warning counts them. `is_file`: the path can be nothing
-    but a file's. Raises `UsageError` for a split, subset or column that is not there, `SetupError`
-    for a dataset that cannot be had.
+    `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
+    dataset. Reading stops at `data.limit`. skip_bad: leave out bad rows with a warning that counts
+    them; otherwise they raise a `UsageError` that names each by file and line. is_file: the path
+    can only be a file's. Raises `UsageError` for an unknown split, subset or column, `SetupError`
+    for a dataset that is not available.
     """
     path = data.path
     if path.startswith(demo.PREFIX) and not is_file:
@@ -71,11 +71,11 @@ def read_prompts(
     limit: int | None = None,
     skip_bad: bool = False,
 ) -> list[Prompt]:
-    """The prompts given as options, then those of the file, `limit` of them together at most.
+    """The prompts given as options, then those of the file, at most `limit` together.
 
-    `stdin` is read when there are neither, or when the file is `-`; a terminal never is. Nothing
-    anywhere gives an empty list. Bad prompts are a `UsageError` naming file, line and reason;
-    with `skip_bad` bad lines are left out, and a warning counts them.
+    `stdin` is read if there are neither, or if the file is `-`; a terminal is never read. Without
+    any prompt the list is empty. skip_bad: leave out bad lines with a warning that counts them;
+    otherwise bad prompts raise a `UsageError` with file, line and reason.
     """
     found = [_from_option(text) for text in prompts][:limit]
     if limit is not None:
@@ -107,16 +107,16 @@ def _from_option(text: str) -> Prompt:
 def _read_stdin(
     stream: TextIO | BinaryIO | None, limit: int | None, *, skip_bad: bool
 ) -> list[Prompt]:
-    """Lines like those of a .txt file, or of a .jsonl file when the first one opens an object."""
+    """Prompts as of a .txt file, or as of a .jsonl file if the input starts with an object."""
     if stream is None or stream.closed or stream.isatty():
         return []
     try:
         raw = getattr(stream, "buffer", stream).read()
-    except OSError:  # the terminal of a background job, or a stream that a test took away
+    except OSError:  # the terminal of a background job, or a stream that a test replaced
         return []
     if isinstance(raw, str):
         raw = raw.encode("utf-8", "surrogateescape")
-    if not raw:  # </dev/null, as batch systems have it: nothing was piped
+    if not raw:  # nothing was piped: batch systems use </dev/null
         return []
     name = "standard input"
     if raw.startswith(_GZIP_MAGIC):
@@ -137,7 +137,7 @@ def _is_folder(path: str) -> bool:
 
 
 def _is_file_name(path: str) -> bool:
-    """Whether a name is meant as a file's, there or not; else it is a dataset's id."""
+    """True if a name means a file, existing or not; otherwise it is a dataset's id."""
     try:
         if Path(path).exists():
             return True
@@ -150,8 +150,8 @@ def _is_file_name(path: str) -> bool:
 
 @contextmanager
 def _file_source(name: str, column: str | None) -> Iterator[Source]:
-    """The rows of a file, open for as long as they are read."""
-    if not name.strip():  # as "$UNSET" of a script is
+    """The rows of a file, which is open during the block."""
+    if not name.strip():  # such as "$UNSET" in a script
         raise UsageError("the name of the prompt file is empty")
     if "://" in name:
         raise UsageError(f"{one_line(name)}: is an address", "download it and name the file")
@@ -219,9 +219,9 @@ def _prompts_of(
     *,
     skip_bad: bool,
 ) -> list[Prompt]:
-    """The first `limit` prompts of a source; the bad rows up to there are told or counted.
+    """The first `limit` prompts of a source; bad rows up to there are reported or counted.
 
-    split: which of its rows these are, where not all.
+    split: the split that selected the source's rows, for messages.
     """
     name = source.name
     _check_columns(source, column)
@@ -254,7 +254,7 @@ def _prompts_of(
 
 
 def _check_columns(source: Source, column: str | None) -> None:
-    """Every row of a table has the same columns: a missing one is told once."""
+    """Raise `UsageError` once for a missing column, since all rows of a table have the same."""
     if source.columns is None:
         return
     listed = columns_in_words(source.columns)

@@ -1,6 +1,6 @@
-"""From one row of a file or dataset to a prompt: which column counts, and what it may hold.
+"""Turns one row of a file or dataset into a prompt: chooses the column and checks its value.
 
-Knows nothing of files, of tokenizers, or of what a chat template makes of messages.
+Knows nothing of files, tokenizers or chat templates.
 """
 
 import json
@@ -22,7 +22,7 @@ _MAX_COLUMNS = 12
 
 
 def jsonl_of(prompts: Iterable[Prompt]) -> str:
-    """A .jsonl file that holds these prompts: what `prompt_of` reads."""
+    """The text of a .jsonl file with these prompts, in the form that `prompt_of` reads."""
     lines = []
     for prompt in prompts:
         found: dict[str, object]
@@ -39,10 +39,10 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
 
 
 def prompt_of(row: object, column: str | None) -> Prompt:
-    """The prompt that a row holds; its index and place are the caller's.
+    """The prompt that a row holds; the caller sets its index and place.
 
-    row: text, or a record by column name. column: where the prompt is; None takes the first of
-    `PROMPT_KEYS` that the record has. Of several turns the first is the prompt. Raises `BadRow`.
+    row: text, or a record by column name. column: the column of the prompt; None takes the first of
+    `PROMPT_KEYS` that the record has. The first of several turns is the prompt. Raises `BadRow`.
     """
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
@@ -68,7 +68,7 @@ def prompt_of(row: object, column: str | None) -> Prompt:
 
 
 def _named(row: Mapping[str, object], column: str, category: str | None) -> Prompt:
-    """The prompt in a column that the user named: its kind follows from what it holds."""
+    """The prompt in a column that the user named; the value determines its kind."""
     if column not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
     value, key = row[column], one_line(column)
@@ -84,7 +84,7 @@ def _named(row: Mapping[str, object], column: str, category: str | None) -> Prom
 
 
 def columns_in_words(columns: tuple[str, ...]) -> str:
-    """What columns there are, for the end of a message."""
+    """A list of the columns for the end of a message."""
     if not columns:
         return "there is none"
     listed = ", ".join(map(one_line, columns[:_MAX_COLUMNS]))
@@ -92,7 +92,7 @@ def columns_in_words(columns: tuple[str, ...]) -> str:
 
 
 def checked(text: str, where: str = "") -> str:
-    """The text of a prompt, unless it is blank or no text (`BadRow`)."""
+    """The text of a prompt; raises `BadRow` if it is blank or not valid Unicode."""
     if not text.strip():
         what = "blank prompt: only white space" if text else "empty prompt"
         raise BadRow(f"{what}{f' ({where})' if where else ''}")
@@ -145,7 +145,7 @@ def _message(value: object, where: str) -> Message:
 
 
 def _token_ids(value: object, key: str) -> tuple[int, ...]:
-    # `type` and not isinstance: true and false are integers to Python.
+    # `type` and not isinstance: Python counts true and false as integers.
     if not isinstance(value, list) or any(type(item) is not int or item < 0 for item in value):
         raise BadRow(f"{key} should be a list of non-negative whole numbers")
     if not value:

@@ -1,4 +1,4 @@
-"""Tables: CSV, TSV and parquet files. Knows nothing of what makes a prompt."""
+"""CSV, TSV and parquet files. Does not know what makes a row a prompt."""
 
 import csv
 import io
@@ -20,8 +20,7 @@ _BATCH_ROWS = 1024
 
 def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
     """A table with a header line; cells are text. A quoted cell may run over several lines."""
-    # Bytes that are no UTF-8 come out as lone surrogates: the row that holds them is bad, not the
-    # file.
+    # Bytes that are not UTF-8 become lone surrogates, so only the row that holds them is bad.
     text = io.TextIOWrapper(file, "utf-8-sig", errors="surrogateescape", newline="")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     try:
@@ -64,7 +63,7 @@ def _record(header: Sequence[str], cells: Sequence[str]) -> dict[str, str] | Bad
 
 @contextmanager
 def _long_cells() -> Iterator[None]:
-    """Lets a cell be as long as a line of other files; the limit is the whole process's."""
+    """Allow cells as long as a line of other files; the limit is global to the process."""
     before = csv.field_size_limit(MAX_LINE_BYTES)
     try:
         yield
@@ -73,7 +72,7 @@ def _long_cells() -> Iterator[None]:
 
 
 def parquet_source(path: Path, name: str, column: str | None) -> Source:
-    """A parquet file, a batch of rows at a time, only the columns that can matter.
+    """A parquet file, read in batches of rows and only in the columns that matter.
 
     Raises `SetupError` without pyarrow.
     """
@@ -107,6 +106,6 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 
 
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
-    """The columns to read: pictures and sounds beside a prompt need not be decoded."""
+    """The columns to read; images and audio beside a prompt are not decoded."""
     keys = (*PROMPT_KEYS, CATEGORY_KEY) if column is None else (column, CATEGORY_KEY)
     return [name for name in columns if name in keys]

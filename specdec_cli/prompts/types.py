@@ -1,18 +1,18 @@
-"""A prompt, and why something is none. Knows nothing of where prompts come from."""
+"""Prompts, rows and bad rows. Knows nothing of files."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-# `role`, `content`, and what else the file has for a chat template to read.
+# `role`, `content`, and any other key that a chat template may read.
 Message = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: exactly one of `text`, `token_ids` and `messages` is there.
+    """One prompt, with exactly one of `text`, `token_ids` and `messages`.
 
-    Beside messages, `text` is what the model's chat template made of them. `index` counts over all
-    prompts of a run; `where` is the file and line, for what is found wrong later.
+    After rendering, `text` is the chat template's output for `messages`. `index` counts over all
+    prompts of a run; `where` is the file and line, for later error messages.
     """
 
     index: int
@@ -24,16 +24,16 @@ class Prompt:
 
 
 class BadRow(Exception):
-    """Why one line, row or item is no prompt."""
+    """The reason why one line, row or item is not a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The rows of one file, pipe or dataset, read as they are asked for.
+    """The rows of one file, pipe or dataset, read lazily.
 
-    rows: each row's place (`prompts.jsonl:3`) and what it holds: text, a record by column name, or
-    the `BadRow` that kept it from being read. columns: those that there are, where all rows have
-    the same. hint: what to do about bad rows.
+    rows: each row's place (`prompts.jsonl:3`) and its content: text, a record by column name, or
+    the `BadRow` that kept it from being read. columns: the columns of a table, None without a
+    table. hint: advice about bad rows.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Running `specdec generate` in tests: in this process, in another, and on a pseudo-terminal."""
+"""Runs `specdec generate` in tests: in this process, in another, and on a pseudo-terminal."""
 
 import fcntl
 import functools
@@ -38,7 +38,7 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Result:
-    """How one command line ended, and what it wrote."""
+    """The exit code and the output of one command line."""
 
     code: int
     out: str
@@ -46,7 +46,7 @@ class Result:
 
     @property
     def document(self) -> dict[str, Any]:
-        """stdout, which holds exactly one JSON document."""
+        """stdout, read as exactly one JSON document."""
         found: dict[str, Any] = json.loads(self.out)
         return found
 
@@ -60,7 +60,7 @@ Run = Callable[..., Result]
 
 
 def generate(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
-    """`specdec generate ARGUMENTS` in this process, on the CPU unless they say otherwise."""
+    """Run `specdec generate ARGUMENTS` in this process, on the CPU by default."""
     device = () if "--device" in arguments else ("--device", "cpu")
     capsys.readouterr()
     code = main(["generate", *map(str, arguments), *device])
@@ -90,7 +90,7 @@ def command(*arguments: str | Path) -> list[str]:
 
 
 def specdec(*arguments: str | Path, **extra: str) -> Result:
-    """`specdec ARGUMENTS` in a process of its own, with nothing on its standard input."""
+    """Run `specdec ARGUMENTS` in a process of its own, with an empty standard input."""
     done = subprocess.run(
         command(*arguments),
         env=environment(**extra),
@@ -109,10 +109,10 @@ def on_terminal(
     interrupt_at: bytes | None = None,
     **extra: str,
 ) -> Result:
-    """`specdec ARGUMENTS` on a pseudo-terminal; both streams of the result are what it shows.
+    """Run `specdec ARGUMENTS` on a pseudo-terminal; both streams of the result are what it shows.
 
-    Runs in a fork of this process, which has torch loaded already. stdout: a file descriptor
-    that takes standard output away from the terminal. interrupt_at: Ctrl-C once this is seen.
+    Runs in a fork of this process, which has loaded torch. stdout: a file descriptor that replaces
+    the terminal as standard output. interrupt_at: send Ctrl-C once this text is seen.
     """
     sys.stdout.flush()
     ours, theirs = pty.openpty()
@@ -128,7 +128,7 @@ def on_terminal(
             os.environ.clear()
             os.environ.update(environment(**extra))
             sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
-            torch.set_num_threads(1)  # a fork has no threads but this one
+            torch.set_num_threads(1)  # a fork has only this thread
             code = main([*map(str, arguments), "--device", "cpu"])
             sys.stdout.flush()
             sys.stderr.flush()
@@ -170,7 +170,7 @@ def word_tokenizer(folder: Path, words: list[str]) -> Path:
 
 
 def tiny_model(folder: Path, family: str = "llama", first_word: str = "w", **changes: Any) -> Path:
-    """A random checkpoint with a tokenizer of words `w0`, `w1` and so on."""
+    """Write a random checkpoint with a tokenizer of words `w0`, `w1` and so on."""
     save_tiny(folder, family, **changes)
     return word_tokenizer(folder, [f"{first_word}{i}" for i in range(97)])
 
@@ -186,7 +186,7 @@ CHAT_TEMPLATE = (
 
 
 def chat_model(folder: Path, template: object = CHAT_TEMPLATE) -> Path:
-    """The demo target, its tokenizer with a chat template and a first token of its own."""
+    """A copy of the demo target whose tokenizer has a chat template and a BOS token."""
     folder.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (folder / name).symlink_to(DEMO / "target" / name)

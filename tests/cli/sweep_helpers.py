@@ -1,4 +1,4 @@
-"""Running `specdec sweep-k` and `specdec merge` in tests, and killing them.
+"""Runs `specdec sweep-k` and `specdec merge` in tests, and kills them.
 
 The proof script `scripts/proofs/kills.py` uses this too.
 """
@@ -27,7 +27,7 @@ TIMES = {"seconds", "decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpo
 
 
 def specdec(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Result:
-    """`specdec ARGUMENTS` in this process."""
+    """Run `specdec ARGUMENTS` in this process."""
     capsys.readouterr()
     code = main(list(map(str, arguments)))
     captured = capsys.readouterr()
@@ -35,14 +35,14 @@ def specdec(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Resul
 
 
 def samples(folder: Path) -> list[Sample]:
-    """The lines of samples.jsonl; each of them has to be whole."""
+    """The records of samples.jsonl; fails if a line is not whole."""
     text = (folder / "samples.jsonl").read_text()
     assert text.endswith("\n")
     return [json.loads(line) for line in text.splitlines()]
 
 
 def without_times(found: list[Sample]) -> list[Sample]:
-    """Samples in the order of point and prompt, without what differs between two runs."""
+    """Samples in the order of point and prompt, without times."""
     drop = TIMES | {"peak_memory_bytes"}
     kept = [{k: v for k, v in s.items() if k not in drop} for s in found]
     return sorted(kept, key=lambda s: (str(s["draft"]), s["batch_size"], s["k"], s["index"]))
@@ -50,9 +50,9 @@ def without_times(found: list[Sample]) -> list[Sample]:
 
 @contextmanager
 def sweep_process(arguments: list[str | Path]) -> Iterator[tuple[int, int]]:
-    """`specdec ARGUMENTS` in a fork of this process, which has torch loaded already.
+    """Run `specdec ARGUMENTS` in a fork of this process, which has loaded torch.
 
-    Gives its id, and a pipe that gets a line for every record that it was told is safe.
+    Returns its id, and a pipe with a line for every record that was acknowledged as written.
     """
     reading, writing = os.pipe()
     sys.stdout.flush()
@@ -93,8 +93,8 @@ def stopped_sweep(
 ) -> tuple[int, list[list[Any]]]:
     """Run a sweep and send it signal `number` some time after its record `after`.
 
-    Returns how it ended (an exit code, or minus the signal) and the keys of the samples that it
-    was told are safe.
+    Returns its end (an exit code, or minus the signal) and the keys of the samples that were
+    acknowledged as written.
     """
     told = b""
     with sweep_process(arguments) as (child, pipe):
@@ -105,7 +105,7 @@ def stopped_sweep(
             if ready:
                 piece = os.read(pipe, 65536)
                 told += piece
-                if not piece:  # it has ended by itself
+                if not piece:  # it ended by itself
                     break
                 if deadline is None and told.count(b"\n") >= after:
                     deadline = time.monotonic() + seconds
@@ -117,9 +117,9 @@ def stopped_sweep(
 
 
 def lost_or_torn(folder: Path, told: list[list[Any]]) -> tuple[int, int]:
-    """How many samples that were called safe are not in the folder, and how many lines are torn.
+    """Count acknowledged samples that are not in the folder, and torn lines.
 
-    A last line without its end, whose writing was never called done, is neither.
+    A last line without its end, whose write was not acknowledged, counts as neither.
     """
     path = folder / "samples.jsonl"
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []

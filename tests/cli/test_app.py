@@ -1,4 +1,4 @@
-"""The shell around the commands: exit codes, streams, signals, one JSON document."""
+"""The shell around the commands: exit codes, streams, signals and the single JSON document."""
 
 import contextlib
 import errno
@@ -26,7 +26,7 @@ Body = Callable[[], None]
 
 @pytest.fixture
 def command() -> Iterator[Callable[[Body], None]]:
-    """Registers a body as `specdec boom` for the length of a test."""
+    """Registers a body as `specdec boom` during a test."""
 
     def register(body: Body) -> None:
         def boom(as_json: Json = False, verbose: Verbose = False) -> None:
@@ -48,7 +48,7 @@ def raiser(error: BaseException) -> Body:
 
 
 class OutOfMemoryError(RuntimeError):
-    """Named like torch's, which this test does not import."""
+    """An error with the name of torch's, which this test does not import."""
 
 
 class LosslessnessError(SpecdecError):
@@ -64,7 +64,7 @@ OUTCOMES: dict[str, tuple[BaseException, int, str | None]] = {
     "unexpected": (KeyError("x"), 1, "KeyError: 'x'"),
     "assertion": (AssertionError(), 1, "AssertionError"),
     "multi-line": (ValueError("first\nsecond"), 1, "ValueError: first"),
-    "memory": (MemoryError(), 5, "out of memory: no more to be had"),
+    "memory": (MemoryError(), 5, "out of memory: no memory left"),
     "gpu-memory": (OutOfMemoryError("CUDA out of memory. Tried"), 5, "out of memory: CUDA out"),
     "cpu-memory": (RuntimeError("DefaultCPUAllocator: can't allocate memory"), 5, "out of memory"),
     "disk-full": (OSError(errno.ENOSPC, "No space left on device", "/x"), 5, "No space left on"),
@@ -217,7 +217,7 @@ def test_handlers_are_given_back(number: int, command: Callable[[Body], None]) -
     command(body)
     before = signal.getsignal(number)
     assert main(["boom"]) == 0 and signal.getsignal(number) == before
-    ignored = signal.signal(number, signal.SIG_IGN)  # as nohup does
+    ignored = signal.signal(number, signal.SIG_IGN)  # like nohup
     try:
         command(lambda: os.kill(os.getpid(), number))
         assert main(["boom"]) == 0 and signal.getsignal(number) == signal.SIG_IGN
@@ -241,11 +241,11 @@ def test_what_a_library_makes_of_a_signal(
     assert re.fullmatch("error: (interrupted|terminated)\n", capsys.readouterr().err)
 
 
-def test_a_signal_much_later_is_another_wish(
+def test_a_signal_much_later_is_another_request(
     command: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first may be lost in a `__del__`, or clean-up may hang."""
-    monkeypatch.setattr("specdec_cli.signals._SAME_WISH_S", 0.1)
+    """The first exception may be lost in a `__del__`, or clean-up may hang."""
+    monkeypatch.setattr("specdec_cli.signals._SAME_REQUEST_S", 0.1)
     heeded: list[bool] = []
 
     def body() -> None:
@@ -263,7 +263,7 @@ def test_a_signal_much_later_is_another_wish(
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_second_signal_disturbs_nothing(number: int, code: int) -> None:
-    """Neither clean-up, nor the message, nor the interpreter's end."""
+    """A second signal interrupts neither clean-up, nor the message, nor the interpreter's end."""
     program = """
 import sys, time
 from specdec_cli.app import app, main
@@ -288,7 +288,7 @@ sys.exit(main())
         [sys.executable, "-c", program, "boom"], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     assert child.stderr is not None and child.stderr.readline() == "ready\n"
-    for _ in range(14):  # so that some come at every stage of its end
+    for _ in range(14):  # so that signals hit every stage of its end
         child.send_signal(number)
         time.sleep(0.05)
     _, told = child.communicate(timeout=30)
@@ -345,7 +345,7 @@ def test_ascii_terminal() -> None:
 @pytest.mark.parametrize(
     ("cause", "code", "message"),
     [
-        # Which Python remembers, to end by the signal.
+        # Python remembers this, to end by the signal.
         ("exec('raise KeyboardInterrupt')", 130, "interrupted"),
         ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "terminated"),
@@ -353,7 +353,7 @@ def test_ascii_terminal() -> None:
     ],
 )
 def test_a_signal_while_it_begins(cause: str, code: int, message: str) -> None:
-    """Before there is anything to catch it but the entry itself."""
+    """Only the entry point itself can catch a signal during imports."""
     program = f"""
 import os, signal, sys
 

@@ -1,6 +1,6 @@
-"""`specdec compare-tp`: the document, the folder, failing pairs, and what interruptions leave.
+"""`specdec compare-tp`: the document, the folder, failing pairs and interruptions.
 
-Ranks take seconds to start, so few comparisons are run and each is looked at from many sides.
+Ranks take seconds to start, so few comparisons are run and each serves several tests.
 """
 
 import json
@@ -42,7 +42,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def compare(*arguments: str | Path, **extra: str) -> Result:
-    """`specdec ARGUMENTS` in a process of its own; afterwards none of its ranks is left."""
+    """Run `specdec ARGUMENTS` in a process of its own; fails if a rank outlives it."""
     environ = marked(**extra)
     parent = start(["-m", "specdec_cli", *map(str, arguments)], environ)
     out, err = parent.communicate(timeout=300)
@@ -55,7 +55,7 @@ def records(folder: Path, name: str) -> list[dict[str, Any]]:
 
 
 def last_samples(folder: Path) -> list[dict[str, Any]]:
-    """Samples in order; a pair that is tried again leaves two of a prompt, and the last counts."""
+    """Samples in order; the last one counts if a repeated pair left two for a prompt."""
     names = ("target_tp", "draft_tp", "batch_size", "k", "index")
     found = {tuple(s[n] for n in names): s for s in records(folder, "samples.jsonl")}
     return [found[place] for place in sorted(found)]
@@ -70,16 +70,16 @@ DEGREES = ["--target-tp", "1,2", "--draft-tp", "1,2", "--batch-size", "1,2", "--
 
 @pytest.fixture(scope="module")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
-    """Target TP 1 and 2 with draft TP 1 and 2, at two batch sizes; one of the pairs fails."""
+    """A comparison of target TP 1, 2 and draft TP 1, 2 at two batch sizes; one pair fails."""
     folder = tmp_path_factory.mktemp("compare") / "run"
-    # Rank 1 has a part of the draft in one of the pairs only.
+    # Rank 1 has a part of the draft in only one of the pairs.
     faulty = {"PYTHONPATH": FAULTY_PATHS, "PLANTED_FAULT": "raise:draft:1"}
     return folder, compare(*COMPARE, *DEGREES, "-o", folder, "--json", **faulty)
 
 
 @pytest.fixture(scope="module")
 def whole(broken: tuple[Path, Result]) -> tuple[Path, Result]:
-    """The same, gone on with and finished."""
+    """The same comparison, resumed and finished."""
     folder, _ = broken
     result = compare(*COMPARE, *DEGREES, "-o", folder, "--resume", "--json")
     assert result.code == 0, result.err
@@ -90,7 +90,7 @@ def test_a_failing_pair_is_a_row(broken: tuple[Path, Result]) -> None:
     _, result = broken
     assert result.code == 3, result.err
     points = by_place(result.document["points"])
-    # It fails in the third round, and batch size 1 takes two: what was measured before is kept.
+    # The third round fails and batch size 1 takes two, so its samples are kept.
     assert points[2, 2, 1]["status"] == "ok"
     failed = points[2, 2, 2]
     assert failed["status"] == "failed" and failed["metrics"] is None
@@ -109,7 +109,7 @@ def test_resume_runs_what_failed_only(
         assert [after[place][n] for n in same] == [before[place][n] for n in same]
     assert after[2, 2, 1]["metrics"] == before[2, 2, 1]["metrics"]
     lines = [line for line in whole[1].err.splitlines() if "tokens/s" in line]
-    # Of one pair: k = 0 and k at one batch size. Of the others nothing is said again.
+    # One pair reports k = 0 and k at one batch size. The others report nothing again.
     assert len(lines) == 2 and lines[1].startswith("target TP 2, draft TP 2, batch size 2: ")
 
 
@@ -148,7 +148,7 @@ def test_what_is_kept_is_a_recipe_that_runs(whole: tuple[Path, Result]) -> None:
 def test_the_rank_without_the_draft_has_room_for_more(whole: tuple[Path, Result]) -> None:
     points = by_place(whole[1].document["points"])
     with_draft, without = points[2, 1, 1]["blocks_per_rank"]
-    # Of the demo pair's KV bytes the draft has its share, and one of two ranks holds none.
+    # The draft has its part of the demo pair's KV bytes, and one of two ranks holds none.
     assert without > 1.2 * with_draft
 
 
@@ -223,7 +223,7 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     summary, text = folder / "summary.json", (folder / "summary.json").read_text()
     where = json.loads(text)["environment"]
     summary.write_text(json.dumps(json.loads(text) | {"environment": where | {"cpu_count": 99}}))
-    document = specdec(capsys, *again, "--json").document  # of where it was measured
+    document = specdec(capsys, *again, "--json").document  # keeps the original environment
     assert document["environment"]["cpu_count"] == 99
     assert json.loads(summary.read_text()) == document
     summary.write_text(text)
@@ -236,7 +236,7 @@ def test_a_finished_comparison_starts_nothing_on_resume(
 def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     sizes = ["--target-tp", "1", "--draft-tp", "1", "--batch-size", "1,2"]
-    # Batch size 2 takes seconds, and none of its samples is there before the last repeat.
+    # Batch size 2 takes seconds and writes its samples only after the last repeat.
     asked = [*COMPARE, *sizes, "-o", folder, "--set", "run.repeats=6"]
     environ = marked()
     parent = start(["-m", "specdec_cli", *map(str, asked)], environ)
@@ -257,7 +257,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     assert result.code == 0, result.err
     assert {p["status"] for p in result.document["points"]} == {"ok"}
     samples = records(folder, "samples.jsonl")
-    assert [s for s in samples if s["batch_size"] == 1] == kept  # none again
+    assert [s for s in samples if s["batch_size"] == 1] == kept  # none is measured again
     assert len(records(folder, "pairs.jsonl")) == 2
     said = f"samples are of two environments: cpu_count was 99 and is {where['cpu_count']}"
     assert said in result.document["warnings"] and f"warning: {said}\n" in result.err
@@ -295,7 +295,7 @@ def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -
         (["--set", "speculation.method=ngram"], 2, "compare-tp needs a draft model"),
         (["--set", "speculation.method=ngram"], 2, "--set speculation.method=draft_model"),
         (["--device", "cuda:0"], 2, "cuda:0 is one device"),
-        (["--resume"], 2, "--resume: which comparison?"),
+        (["--resume"], 2, "--resume needs the comparison's folder"),
     ],
 )
 def test_refused(options: list[str], code: int, message: str, capsys: Capture) -> None:

@@ -1,4 +1,4 @@
-"""`--dataset` and `--limit` beside `--set` and a recipe: which of them counts, what is refused."""
+"""`--dataset` and `--limit` beside `--set` and a recipe: precedence and refusals."""
 
 import json
 from pathlib import Path
@@ -20,19 +20,19 @@ pytestmark = pytest.mark.parametrize("command", COMMANDS)
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
-    """Three prompts, each of two columns."""
+    """A file of three prompts with two columns each."""
     path = tmp_path / "rows.csv"
     path.write_text("prompt,other\n" + "".join(f"{row},{row} again\n" for row in ROWS))
     return path
 
 
 def data_of(capsys: Capture, *arguments: str | Path) -> dict[str, Any]:
-    """The data section that a dry run plans with, and under `num_prompts` how many it holds."""
+    """The data section of a dry run, with the number of prompts under `num_prompts`."""
     result = specdec(capsys, *arguments, *DRY)
     assert result.code == 0, result.err + result.out
     document = result.document
     settings = document["sweep" if "sweep" in document else "comparison"]
-    data = Recipe.model_validate(document["recipe"]).data  # it can be run again
+    data = Recipe.model_validate(document["recipe"]).data  # the recipe runs again
     assert data is not None
     return {"num_prompts": settings["prompts"]["count"], **data.model_dump()}
 
@@ -79,7 +79,7 @@ def test_what_a_recipe_says_of_its_prompts_is_not_said_of_others(
     assert found.items() >= {"num_prompts": 3, **stale}.items()
     found = data_of(capsys, command, recipe, "--dataset", rows, "--set", "data.limit=2")
     assert found.items() >= {"num_prompts": 2, **stale, "limit": 2}.items()
-    recipe.write_text(pair)  # and no data section that a key could be set in
+    recipe.write_text(pair)  # no data section, so no key of it can be set
     found = data_of(capsys, command, recipe, "--dataset", rows, "--set", "data.limit=2")
     assert found["num_prompts"] == 2
 

@@ -1,4 +1,4 @@
-"""`specdec generate`: its document, its prompts, and what it says of bad input."""
+"""`specdec generate`: its document, its prompts and its errors for bad input."""
 
 import io
 import json
@@ -78,7 +78,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three prompts of different lengths, in a file."""
+    """A sampled run of three prompts of different lengths, from a file."""
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in PROMPTS))
     return path
@@ -150,7 +150,7 @@ def check_acceptance(metrics: dict[str, Any], rounds: list[int], k: int) -> None
 
 @pytest.fixture(scope="module")
 def transformers_text() -> list[list[int]]:
-    """What transformers itself writes for the prompts, greedily."""
+    """Greedy text of transformers for the prompts."""
     model = reference(DEMO / "target")
     ids = [demo_tokenizer()(p)["input_ids"] for p in PROMPTS]
     return [greedy_reference(model, prompt, 24) for prompt in ids]
@@ -225,7 +225,7 @@ def test_prompt_options_and_files(run: Run, tmp_path: Path) -> None:
 
 
 class _Input(io.TextIOWrapper):
-    """Standard input from a file descriptor, as the interpreter opens it."""
+    """Standard input over a file descriptor, as the interpreter opens it."""
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_one_of_several_never_fits(run: Run, tmp_path: Path) -> None:
 
 
 def partly_done(as_json: Result, as_text: Result, reason: str) -> None:
-    """The first of two prompts failed for `reason`."""
+    """Check a run in which the first of two prompts failed for `reason`."""
     bad, good = as_json.outputs
     assert as_json.code == as_text.code == 3
     assert as_json.document["metrics"]["num_prompts"] == 1, "it counts for nothing"
@@ -353,7 +353,7 @@ def test_stop_strings(k: int, run: Run) -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_end_of_text(k: int, run: Run, tmp_path: Path) -> None:
-    """The fifth token that greedy decoding writes is declared to end a text."""
+    """The fifth greedy token is declared the end-of-text token."""
     model = copy_of_demo(tmp_path / "model")
     options = ("--prompt", PROMPTS[0], "--target", str(model), "-k", str(k), *SHORT, "--json")
     (plain,) = run(*options).outputs
@@ -370,7 +370,7 @@ def test_end_of_text(k: int, run: Run, tmp_path: Path) -> None:
 
 
 def refused(result: Result, code: int, message: str) -> None:
-    """One error line (a hint may follow), nothing on stdout, no traceback."""
+    """Check for one error line (a hint may follow), an empty stdout and no traceback."""
     assert (result.code, result.out) == (code, "")
     error, *rest = result.err.splitlines()
     assert re.match(f"error: .*{message}", error), error
@@ -378,7 +378,7 @@ def refused(result: Result, code: int, message: str) -> None:
 
 
 def refused_both_ways(run: Run, code: int, message: str, *arguments: str | Path) -> None:
-    """The same refusal as text and as one JSON document."""
+    """Check the same refusal as text and as one JSON document."""
     arguments = ("--prompt", "def f(x):", *SHORT, *arguments)
     result = run(*arguments)
     refused(result, code, message)
@@ -446,9 +446,9 @@ def test_unsupported_family(config: dict[str, Any], reason: str, run: Run, tmp_p
 
 def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
     alone = ("--target", "demo:target", "--prompt", "x", "--max-new-tokens", "1", "-q")
-    said = "warning: -k 3: nobody proposes, the recipe has no draft\n"
+    said = "warning: -k 3 has no effect: the recipe has no draft\n"
     assert (run(*alone, "-k", "3").err, run(*alone, "-k", "0").err) == (said, "")
-    said = "warning: -k 3: nobody proposes, speculation.method is none\n"
+    said = "warning: -k 3 has no effect: speculation.method is none\n"
     without = ("--set", "speculation.method=none", "-k", "3")
     assert run("--prompt", "x", "--max-new-tokens", "1", "-q", *without).err == said
     other = ("--set", "speculation.method=ngram", "--draft", "demo:draft")
@@ -459,7 +459,7 @@ def test_proposals_that_nobody_makes_are_warned_of(run: Run) -> None:
 def test_a_long_prompt_is_told_of_once(
     run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not by transformers too."""
+    """transformers does not warn of it as well."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     (tmp_path / "p.txt").write_text("x" * 5000)
     result = run("--prompt-file", tmp_path / "p.txt", "-k", "0", "-q")
@@ -492,7 +492,7 @@ def test_truncated_weights(run: Run, tmp_path: Path) -> None:
 
 
 def test_more_blocks_than_there_is_memory(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A system that gives out more memory than there is would kill the process without a word."""
+    """A system that overcommits memory would kill the process without a message."""
     monkeypatch.setattr(specdec_cli.engine.build, "available_memory", lambda: 2**20)
     message = r"out of memory: 1000 blocks of the caches take \S+ MiB, and 1.0 MiB are free"
     refused_both_ways(run, 5, message, "--num-blocks", "1000")
@@ -515,7 +515,7 @@ def test_paths_that_no_recipe_can_name(
 
 
 def test_a_model_without_its_tokenizer(run: Run, tmp_path: Path) -> None:
-    """transformers announces a list of what it looked for; the line does not end there."""
+    """transformers' error ends in a list over several lines; the message is still one line."""
     target = copy_of_demo(tmp_path / "target")
     (target / "tokenizer.json").unlink()
     result = run("--prompt", "x", "--target", target, *SHORT)
@@ -527,7 +527,7 @@ def test_a_model_without_its_tokenizer(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_second_file_of_prompts_is_refused(run: Run, tmp_path: Path) -> None:
-    """The last one used to be run alone, and no word said of the others."""
+    """Only the last file would run, and the others would be ignored silently."""
     files = [tmp_path / name for name in ("a.txt", "b.txt")]
     for file in files:
         file.write_text("w1 w2\n")
@@ -579,7 +579,7 @@ def test_help_is_quick(arguments: list[str]) -> None:
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys()"
     )
     took = []
-    for _ in range(3):  # the best of three: others use this machine too
+    for _ in range(3):  # the best of three: other processes use this machine too
         started = time.perf_counter()
         line = [command()[0], "-c", code, *arguments]
         subprocess.run(line, env=environment(), check=True, capture_output=True)

@@ -61,7 +61,7 @@ def tokenizer_of(model: Path) -> Any:
 
 
 def rendered(model: Path, messages: list[dict[str, str]]) -> tuple[str, list[int]]:
-    """Text and ids by transformers alone."""
+    """Text and ids of the chat template, by transformers alone."""
     tokenizer = tokenizer_of(model)
     text, ids = (
         tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=tokenize)
@@ -101,7 +101,7 @@ def test_text_and_messages_side_by_side(run: Run, model: Path, lines: Any) -> No
 
 
 def test_text_goes_before_messages(run: Run, model: Path, lines: Any) -> None:
-    """Data sets have both: the question, and beside it the conversation with its answer."""
+    """Datasets may hold both: the question, and the conversation with its answer."""
     path = lines({"prompt": "x", "messages": [ASK, ANSWER]}, {"turns": ["y"], "messages": [ASK]})
     found = asked(run("--target", model, "--prompt-file", path, *FEW))
     assert found == [plain(model, "x"), plain(model, "y")]
@@ -139,7 +139,7 @@ CHAT: dict[str, tuple[list[str], list[dict[str, str]] | None]] = {
 
 @pytest.mark.parametrize("case", CHAT)
 def test_options_and_recipe(case: str, run: Run, model: Path, tmp_path: Path) -> None:
-    """Whatever prompts the recipe's data name, its `chat` and `system` hold for those given."""
+    """The recipe's `chat` and `system` also apply to prompts given as options."""
     options, messages = CHAT[case]
     recipe = tmp_path / "r.yaml"
     recipe.write_text(f"target: {{model: {model}}}\ndata: {{path: demo:prompts, limit: 1}}\n")
@@ -148,7 +148,7 @@ def test_options_and_recipe(case: str, run: Run, model: Path, tmp_path: Path) ->
     path.write_text(ASK["content"])
     result = run(recipe, *options, "--prompt-file", path, *FEW)
     assert asked(result) == [expected]
-    # What was done is in the recipe, which gives the same prompt again.
+    # The resolved recipe gives the same prompt again.
     again = tmp_path / "again.yaml"
     again.write_text(yaml.safe_dump(result.document["recipe"]))
     assert asked(run(again, *FEW)) == [expected]
@@ -181,7 +181,7 @@ def test_chat_with_no_data_in_the_recipe(run: Run, model: Path) -> None:
 
 
 def test_messages_through_a_pair(run: Run, model: Path) -> None:
-    """The draft proposes on the same ids; the text is the target's own."""
+    """The draft proposes from the same ids; the text is the target's."""
     texts = []
     for k in ("0", "3"):
         options = ("--chat", "--prompt", "Sum a list.", "-k", k, "--max-new-tokens", "12", "--json")
@@ -222,7 +222,7 @@ def test_a_system_message_that_a_template_leaves_out(
 def refused(
     run: Run, code: int, message: str, *arguments: str | Path, hint: str | None = None
 ) -> None:
-    """One error line on stderr, as text and as one JSON document."""
+    """Check for one error line on stderr, as text and as one JSON document."""
     result = run(*arguments, "--max-new-tokens", "2")
     assert (result.code, result.out) == (code, ""), result.err
     error, *rest = result.err.splitlines()

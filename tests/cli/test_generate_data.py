@@ -1,4 +1,4 @@
-"""`specdec generate` on data files: `data.*` of a recipe, and what options change of it."""
+"""`specdec generate` on data files: `data.*` of a recipe, and options that change it."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_tables(extension: str, run: Run, tmp_path: Path) -> None:
 
 def test_limit(run: Run, tmp_path: Path) -> None:
     path = spec_bench(tmp_path, count=6)
-    # The demo recipe's own limit is about its own prompts.
+    # The demo recipe's limit applies only to its own prompts.
     assert len(run("--prompt-file", path).outputs) == 6
     assert len(run("--prompt-file", path, "--limit", "2").outputs) == 2
     assert len(run("--prompt-file", path, "--set", "data.limit=3").outputs) == 3
@@ -76,7 +76,7 @@ def test_bad_lines(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for source in (["--prompt-file", path], ["--set", f"data.path={path}"]):
         assert run(*source).code == 2
         arguments = [*source, "--skip-bad", *SHORT]
-        arguments.remove("-q")  # which silences warnings too
+        arguments.remove("-q")  # -q also silences warnings
         result = generate(capsys, *arguments)
         assert [o["prompt"] for o in result.outputs] == ["a", "b"]
     warning = specdec("generate", "--prompt-file", path, "--skip-bad", *SHORT[:-1]).err

@@ -1,4 +1,4 @@
-"""`specdec generate -o DIR`: what a run folder holds, and what survives trouble."""
+"""`specdec generate -o DIR`: the run folder's content, also after failures."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def test_the_recipe_runs_again_from_another_folder(
     (tmp_path / "r.yaml").write_text("target: {model: model}\ndata: {path: p.txt}\n")
     monkeypatch.chdir(tmp_path)
     result = run("r.yaml", *SHORT, "--json", "-o", "run")
-    assert result.document["recipe"]["target"]["model"] == "model"  # as it was named
+    assert result.document["recipe"]["target"]["model"] == "model"  # the name as given
     monkeypatch.chdir("/")
     again = run(tmp_path / "run" / "recipe.yaml", "--json")
     assert again.outputs[0]["token_ids"] == result.outputs[0]["token_ids"]
@@ -162,7 +162,7 @@ def test_no_secret_is_written_or_printed(tmp_path: Path) -> None:
 def test_what_is_written_is_on_the_disk_before_it_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A killed process loses nothing without it, but a machine that loses power does."""
+    """A killed process loses nothing without fsync, but a machine that loses power does."""
     synced: set[tuple[int, int]] = set()
 
     def state(file: int | Path) -> tuple[int, int]:
@@ -176,7 +176,9 @@ def test_what_is_written_is_on_the_disk_before_it_counts(
         assert state(tmp_path / "samples.jsonl") in synced
     folder.write("summary.json", "{}\n")
     assert state(tmp_path / "summary.json") in synced
-    assert os.stat(tmp_path).st_ino in {number for number, _ in synced}  # what files are called
+    assert os.stat(tmp_path).st_ino in {
+        number for number, _ in synced
+    }  # the folder, which holds the names
     folder.close()
 
 
@@ -200,7 +202,7 @@ def test_folder_that_cannot_be_made(run: Run, tmp_path: Path) -> None:
         result = run("--prompt", "x", *SHORT, "-o", folder)
         refused(result, 5, f"cannot create the folder {re.escape(str(folder))}: ")
     assert (tmp_path / "file").read_text() == "mine"
-    long = tmp_path / ("n" * 300)  # by whatever way prompts come
+    long = tmp_path / ("n" * 300)  # whatever the source of prompts
     refused(run("--prompt", "x", *SHORT, "-o", long), 5, "cannot create the folder .*: File name")
     refused(run(*SHORT, "-o", long), 5, "cannot create the folder .*: File name too long")
 
@@ -270,6 +272,6 @@ def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: 
     done = samples(folder)
     assert 3 <= len(done) < 200 and all(sample["token_ids"] for sample in done)
     assert not (folder / "summary.json").exists()
-    # What was printed is whole too: a prefix of the prompts in their order.
+    # The printed text is whole too: a prefix of the prompts in their order.
     headings = re.findall(r"^==> prompt (\d+) <==$", out, re.M)
     assert headings == [str(i) for i in range(len(headings))] and headings

@@ -1,4 +1,4 @@
-"""`specdec generate`: what goes to which stream, on a terminal and elsewhere, and how it looks."""
+"""`specdec generate`: the content and look of both streams, on a terminal and elsewhere."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def text_of(run: Run, *arguments: str | Path) -> list[str]:
 
 
 def shown(result: Result) -> str:
-    """What a terminal was sent, without its control sequences."""
+    """A terminal's output without control sequences."""
     return ANSI.sub("", result.err).replace("\r", "")
 
 
@@ -88,7 +88,7 @@ def test_pipes_carry_no_escapes_whatever_the_environment() -> None:
 
 RANDOM = {
     "target": "random weights: the text means nothing",
-    "draft": "the draft's weights are random, and so is what is accepted",
+    "draft": "random draft weights: the acceptance means nothing",
 }
 
 
@@ -108,7 +108,7 @@ def test_random_weights_are_said(run: Run) -> None:
     assert result.err.count("\n") == 1 and result.err.endswith(f"; {RANDOM['target']}\n")
     assert said_of_random_weights(run(*asked, *target, *draft)) == ["target"]
     assert said_of_random_weights(run(*asked, *draft)) == ["draft"]
-    assert said_of_random_weights(run(*asked, *draft, *given)) == []  # acceptance is not its own
+    assert said_of_random_weights(run(*asked, *draft, *given)) == []  # the acceptance is synthetic
     both = run(*asked, *target, *given)
     assert said_of_random_weights(both) == ["target"] and "synthetic acceptance: " in both.err
     assert said_of_random_weights(run(*asked, *draft, "-k", "0")) == []
@@ -118,7 +118,7 @@ def test_random_weights_are_said(run: Run) -> None:
 
 @pytest.mark.parametrize("columns", ["0", "00", "-1", "", "²"])
 def test_a_width_that_is_none(columns: str, monkeypatch: pytest.MonkeyPatch, run: Run) -> None:
-    """Nothing is lost: neither the summary nor why a prompt failed."""
+    """Neither the summary nor the reason for a failed prompt is lost."""
     monkeypatch.setenv("COLUMNS", columns)
     monkeypatch.setenv("LINES", columns)
     few = ("--set", "cache.num_blocks=3", "--max-new-tokens", "8")
@@ -150,7 +150,7 @@ def test_text_streams_tinted_then_the_table(run: Run) -> None:
     (text,) = text_of(run, "--prompt", PROMPTS[0], "--max-new-tokens", "40")
     result = on_terminal("generate", "--prompt", PROMPTS[0], "--max-new-tokens", "40")
     assert result.code == 0
-    # The spinner and its bar come first and is wiped away.
+    # The spinner and its bar come first and are erased.
     after = result.err.rpartition("\x1b[1A\x1b[2K")[2]
     assert "getting ready" in result.err and "ready" not in after
     body, _, table = after.partition(f"\n\n{BOLD}tokens")
@@ -185,7 +185,7 @@ def test_several_prompts_on_a_terminal(run: Run) -> None:
     ("k", "stops"), [(0, ["et"]), (4, ["et"]), (4, ["et", "zzzzzzzz"])], ids=["0", "4", "long"]
 )
 def test_stop_strings_are_cut_live_too(k: int, stops: list[str], run: Run) -> None:
-    """The token that completes the stop string reaches past it."""
+    """The last token of the stop string reaches past it."""
     options = ("--prompt", PROMPTS[0], "-k", str(k), "--max-new-tokens", "24")
     stop = ("--set", f"sampling.stop={json.dumps(stops)}")
     (text,) = text_of(run, *options, *stop)
@@ -196,7 +196,7 @@ def test_stop_strings_are_cut_live_too(k: int, stops: list[str], run: Run) -> No
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_noise_is_the_same_live(seed: str, run: Run) -> None:
-    """At this temperature tokens are pieces of characters that never become whole."""
+    """At this temperature tokens are parts of characters that are never completed."""
     options = (
         "--prompt",
         "x",
@@ -217,7 +217,7 @@ def test_interrupted_text_ends_its_line() -> None:
     options = ("--prompt", PROMPTS[0], "--max-new-tokens", "1000", "--ignore-eos")
     result = on_terminal("generate", *options, interrupt_at=b"return")
     assert result.code == 130
-    # The terminal itself shows ^C where the cursor stood.
+    # The terminal itself shows ^C at the cursor.
     assert shown(result).replace("^C", "").endswith("\nerror: interrupted\n")
 
 
@@ -252,12 +252,12 @@ def test_bar_for_a_batch(run: Run) -> None:
     result = on_terminal("generate", *options, columns=30)
     seen = shown(result)
     assert "prompts ━" in seen and "0/3" in seen and "3/3" in seen
-    for i, text in enumerate(texts):  # nothing wrapped although the terminal is narrow
+    for i, text in enumerate(texts):  # nothing wraps, although the terminal is narrow
         assert f"==> prompt {i} <==\n{text}\n" in seen
 
 
 def test_bar_does_not_take_the_text_away(run: Run, tmp_path: Path) -> None:
-    """stdout goes to a file while stderr is a terminal."""
+    """stdout is a file while stderr is a terminal."""
     options = (*prompt_options(*PROMPTS), *SHORT, "--batch-size", "2")
     expected = run(*options).out
     with open(tmp_path / "out.txt", "wb") as file:
@@ -273,7 +273,7 @@ def test_bar_beside_a_document(tmp_path: Path) -> None:
         result = on_terminal("generate", *options, stdout=file.fileno())
     document = json.loads((tmp_path / "out.json").read_text())
     assert len(document["outputs"]) == 3 and "3/3" in result.err
-    # 12 tokens are too few to compare speeds by.
+    # 12 tokens are too few to compare speeds.
     assert "Speculation is" not in result.err
 
 
@@ -285,7 +285,7 @@ INERT = "\\x1b]0;title\\x07\\x1b[31m[red]bold[/red]\\x9b2J\\u202e:smile:"
 
 @pytest.fixture
 def evil_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token stands for the hostile text."""
+    """A model whose every token stands for the hostile text."""
     monkeypatch.setattr(PretrainedTokenizer, "decode", lambda _, ids: EVIL * len(ids))
 
 
@@ -296,7 +296,7 @@ def test_model_text_is_inert(run: Run) -> None:
     assert result.out.count(f"{INERT * 3}\n") == 2 and no_escapes(result.out + result.err)
     document = run(*options, "--json")
     assert document.outputs[0]["text"] == EVIL * 3
-    assert no_escapes(document.out.replace("\x9b", ""))  # JSON escapes what lies below a space
+    assert no_escapes(document.out.replace("\x9b", ""))  # JSON escapes characters below a space
 
 
 @pytest.mark.usefixtures("evil_model")

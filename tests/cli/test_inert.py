@@ -1,4 +1,4 @@
-"""Text that people did not write themselves drives no terminal, wherever it is shown."""
+"""Foreign text drives no terminal, wherever it is shown."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from tests.cli.generate_helpers import (
 )
 
 HOSTILE = {
-    "colour": "[red]\x1b[31m",  # first, since values are cut short
+    "colour": "[red]\x1b[31m",  # first, because values are cut short
     "markup": "bold[/red][/][link=http://x]y[/link]",
     "clear": "\x1b[2J\x1b[H",
     "title": "\x1b]0;title\x07",
@@ -56,11 +56,11 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def hostile_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every token stands for the hostile text."""
+    """A model whose every token stands for the hostile text."""
     monkeypatch.setattr(PretrainedTokenizer, "decode", lambda _, ids: ALL * len(ids))
 
 
-# Errors: each place builds the command line that makes one mention the hostile text.
+# Errors: each place builds a command line whose error mentions the hostile text.
 
 Arguments = list[str | Path]
 Place = Callable[[Path], Arguments]
@@ -88,7 +88,7 @@ def template_that_raises(folder: Path) -> Arguments:
 
 
 def short_name(folder: Path) -> Path:
-    """A path that no operating system finds too long."""
+    """A path that is short enough for every operating system."""
     return folder / ALL[:150].replace("/", "")
 
 
@@ -158,7 +158,7 @@ def test_errors(place: str, run: Run, tmp_path: Path) -> None:
 
 
 def test_error_says_it_as_it_was(run: Run) -> None:
-    """Nothing is lost: the JSON document has the text itself, the line its escapes."""
+    """Nothing is lost: the JSON document has the text, and the line has its escapes."""
     arguments = ("--target", f"demo:{ALL}", "--prompt", "x")
     message = run(*arguments, "--json").document["error"]["message"]
     assert message == f"no bundled model demo:{ALL}"
@@ -200,7 +200,7 @@ def test_prompts_that_cannot_run(run: Run) -> None:
 
 
 def visible(result: Result) -> str:
-    """What a terminal shows; fails on a control sequence that is not rich's own."""
+    """The text on a terminal; fails on a control sequence that is not rich's."""
     for sequence in ANSI.findall(result.err):
         assert re.fullmatch(r"\x1b\[(\?25[hl]|[\d;]*m|\d*[AK]|2K)", sequence), sequence
     text = ANSI.sub("", result.err).replace("\r", "")

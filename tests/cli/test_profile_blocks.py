@@ -14,7 +14,7 @@ from tests.cli.generate_helpers import Result, on_terminal, specdec
 from tests.launch.helpers import living, marked, start, torchrun_alone
 from tests.support import tiny_config
 
-# What other people's scripts may rely on.
+# The names that scripts may rely on.
 RANK_KEYS = (
     "rank device total_bytes target_weight_bytes draft_weight_bytes activation_bytes graph_bytes "
     "other_bytes kv_budget_bytes target_block_bytes draft_block_bytes num_blocks stranded_bytes"
@@ -86,7 +86,7 @@ def test_two_ranks_with_the_draft_on_one(capsys: pytest.CaptureFixture[str]) -> 
     estimate = profile(capsys, "demo", "--estimate", *options)
     assert estimate.document["num_blocks"] == document["num_blocks"] == by_tp[1] < by_tp[2]
     for measured, guess in zip(document["ranks"], estimate.document["ranks"], strict=True):
-        # On a CPU a rank's part of a tied head is a copy.
+        # On a CPU a rank's shard of a tied head is a copy.
         assert guess["target_weight_bytes"] == pytest.approx(
             measured["target_weight_bytes"], rel=0.15
         )
@@ -137,7 +137,7 @@ def test_a_degree_over_which_the_draft_cannot_be_split_is_a_row(
 def test_a_draft_with_a_tied_head_over_ranks(
     share: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Split, its head is a view of the embedding, unless that is borrowed."""
+    """The shard of a tied head is a view of the embedding, unless the embedding is borrowed."""
     options = ("--target-tp", "2", "--estimate", "--device-memory", "24GiB", "--json")
     options += ("--set", "target.model=shapes/llama-1b", "--set", f"draft.share={share}")
     # 16 layers of 4096 query and output, 1024 key and value and 24576 further columns.
@@ -145,7 +145,7 @@ def test_a_draft_with_a_tied_head_over_ranks(
     rest = 33 * 2048 + 2 * 8192 * 64  # norms, and the table of rotary embeddings
     by_hand = {1: 2 * (embedding + layers + rest), 2: 2 * (embedding + layers // 2 + rest)}
     if share != "[]":
-        by_hand[2] -= embedding  # its half of the head is then its own
+        by_hand[2] -= embedding  # its half of the head is then a copy
     found = {}
     for degree in (1, 2):
         result = profile(capsys, "bench-8b-1b-dummy", *options, "--draft-tp", str(degree))
@@ -211,7 +211,7 @@ def test_what_would_make_a_batch_fit(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_the_longest_context_is_the_longest_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    """23 blocks for three sequences: what is left of a division by three serves nobody."""
+    """23 blocks for three sequences: the remainder of the division by three is unused."""
     asked = ("demo", *SMALL, "--estimate", "--json", "--batch-size", "3")
     document = profile(capsys, *asked, "--context", "1").document
     longest = document["fit"]["longest_context"]
@@ -287,9 +287,9 @@ def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--draft-tp", "1,2"), "--draft-tp: several values can only be had with --estimate"),
+        (("--draft-tp", "1,2"), "--draft-tp: several values need --estimate"),
         (("-k", "1,x", "--estimate"), "-k: expected numbers such as 1,2,4, got '1,x'"),
-        (("--device-memory", "80GiB"), "--device-memory without --estimate"),
+        (("--device-memory", "80GiB"), "--device-memory needs --estimate"),
         (("--device-memory", "lots", "--estimate"), "expected a size such as 80GiB"),
         (("--device-memory", "8G", "--estimate", "--device", "cpu"), "run.device is cpu"),
         (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
@@ -327,7 +327,7 @@ def test_a_draft_that_the_method_does_not_use_is_told(
 def test_a_recipe_of_ones_own_is_not_replaced(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """`-o` into the folder that the recipe lies in; what a run has kept is written again."""
+    """`-o` names the recipe's folder; only files of an earlier run are written again."""
     own = tmp_path / "recipe.yaml"
     text = "# mine\ntarget: {model: demo:target}\ndraft: {model: demo:draft}\n"
     own.write_text(text)

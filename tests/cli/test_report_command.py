@@ -1,4 +1,4 @@
-"""`specdec report`: streams, files, exit codes; what it says is in `tests/unit/test_report.py`."""
+"""`specdec report`: streams, files, exit codes. `tests/unit/test_report.py` tests the content."""
 
 import csv
 import json

@@ -1,4 +1,4 @@
-"""`specdec sweep-k`: the document, the folder, and what interruptions leave."""
+"""`specdec sweep-k`: the document, the folder and interruptions."""
 
 import json
 import os
@@ -64,7 +64,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They take longer to draw than these sweeps to run."""
+    """Plots take longer to draw than these sweeps to run."""
     for command in ("sweep_k", "merge"):
         name = f"specdec_cli.commands.{command}.write_pictures"
         monkeypatch.setattr(name, lambda folder, quiet: None)
@@ -123,7 +123,7 @@ def test_samples(whole: tuple[Path, dict[str, Any]]) -> None:
         assert list(sample)[: len(SAMPLE)] == SAMPLE
         assert len(sample["seconds"]) == 2 and min(sample["seconds"]) > 0
         assert texts.setdefault(sample["index"], sample["token_ids"]) == sample["token_ids"]
-        # Every token is a round's own or an accepted proposal, but for the end.
+        # Every token is a round's own or an accepted proposal, except at the end.
         rounds = len(sample["accepted_per_round"]) + sample["rounds_without_proposal"]
         assert rounds + sum(sample["accepted_per_round"]) == len(sample["token_ids"])
         stages = sum(sum(ms) for ms in sample["stage_ms"].values()) / 1e3
@@ -153,7 +153,7 @@ def test_json_and_table(capsys: Capture) -> None:
     document = json.loads(result.out)
     assert result.code == 0 and [p["k"] for p in document["points"]] == [0, 1, 0, 1]
     assert set(document["best_by_batch_size"]) == {"1", "2"}
-    assert result.err.count("demo:draft, batch 2, k=") == 2  # a line a point
+    assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
     assert result.err == "warning: 2 prompts are few: intervals are wide (--limit, --dataset)\n"
@@ -169,7 +169,7 @@ def test_live_table() -> None:
 def test_resumed_is_whole(
     capsys: Capture, caplog: pytest.LogCaptureFixture, tmp_path: Path, options: list[str]
 ) -> None:
-    """What was cut away in a record's middle is written anew, and nothing that is there."""
+    """A record cut in its middle is written again, and no record that is whole."""
     cut = tmp_path / "run"
     assert specdec(capsys, *SWEEP, *ONCE, *options, "-q", "-o", cut).code == 0
     expected = samples(cut)
@@ -241,7 +241,7 @@ def test_resume_refuses_other_settings(
 
 
 def changed_weights(folder: Path) -> Path:
-    """The model with another last weight, of which nothing but the file's last bytes tells."""
+    """A copy of the model with another last weight, which only the file's last bytes show."""
     weights = folder / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
@@ -269,7 +269,7 @@ def test_samples_of_two_models_are_not_mixed(
     message = 'target.model: other weights than there ("target")'
     refused(specdec(capsys, *options, "--draft", "draft", *run), 2, message)
 
-    # A shard of the same models elsewhere, one of another target, and weights that were replaced.
+    # A shard of the same models elsewhere, of another target, and of replaced weights.
     shards = [tmp_path / name for name in ("0", "1", "other")]
     drafts = ["draft", here / "draft", "draft"]
     for number, (shard, place) in enumerate(zip(shards, (here, here, elsewhere), strict=True)):
@@ -345,7 +345,7 @@ def test_a_slurm_task_takes_its_share(
     result = specdec(capsys, *SWEEP, "--dry-run", "--json")
     assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
     monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "0")
-    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 5 of an array of 3: which shard is that?")
+    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 5, which is no shard of an array of 3")
 
 
 def test_dry_run_loads_no_weights(
@@ -413,7 +413,7 @@ def test_a_sweep_without_any_point_ends_as_what_stopped_them(
 def test_resuming_what_fails_again_opens_nothing_else(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the largest k, whose texts predictions of every batch size are made from."""
+    """Predictions of every batch size need the texts of the largest k, which fails again."""
     run, runs = Engine.run, list[tuple[int, int]]()
 
     def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
@@ -435,11 +435,11 @@ def test_resuming_what_fails_again_opens_nothing_else(
     runs.clear()
     again = specdec(capsys, *options, "--resume")
     assert again.code == 3 and again.document["points"] == first.document["points"]
-    assert {batch_size for batch_size, _ in runs} == {1}  # where the point is that has failed
+    assert {batch_size for batch_size, _ in runs} == {1}  # the batch size of the failed point
     for name, expected in (("measuring", first.document["measuring"]), ("environment", where)):
         assert again.document[name] == expected
         assert json.loads((folder / "summary.json").read_text())[name] == expected
-    # A record that is added takes the summary away, but not what it said.
+    # A new record removes the summary, but not its content.
     (folder / "curve.jsonl").unlink()
     again = specdec(capsys, *options, "--resume")
     assert again.document["measuring"] == first.document["measuring"]
@@ -451,7 +451,7 @@ def test_resuming_what_fails_again_opens_nothing_else(
 
 
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the order of k; and nothing of a batch size is held while the next is measured."""
+    """Each k is captured once, in any order; a batch size is freed before the next is measured."""
     from specdec_cli.engine import rounds
     from specdec_cli.experiment.sweep import runner
 
@@ -500,7 +500,7 @@ def test_nothing_is_left(
 def test_points_that_fail_after_their_first_samples(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, error: Exception, code: int
 ) -> None:
-    """No point is left, whatever they had measured by then."""
+    """Every point fails, even with samples from before the failure."""
     run = Engine.run
 
     def fails(self: Engine, requests: Any, *rest: Any) -> Any:
@@ -515,13 +515,13 @@ def test_points_that_fail_after_their_first_samples(
 
 
 def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not a point's failure but the sweep's; what was written stays."""
+    """The sweep fails, not a point; written records stay."""
     (tmp_path / "samples.jsonl").symlink_to("/dev/full")
     refused(specdec(capsys, *SWEEP, "-q", "-o", tmp_path), 5, "No space left on device")
 
 
 def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
-    """The first: it is all that the time curve of three prompts is measured with."""
+    """The first of three prompts: the time curve is measured with it alone."""
     prompts = tmp_path / "p.jsonl"
     lines = [{"prompt": "x " * 300}, {"prompt": "def f(x):"}, {"prompt": "import os"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -541,7 +541,7 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
 
 
 def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
-    """That is of the prompts, as where it is only some: nothing has failed but them."""
+    """The prompts fail, not the run, as if only some could not run."""
     short = ["--set", "cache.max_model_len=8", "--limit", "2"]
     result = specdec(capsys, *SWEEP, *ONCE, *short, "--json", "-o", tmp_path / "run")
     assert result.code == 3 and "error" not in result.document
@@ -568,7 +568,7 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
     arguments = [*SWEEP, *chosen, "--json", "-q", "-o", tmp_path / "run"]
     result = specdec(capsys, *arguments)
     document = result.document
-    # As a single draft that is damaged: nothing has run that could have failed.
+    # Same exit code as for a single damaged draft: no run took place that could have failed.
     assert result.code == 5 and {p["status"] for p in document["points"]} == {"failed"}
     assert document["error"]["code"] == 5 and document["error"]["hint"]
     assert "no point could be measured: cannot read the weights" in document["error"]["message"]
@@ -612,7 +612,7 @@ def test_predict_only(capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_p
 def test_texts_that_reach_the_end_of_a_context_are_replayed_exactly(
     capsys: Capture, tmp_path: Path, whose: str
 ) -> None:
-    """The last rounds propose less, or nothing."""
+    """The last rounds propose fewer tokens, or none."""
     (tmp_path / "p.txt").write_text("def f(x):\n")
     options = [*QUICK, *ONCE, "--set", "sampling.ignore_eos=true", "--k", "1-3", "--json"]
     options += ["--dataset", tmp_path / "p.txt"]
@@ -636,7 +636,7 @@ def test_texts_that_reach_the_end_of_a_context_are_replayed_exactly(
 def test_a_point_that_failed_in_a_shard_has_failed_in_the_whole(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the other shards have of it is not the sweep that was asked for."""
+    """The other shards' samples alone are not the requested sweep."""
     run = Engine.run
 
     def fails(self: Engine, requests: Any, k: int, *rest: Any) -> Any:
@@ -659,12 +659,12 @@ def test_what_if(capsys: Capture) -> None:
     points = json.loads(rates.out)["points"]
     lengths = [p["metrics"]["acceptance_rate_per_pos"] for p in points]
     assert rates.code == 0 and lengths[2] == [1.0, 1.0] and lengths[3][2] == 0.0
-    for point in points:  # made-up acceptance is replayed draw for draw
+    for point in points:  # synthetic acceptance is replayed draw for draw
         measured = point["metrics"]["mean_acceptance_length"]
         assert point["prediction"]["is_exact"]
         assert point["prediction"]["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
     assert "synthetic" in rates.err
-    # The length belongs to the recipe's k, 4: one rate for all places and every k.
+    # The length is for the recipe's k, 4: one rate for all positions and every k.
     length = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-length", "5")
     assert [
         p["metrics"]["draft_acceptance_rate"] for p in json.loads(length.out)["points"][1:]
@@ -702,7 +702,7 @@ def test_ngram(capsys: Capture) -> None:
         (["--shard", "x"], 2, "--shard: expected I/N"),
         (["--shard", "7/9"], 2, "shard 7/9 has no prompts: there are 4"),
         (["--batch-size", "0"], 2, "--batch-size: expected numbers such as 1,8"),
-        (["--resume"], 2, "--resume: which sweep?"),
+        (["--resume"], 2, "--resume needs the sweep's folder"),
         (["--dataset", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--limit", "0"], 2, "--limit"),
         (["--draft", "demo:draft", "--draft", "demo:draft"], 2, "is there twice"),
@@ -710,7 +710,7 @@ def test_ngram(capsys: Capture) -> None:
         (["--set", "speculation.method=none"], 2, "nobody proposes: speculation.method is none"),
         ([*TWO_DRAFTS, "--set", "speculation.method=ngram"], 2, "--draft: speculation.method is"),
         (["--synthetic-acceptance-rates", "0.5,x"], 2, "--synthetic-acceptance-rates"),
-        ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length: only one"),
+        ([*BOTH_SYNTHETIC, "--k", "1"], 2, "and --synthetic-acceptance-length exclude"),
         (["--draft", "no/such-model"], 5, "no/such-model"),
     ],
 )
@@ -731,7 +731,7 @@ def test_signals_keep_what_is_finished(
 
 
 def test_a_spec_bench_file_end_to_end(capsys: Capture, tmp_path: Path) -> None:
-    """Questions of several turns and categories, from the file to the report."""
+    """Questions with several turns and categories, from the file to the report."""
     kinds = ["writing", "coding", "math"]
     path, folder = tmp_path / "question.jsonl", tmp_path / "run"
     rows = [
@@ -762,7 +762,7 @@ def test_a_spec_bench_file_end_to_end(capsys: Capture, tmp_path: Path) -> None:
 def test_two_sweeps_do_not_write_to_one_folder(capsys: Capture, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with sweep_process([*SWEEP, "-q", "-o", folder]) as (child, pipe):
-        assert os.read(pipe, 1)  # it has written
+        assert os.read(pipe, 1)  # a record is written
         os.kill(child, signal.SIGSTOP)
         before = (folder / "samples.jsonl").read_bytes()
         for options in (["--resume"], []):
@@ -778,7 +778,7 @@ def test_two_sweeps_do_not_write_to_one_folder(capsys: Capture, tmp_path: Path) 
 def test_kill_9_loses_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """A few of scripts/proofs/kills.py's 200 kills."""
+    """A short version of scripts/proofs/kills.py with its 200 kills."""
     folder = tmp_path / "run"
     told: list[Sample] = []
     for kill in range(4):
@@ -787,7 +787,7 @@ def test_kill_9_loses_nothing(
         told += safe
         assert ended == -signal.SIGKILL
         assert lost_or_torn(folder, told) == (0, 0)
-    assert len({json.dumps(key) for key in told}) == len(told)  # none was done twice
+    assert len({json.dumps(key) for key in told}) == len(told)  # none was measured twice
     assert specdec(capsys, *SWEEP, "-o", folder, "--resume", "-q").code == 0
     assert without_times(samples(folder)) == without_times(samples(whole[0]))
 
@@ -801,7 +801,7 @@ def test_pictures_are_part_of_the_folder(
     pytest.importorskip("matplotlib")
     monkeypatch.undo()
     assert specdec(capsys, "merge", whole[0], "-o", tmp_path / "new", "-q").code == 0
-    for folder in (whole[0], tmp_path / "new"):  # the first was drawn before the patch
+    for folder in (whole[0], tmp_path / "new"):  # its plots were drawn before the patch
         assert "Speed-up over plain decoding" in (folder / "report.html").read_text()
         assert (folder / "plots" / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
@@ -850,7 +850,7 @@ def test_a_damaged_record_is_refused_by_its_line(
 def test_later_records_outlive_the_summary(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """As when a resumed sweep is killed: the report is of what it had found by then."""
+    """As when a resumed sweep is killed, the report covers the later records too."""
     path = shutil.copytree(whole[0], tmp_path / "run")
     point = json.loads((path / "points.jsonl").read_text().splitlines()[-1])
     folder = RunFolder.reopen(path)
@@ -909,7 +909,11 @@ def test_damaged_settings(
     refused(specdec(capsys, "merge", folder, "-o", tmp_path / "new"), code, message)
     settings = json.loads((whole[0] / "settings.json").read_text())
     damage = [("ks", ["a"]), ("batch_sizes", []), ("prompts", {}), ("recipe", {})]
-    damage += [("ks", [0, 1, 2, 9]), ("predict_only", "x"), ("device", "other")]  # not its hash
+    damage += [
+        ("ks", [0, 1, 2, 9]),
+        ("predict_only", "x"),
+        ("device", "other"),
+    ]  # does not match its hash
     for key, value in damage:
         changed = settings | {"settings": settings["settings"] | {key: value}}
         (folder / "settings.json").write_text(json.dumps(changed))
@@ -938,7 +942,7 @@ def test_another_environment_is_told_wherever_its_samples_go(
     where = json.loads((folder / "environment.json").read_text())
     (folder / "environment.json").write_text(json.dumps(where | {"cpu_count": 99}))
     resume = [*SWEEP, "-q", "--resume", "-o", folder]
-    assert "environments" not in specdec(capsys, *resume).err  # nothing was left to measure
+    assert "environments" not in specdec(capsys, *resume).err  # nothing is left to measure
     assert json.loads((folder / "summary.json").read_text())["environment"] == where
     lines = (folder / "samples.jsonl").read_text().splitlines(keepends=True)
     (folder / "samples.jsonl").write_text("".join(lines[:-1]))
@@ -952,7 +956,7 @@ def test_another_environment_is_told_wherever_its_samples_go(
 
 
 def test_other_categories_are_another_dataset(capsys: Capture, tmp_path: Path) -> None:
-    """Of the same name and prompts; and what one prompt can say."""
+    """Name and prompts are the same; one prompt gives no interval."""
     path, folder = tmp_path / "prompts.jsonl", tmp_path / "run"
     options = ["--dataset", path, "--limit", "1", "--max-new-tokens", "2", *ONCE, "-o", folder]
     path.write_text('{"prompt": "def f(x):", "category": "old"}\n')
@@ -970,7 +974,7 @@ def test_a_closed_stderr_is_no_failure(
     from specdec_cli.app import main
 
     folder = shutil.copytree(whole[0], tmp_path / "run")
-    (folder / "curve.jsonl").unlink()  # something is left to do, and to say
+    (folder / "curve.jsonl").unlink()  # something is left to measure, and to warn of
     monkeypatch.setattr(sys, "stderr", None)
     assert main([*SWEEP, "--resume", "-o", str(folder)]) == 0
     assert sys.stderr is None
@@ -980,7 +984,7 @@ def test_a_reader_that_has_gone_is_not_told_to_resume(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_: Any) -> None:
-        raise SystemExit(1)  # what rich does
+        raise SystemExit(1)  # as rich does
 
     monkeypatch.setattr("specdec_cli.terminal.sweep.print_results", broken)
     result = specdec(capsys, *SWEEP, "-q", "--resume", "-o", whole[0])

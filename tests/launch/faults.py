@@ -1,4 +1,4 @@
-"""Faults that tests plant in ranks; nothing in the package knows of them."""
+"""Faults that tests plant in ranks; the package does not know them."""
 
 import functools
 import os
@@ -10,12 +10,12 @@ from typing import Any
 
 from specdec_cli.errors import SetupError
 
-# The ranks but the first are silent later on.
+# Ranks other than the first are silent later.
 _STDERR = os.dup(2)
 
 
 def fail(mode: str) -> None:
-    """Fail as `mode` says, and say when."""
+    """Fail as `mode` says, and print the time."""
     os.write(_STDERR, f"fault at {time.time()}\n".encode())
     match mode:
         case "raise":
@@ -42,10 +42,7 @@ def fail(mode: str) -> None:
 
 
 def plant(fault: str, rank: int) -> None:
-    """Have rank R fail in one of the real command's stages; fault is MODE:STAGE:R.
-
-    R may be `all`.
-    """
+    """Make rank R fail in a stage of the real command. fault: MODE:STAGE:R; R may be `all`."""
     mode, stage, faulty = fault.split(":")
     if faulty != "all" and rank != int(faulty):
         return
@@ -63,7 +60,7 @@ def plant(fault: str, rank: int) -> None:
 
 
 def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:
-    """`function`, which works `after` times and then fails."""
+    """A wrapper of `function` that works `after` times and then fails."""
     calls = iter(range(after))
 
     @functools.wraps(function)

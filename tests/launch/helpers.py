@@ -1,4 +1,4 @@
-"""Starting worlds of ranks in tests, and finding what is left of them."""
+"""Starts worlds of ranks in tests, and finds processes that they leave behind."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ _MARK = "SPECDEC_TEST_MARK"
 
 
 def marked(**extra: str) -> dict[str, str]:
-    """A bare environment that every process started from it inherits and can be found by."""
+    """A bare environment with a mark, by which `living` finds processes that inherit it."""
     return {
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}",
@@ -27,7 +27,7 @@ def marked(**extra: str) -> dict[str, str]:
 
 
 def living(environ: Mapping[str, str]) -> list[int]:
-    """Process ids of everything alive that was started with `environ`."""
+    """Ids of living processes that were started with `environ`."""
     wanted = f"{_MARK}={environ[_MARK]}".encode()
     found = []
     for entry in Path("/proc").iterdir():
@@ -40,7 +40,7 @@ def living(environ: Mapping[str, str]) -> list[int]:
 
 
 def wait_until_gone(environ: Mapping[str, str], seconds: float) -> list[int]:
-    """What is still alive after so long; empty as soon as nothing is."""
+    """Ids of processes that are still alive after the time; returns early once there are none."""
     deadline = time.monotonic() + seconds
     while (left := living(environ)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -50,7 +50,7 @@ def wait_until_gone(environ: Mapping[str, str], seconds: float) -> list[int]:
 def start(
     program: list[str], environ: Mapping[str, str], stdin: int = subprocess.DEVNULL
 ) -> "subprocess.Popen[str]":
-    """`python PROGRAM` with its streams as pipes."""
+    """Start `python PROGRAM` with its streams as pipes."""
     return subprocess.Popen(
         [sys.executable, *program],
         env=dict(environ),
@@ -67,14 +67,14 @@ def worker(*options: str) -> list[str]:
 
 
 def torchrun(port: int, *program: str) -> list[str]:
-    """One of two torchruns with a rank each, which stand for two hosts."""
+    """The command of one of two torchruns with one rank each, which stand for two hosts."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", "--rdzv-id=test"]
     endpoint = f"--rdzv-endpoint=localhost:{port}"
     return ["-m", "torch.distributed.run", *options, endpoint, *program]
 
 
 def torchrun_alone(num_ranks: int) -> list[str]:
-    """What torchrun is called with on one host; `-m MODULE ...` follows."""
+    """Arguments of torchrun on one host; `-m MODULE ...` follows."""
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
 
 

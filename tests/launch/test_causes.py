@@ -1,4 +1,4 @@
-"""Which rank is the cause of a failure: from reports, and from heartbeats when nothing moves."""
+"""The rank that caused a failure is found from reports, or from heartbeats if nothing moves."""
 
 import os
 import stat
@@ -35,7 +35,7 @@ def report(rank: int, end: End, at: float) -> Report:
 
 
 def beat(rank: int, state: str, idle: float, *, steps: int = 5, silent: float = 0.1) -> Beat:
-    """Of a rank that has been still for `idle` seconds, and last beat `silent` seconds ago."""
+    """The beat of a rank that stood still for `idle` seconds and last beat `silent` seconds ago."""
     return Beat(rank, 100 + rank, NOW - silent, NOW - idle, steps, state, True, "f (x.py:1)")
 
 
@@ -62,10 +62,10 @@ def test_the_first_error_of_a_rank_itself_is_the_cause(others: list[Report]) -> 
     assert cause is not None and cause.rank == 1
 
 
-def test_a_last_word_that_comes_while_we_look_is_heard(
+def test_a_report_that_comes_while_the_parent_looks_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 loses its peer for what rank 1 did; its report comes just before its end."""
+    """Rank 0 loses its peer because rank 1 failed; rank 1's report comes just before its end."""
     write_report(tmp_path, report(1, End.FAILED, time.time()))
 
     def exits(folder: Path) -> dict[int, int]:
@@ -94,8 +94,8 @@ def test_only_lost_peers_blame_the_first() -> None:
         (-11, End.FAILED, "SIGSEGV"),
         (-6, End.LOST_PEERS, "SIGABRT"),
         (-15, End.STOPPED, "SIGTERM"),
-        (0, End.FAILED, "without a word"),
-        (None, End.FAILED, "without a word"),
+        (0, End.FAILED, "without a report"),
+        (None, End.FAILED, "without a report"),
         (7, End.FAILED, "exit code 7"),
     ],
 )
@@ -113,14 +113,14 @@ def test_bad_usage_is_nobodys_in_particular() -> None:
 
 
 def test_prompts_that_could_not_run_are_no_ranks_fault() -> None:
-    """Every rank has them."""
+    """All ranks have the same prompts, so no rank is named."""
     assert (
         Report(1, End.FAILED, 3, "2 prompts could not run").explained == "2 prompts could not run"
     )
 
 
 def test_what_every_rank_finds_names_none_as_the_cause() -> None:
-    """Whichever tells it first: no room on one rank is known to all of them."""
+    """No rank is named for an error that all ranks find alike, whichever reports it first."""
     told: list[Report] = []
     rank = SimpleNamespace(seat=SimpleNamespace(rank=1), end=told.append)
     for error, said in [

@@ -1,4 +1,4 @@
-"""`specdec generate` over ranks: the tokens, the document and the error of one rank."""
+"""`specdec generate` over ranks gives the tokens, document and errors of one rank."""
 
 import json
 import shutil
@@ -66,7 +66,7 @@ def test_what_a_folder_tells_is_told_before_ranks_start(
 
 
 def test_what_a_folder_does_not_tell_is_left_to_the_ranks(tmp_path: Path) -> None:
-    """A hub id, a draft that is not run, a config of another form or none that can be read."""
+    """The parent cannot judge a hub id, an unused draft, or a config that it cannot read."""
     keys = {"target.tensor_parallel_size": 3, "target.model": str(tmp_path)}
     k0 = {"speculation.num_speculative_tokens": 0, "draft.model": "/no/such"}
     for text in ("{", "[]", '{"n_head": 4}', '{"num_attention_heads": null}'):

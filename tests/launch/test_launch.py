@@ -1,4 +1,4 @@
-"""Worlds of two ranks, started, joined, failing and ended by signals."""
+"""Worlds of two ranks: started, joined, failing and ended by signals."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_parent_gets_rank_0s_output_and_exit_code(
 
 
 def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
-    """A worker's parent to its end: exit code, streams, and seconds from the fault to the end."""
+    """Run a worker's parent; returns exit code, streams, and seconds from the fault to its end."""
     environ = marked(**extra)
     parent = start(worker("--timeout", str(TIMEOUT_S), *options), environ)
     out, err = parent.communicate(timeout=120)
@@ -52,7 +52,7 @@ def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
     [
         ("kill:verify:1", "rank 1: was killed by SIGKILL"),
         ("hang:draft:0", "rank 0: hung in "),
-        ("gone:load:1", "rank 1: ended without a word"),
+        ("gone:load:1", "rank 1: ended without a report"),
     ],
 )
 def test_a_failed_rank_ends_the_run_and_is_named(fault: str, words: str) -> None:

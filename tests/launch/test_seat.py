@@ -1,4 +1,4 @@
-"""Which rank a process is, from the variables of torchrun and Slurm."""
+"""The rank of a process is read from the variables of torchrun and Slurm."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TORCHRUN = {
     "MASTER_ADDR": "gpu07",
     "MASTER_PORT": "29500",
 }
-# As srun sets them for task 5 of `srun -N 3 --ntasks 7`.
+# Variables that srun sets for task 5 of `srun -N 3 --ntasks 7`.
 SLURM = {
     "SLURM_JOB_ID": "4242",
     "SLURM_STEP_ID": "1",
@@ -40,7 +40,7 @@ def test_torchrun() -> None:
 
 
 def test_ranks_that_are_not_told_of_hosts_are_on_one() -> None:
-    """Some launchers set the pair alone; ranks must not share the first GPU for that."""
+    """Some launchers set only RANK and WORLD_SIZE; ranks must still not share the first GPU."""
     seat = find_seat({n: v for n, v in TORCHRUN.items() if not n.startswith("LOCAL_")})
     assert seat is not None and (seat.local_rank, seat.local_size) == (3, 4)
 
@@ -74,7 +74,7 @@ def test_a_batch_script_outside_srun_is_no_rank() -> None:
 
 
 def test_a_shell_of_salloc_is_no_rank() -> None:
-    """Slurm counts its own steps down from 2^32: that of an interactive shell is the sixth."""
+    """Slurm counts its own steps down from 2^32; an interactive shell has the sixth."""
     shell = {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}
     assert find_seat({**SLURM, **shell}) is None
 

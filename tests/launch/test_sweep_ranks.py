@@ -1,4 +1,4 @@
-"""`specdec sweep-k` over ranks: the samples of one rank, whatever interrupts, and what fails."""
+"""`specdec sweep-k` over ranks: samples as of one rank, interruptions and failures."""
 
 import json
 import signal
@@ -25,7 +25,7 @@ SPLIT = ["-m", "specdec_cli", *OPTIONS, "--target-tp", "2"]
 
 
 def begun(folder: Path, count: int, parent: "subprocess.Popen[str]") -> None:
-    """Wait until a sweep has so many samples."""
+    """Wait until a sweep has the given number of samples."""
     path, deadline = folder / "samples.jsonl", time.monotonic() + 120
     while not path.exists() or path.read_bytes().count(b"\n") < count:
         assert parent.poll() is None and time.monotonic() < deadline
@@ -39,7 +39,7 @@ def keyed(found: list[Sample]) -> list[tuple[Any, ...]]:
 def test_two_ranks_measure_what_one_measures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The parent is killed, then interrupted; the rest is measured under torchrun."""
+    """The parent is killed, then interrupted; torchrun measures the rest."""
     folder, environ = tmp_path / "run", marked()
     options = ["-o", str(folder), "--resume"]
     parent = start([*SPLIT, *options], environ)
@@ -86,7 +86,7 @@ def test_two_ranks_measure_what_one_measures(
             *("raise:verify:1", 1, "rank 1: ArithmeticError: the planted error"),
             marks=pytest.mark.slow,
         ),
-        # Its peers are inside a collective by then: no going on without them.
+        # The peers are inside a collective by then, so the run cannot continue.
         ("oom:verify:1", 5, "rank 1: out of memory: tried to allocate 3 GiB"),
     ],
 )

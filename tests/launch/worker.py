@@ -1,7 +1,7 @@
 """A command with ranks and no models, for tests: `python -m tests.launch.worker loop ...`.
 
-Has the stages of a run (load, draft, verify), in one of which one rank may fail. What the ranks
-compute is an all-reduce a round, as a run's verification has.
+It has the stages of a run (load, draft, verify), and one rank may fail in one of them. The ranks
+compute one all-reduce per round, like a run's verification.
 """
 
 import os
@@ -29,7 +29,7 @@ def loop(
     pids: Path | None = None,
     as_json: bool = typer.Option(False, "--json"),
 ) -> None:
-    """fault: MODE:STAGE:RANK. seconds: sleep between rounds. pids: where ranks leave theirs."""
+    """Run rounds. fault: MODE:STAGE:RANK. seconds: pause between rounds. pids: folder for ids."""
     place: Place = ctx.obj
     if place.must_start(ranks):
         raise typer.Exit(place.start(ranks, timeout_s=timeout, inputs="from the parent"))

@@ -1,4 +1,4 @@
-"""Every interpreter with this folder on its path imports this: plants faults in ranks."""
+"""Plants faults in ranks; every interpreter with this folder on its path imports it."""
 
 import os
 
