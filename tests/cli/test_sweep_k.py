@@ -453,28 +453,21 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
     from specdec_cli.engine import rounds
-    from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    pipeline, build = rounds.Pipeline, runner.build
+    make = rounds.Rounds
 
     def counted(*arguments: Any) -> Any:
         nonlocal most
-        made = pipeline(*arguments)
-        captured.append((arguments[2].k, arguments[3]))
+        made = make(*arguments)
+        captured.append((arguments[2][-1], arguments[1].num_slots))
         alive.add(made)
         most = max(most, len(alive))
         return made
 
-    def pipelined(*arguments: Any) -> Engine:
-        engine = build(*arguments)
-        engine.pipelined = True
-        return engine
-
-    monkeypatch.setattr(rounds, "Pipeline", counted)
-    monkeypatch.setattr(runner, "build", pipelined)
+    monkeypatch.setattr(rounds, "Rounds", counted)
     assert specdec(capsys, *SWEEP, "--batch-size", "4,2", "--json").code == 0
     slots = rounds.slot_counts(4) + rounds.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)

@@ -79,8 +79,8 @@ def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
     draft = save_tiny(tmp_path / "draft", family, seed=1)
     plain = make_engine(target, draft, batch_size=2, fused=False)
     compiled = compiled_engine(target, draft, "aot_eager", batch_size=2)
-    compiled.target.model.hidden_layers = STATES
-    widths = compare_passes(compiled.target.model)
+    compiled.target.hidden_layers = STATES
+    widths = compare_passes(compiled.target)
     for k in (3, 0):
         assert told(run(compiled, k)) == told(run(plain, k))
     assert widths == {4, 1}

@@ -48,15 +48,22 @@ def plant(fault: str, rank: int) -> None:
         return
     import specdec_cli.engine.build as build
     import specdec_cli.engine.round as round_
+    from specdec_cli.methods.draft_model import DraftModel
 
-    # A rank without a part of the draft has nothing to do in `_propose`, and waits for the others.
     owner, name = {
         "load": (build, "load"),
-        "draft": (round_, "_propose"),
+        "draft": (DraftModel, "propose"),
         "verify": (round_, "_score"),
     }[stage]
-    failing = _failing(getattr(owner, name), mode, after=0 if stage == "load" else 2)
-    setattr(owner, name, failing)
+    works = getattr(owner, name)
+    failing = _failing(works, mode, after=0 if stage == "load" else 2)
+
+    def drafting(self: Any, *arguments: Any) -> Any:
+        """A rank without a part of the draft proposes nothing, and fails only with the others."""
+        takes_part = faulty == "all" or self.model is not None
+        return (failing if takes_part else works)(self, *arguments)
+
+    setattr(owner, name, drafting if stage == "draft" else failing)
 
 
 def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:

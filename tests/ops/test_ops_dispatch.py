@@ -1,3 +1,4 @@
+import inspect
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import torch
 from ops_helpers import Shape, assert_close, make_problem, needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.attention.paged import paged_attention_reference
+from specdec_kernels.dispatch import Kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"
 
@@ -99,3 +101,17 @@ def test_cuda_never_waits_for_the_host(device):
     torch.cuda.synchronize()
     for before, after in zip(eager, captured, strict=True):
         assert torch.equal(before, after)
+
+
+def test_triton_functions_take_what_the_public_ones_take():
+    """Names, order and defaults; launch settings may follow, each with a default."""
+    kernels = [value for value in vars(ops).values() if isinstance(value, Kernel)]
+    assert len(kernels) > 20
+    for kernel in kernels:
+        ours, theirs = (
+            list(inspect.signature(f).parameters.values())
+            for f in (kernel.reference, kernel.on_cuda)
+        )
+        taken = [(p.name, p.default) for p in theirs]
+        assert taken[: len(ours)] == [(p.name, p.default) for p in ours], kernel.path
+        assert all(p.default is not p.empty for p in theirs[len(ours) :]), kernel.path

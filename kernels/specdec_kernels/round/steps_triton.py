@@ -114,8 +114,8 @@ def accept_triton(
     proposed: Tensor,
     best: Tensor,
     lens: Tensor,
-    accept_noise: Tensor | None,
-    rates: Tensor | None,
+    accept_noise: Tensor | None = None,
+    rates: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `ops.accept`."""
     rows, width = proposed.shape
