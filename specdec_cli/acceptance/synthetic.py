@@ -10,6 +10,7 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, round_noise, softmax_stats
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import UsageError
+from specdec_cli.recipe import SpeculationSection
 
 _LONGEST_PROPOSAL = 1024
 
@@ -87,3 +88,15 @@ class SyntheticAcceptance:
         if (k, device) not in self._made:
             self._made[k, device] = torch.tensor(self.rates(k), device=device)
         return self._made[k, device]
+
+
+def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
+    """By the recipe's rates, or by its mean length at the recipe's k."""
+    rates, length = (
+        speculation.synthetic_acceptance_rates,
+        speculation.synthetic_acceptance_length,
+    )
+    if rates is not None:
+        return SyntheticAcceptance.from_rates(rates)
+    assert length is not None, "the recipe's schema saw to it"
+    return SyntheticAcceptance.from_length(length, speculation.num_speculative_tokens)

@@ -259,11 +259,11 @@ def _summarise(
 def _remarks(job: "specdec_cli.experiment.generation.Job") -> list[str]:
     """Remarks that a reader needs to judge the text and the acceptance."""
     plan = job.plan
-    found = ["synthetic acceptance: the text is not the target's"] if plan.is_synthetic else []
+    found = [plan.remark] if plan.remark is not None else []
     random = {m.spec.role for m in plan.models if m.spec.load_format == "dummy"}
     if "target" in random:
         found.append("random weights: the text means nothing")
-    elif random and not plan.is_synthetic:
+    elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
     return found
 

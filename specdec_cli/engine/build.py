@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.acceptance.registry import rule_of
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import found_alike, local_world_size
 from specdec_cli.engine.estimate import estimate_passes
@@ -33,7 +33,6 @@ from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_co
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.recipe import SpeculationSection
 
 _log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
@@ -136,7 +135,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        rule=_synthetic(recipe.speculation) if plan.k else None,
+        rule=rule_of(recipe.speculation) if plan.k else None,
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
@@ -225,15 +224,4 @@ def out_of_memory(plan: Plan) -> SetupError:
     return SetupError(
         f"out of memory on {where}; the weights alone are {weights}",
         "use smaller models, a smaller dtype or batch size, or set cache.num_blocks",
-    )
-
-
-def _synthetic(speculation: SpeculationSection) -> SyntheticAcceptance | None:
-    if speculation.acceptance != "synthetic":
-        return None
-    if speculation.synthetic_acceptance_rates is not None:
-        return SyntheticAcceptance.from_rates(speculation.synthetic_acceptance_rates)
-    assert speculation.synthetic_acceptance_length is not None, "the recipe's schema saw to it"
-    return SyntheticAcceptance.from_length(
-        speculation.synthetic_acceptance_length, speculation.num_speculative_tokens
     )

@@ -55,7 +55,7 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     # On CUDA blocks of one model's sizes seldom serve the other.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
-        prefill = max(prefill, _ragged_bytes(plan, need.batch_size))
+        prefill = max(prefill, _eager_bytes(plan, need.batch_size))
     if not is_cuda:
         return PassBytes(prefill, 0)
     prefill += _PER_STREAM + cache_rounding(plan)
@@ -170,12 +170,12 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
     return found
 
 
-def _ragged_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a ragged round: of its passes, and what sampling keeps."""
-    found, rows = _passes_bytes(plan, batch), batch * (plan.k + 1)
-    if _is_greedy(plan):
+def _eager_bytes(plan: Plan, batch: int) -> int:
+    """The largest tensors of a round without graphs: of its passes, and those that sampling keeps."""
+    found, rows = _captured_bytes(plan, batch), batch * (plan.k + 1)
+    if plan.device.type == "cuda" or _is_greedy(plan):
         return found
-    # Distributions in fp32: those of proposals, and the target's with what they are made from.
+    # A CPU draws from distributions in fp32: the proposals', the target's and their sources.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from specdec_cli.acceptance.registry import rule_of
 from specdec_cli.core.kv_cache import block_bytes
 from specdec_cli.core.parallel import (
     ALONE,
@@ -84,9 +85,9 @@ class Plan:
         return tuple(dict.fromkeys(self.recipe.draft.share))
 
     @property
-    def is_synthetic(self) -> bool:
-        """Whether proposals are accepted at given rates, so that the text is not the target's."""
-        return self.k > 0 and self.recipe.speculation.acceptance == "synthetic"
+    def remark(self) -> str | None:
+        """What a reader of the run's numbers has to know of its acceptance rule, if anything."""
+        return rule_of(self.recipe.speculation).remark if self.k else None
 
     @property
     def parallel(self) -> TensorParallel:
@@ -153,8 +154,8 @@ class Plan:
             if self.no_cuda_graphs is None
             else f"off: {self.no_cuda_graphs}",
         }
-        if self.is_synthetic:
-            how["acceptance"] = "synthetic: the text is not the target's"
+        if self.remark is not None:
+            how["acceptance"] = self.remark
         for model in self.models:
             if model.stored_as is not None:
                 how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"

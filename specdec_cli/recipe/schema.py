@@ -121,9 +121,9 @@ class SpeculationSection(_Section):
     num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
         default=5, description="proposed tokens a round (k); 0 is plain decoding"
     )
-    acceptance: Literal["rejection", "synthetic"] = Field(
+    acceptance: Literal["rejection", "block", "synthetic"] = Field(
         default="rejection",
-        description="rejection is lossless; synthetic fixes the acceptance rate",
+        description="rejection and block are lossless; synthetic fixes the acceptance rate",
     )
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
         default=None, description="chance that position i is accepted, at least k of them, falling"

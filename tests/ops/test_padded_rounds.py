@@ -1,4 +1,4 @@
-"""The kernels between a padded round's products: noise, pass inputs, acceptance, advance."""
+"""The kernels between a round's products: noise, pass inputs, acceptance, advance."""
 
 import pytest
 import torch

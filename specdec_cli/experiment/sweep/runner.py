@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
@@ -216,6 +217,8 @@ class Sweep:
             request = Request(index, prompt)
             try:
                 found = engine.forecast(request, sample.token_ids, k, unit.plan.params)
+            except NoForecast:
+                return  # points of this acceptance rule have no predictions
             except (torch.OutOfMemoryError, MemoryError):
                 if self.world.size > 1:  # the others may be inside the same pass
                     raise

@@ -1,0 +1,57 @@
+"""Block verification (Sun et al., arXiv 2403.10444): proposals are judged jointly.
+
+Lossless like rejection sampling, and in expectation accepts as many proposals or more.
+"""
+
+from specdec_kernels import ops
+
+from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import greedy_pick, softmax_stats
+from specdec_cli.core.types import SamplingParams
+
+
+class Block:
+    """The longest prefix of the proposals stands that passes a test of its joint probability.
+
+    A later prefix may pass where an earlier one does not, so a decision rests on proposals behind
+    the last one accepted. Greedy decoding is the one-hot case, in which both rules agree.
+    """
+
+    is_lossless = True
+    looks_ahead = True
+    draws_when_greedy = False
+    remark: str | None = None
+
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        c = candidates
+        if params.is_greedy:
+            return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
+        assert noise is not None
+        decided = ops.block_verify_logits(
+            c.token_ids,
+            c.lens,
+            c.q.logits if c.q is not None else None,
+            c.q.stats if c.q is not None else None,
+            target.logits,
+            softmax_stats(target.logits.flatten(0, 1), params),
+            *params.filters,
+            noise.accept,
+            noise.sample,
+        )
+        return Verdict(*decided)
+
+    def forecast(
+        self, index: int, start: int, count: int, k: int, params: SamplingParams
+    ) -> Forecast | None:
+        """The proposer's own where decoding is greedy; single tokens do not tell a joint test."""
+        if params.is_greedy:
+            return None
+        raise NoForecast

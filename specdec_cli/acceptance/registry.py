@@ -1,0 +1,20 @@
+"""The acceptance rules by their names in a recipe."""
+
+from collections.abc import Callable
+
+from specdec_cli.acceptance import synthetic
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.block import Block
+from specdec_cli.acceptance.rejection import Rejection
+from specdec_cli.recipe import SpeculationSection
+
+_RULES: dict[str, Callable[[SpeculationSection], AcceptanceRule]] = {
+    "rejection": lambda _: Rejection(),
+    "block": lambda _: Block(),
+    "synthetic": synthetic.from_recipe,
+}
+
+
+def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
+    """The rule that a recipe names."""
+    return _RULES[speculation.acceptance](speculation)
