@@ -171,7 +171,7 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
 
 
 def _eager_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a round without graphs: of its passes, and those that sampling keeps."""
+    """The largest tensors of a round without graphs: of its passes, and of sampling."""
     found, rows = _captured_bytes(plan, batch), batch * (plan.k + 1)
     if plan.device.type == "cuda" or _is_greedy(plan):
         return found
