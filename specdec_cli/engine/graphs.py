@@ -94,6 +94,7 @@ class Rounds:
         runs_ahead: bool,
         pool: Any = None,
     ) -> None:
+        self.parts = parts  # graphs read tensors of it, and hold none
         self.state = state
         self.runs_ahead = runs_ahead
         self.lengths = lengths
