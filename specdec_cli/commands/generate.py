@@ -259,7 +259,8 @@ def _summarise(
 def _remarks(job: "specdec_cli.experiment.generation.Job") -> list[str]:
     """Remarks that a reader needs to judge the text and the acceptance."""
     plan = job.plan
-    found = [plan.remark] if plan.remark is not None else []
+    rule = plan.recipe.speculation.acceptance
+    found = [f"{rule} acceptance: {plan.remark}"] if plan.remark is not None else []
     random = {m.spec.role for m in plan.models if m.spec.load_format == "dummy"}
     if "target" in random:
         found.append("random weights: the text means nothing")

@@ -155,7 +155,7 @@ class Plan:
             else f"off: {self.no_cuda_graphs}",
         }
         if self.remark is not None:
-            how["acceptance"] = self.remark
+            how["acceptance"] = f"{self.recipe.speculation.acceptance}: {self.remark}"
         for model in self.models:
             if model.stored_as is not None:
                 how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"
