@@ -26,6 +26,7 @@ from specdec_cli.engine.profile import (
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.sharing import borrowed_weights
 from specdec_cli.errors import SetupError
+from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.ngram import Ngram
@@ -136,6 +137,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
         rule=rule_of(recipe.speculation) if plan.k else None,
+        policy=policy_of(recipe.speculation.length) if plan.k else None,
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,

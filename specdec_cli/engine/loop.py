@@ -11,7 +11,7 @@ from copy import copy
 
 import torch
 
-from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.batch import Span
 from specdec_cli.core.forecast import Forecast
@@ -123,9 +123,11 @@ class Engine:
 
         k: most tokens a round may propose. The engine must be idle. With several ranks all of them
         call this; the answer means something on rank 0. Raises `NoForecast` where the acceptance
-        rule has none.
+        rule or the length policy has none.
         """
         assert self.proposer is not None, "proposing needs a proposer"
+        if not self.policy.is_fixed:
+            raise NoForecast
         prompt = request.token_ids
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:

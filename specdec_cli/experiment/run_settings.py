@@ -8,6 +8,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec_cli import text
+from specdec_cli.recipe import LengthSection, Recipe
+
+
+def settings_values(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as settings hold it: without keys that folders of earlier versions lack, where they
+    have the value that changes nothing."""
+    values = recipe.model_dump(mode="json")
+    if recipe.speculation.length == LengthSection():
+        del values["speculation"]["length"]
+    return values
 
 
 @dataclass(frozen=True, slots=True)

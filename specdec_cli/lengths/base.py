@@ -28,9 +28,9 @@ class LastRounds:
 
 
 class LengthPolicy(Protocol):
-    """rests_on_draws: whether a length may rest on tokens that the same round drew."""
+    """is_fixed: whether every round proposes as much as it may, so that predictions hold."""
 
-    rests_on_draws: bool
+    is_fixed: bool
 
     @property
     def stop(self) -> Stop | None:

@@ -11,7 +11,7 @@ from specdec_cli.lengths.costs import RoundCosts
 class FixedLength:
     """The same k in every round."""
 
-    rests_on_draws = False
+    is_fixed = True
     stop: Stop | None = None
 
     def lengths(self, k: int) -> tuple[int, ...]:

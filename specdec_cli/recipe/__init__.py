@@ -8,6 +8,7 @@ from specdec_cli.recipe.resolve import dump_recipe, load_recipe
 from specdec_cli.recipe.schema import (
     DataSection,
     DraftSection,
+    LengthSection,
     ModelSection,
     Recipe,
     SpeculationSection,
@@ -16,6 +17,7 @@ from specdec_cli.recipe.schema import (
 __all__ = [
     "DataSection",
     "DraftSection",
+    "LengthSection",
     "ModelSection",
     "Recipe",
     "SpeculationSection",

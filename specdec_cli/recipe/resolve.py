@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
 from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
-from specdec_cli.recipe.schema import Recipe, key_fields, section_models
+from specdec_cli.recipe.schema import INNER_SECTIONS, Recipe, key_fields, section_models
 from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
@@ -187,21 +187,21 @@ class _Merge:
         return next(inside, None)
 
     def _set(self, key: str, value: object, origin: str) -> None:
-        section, _, last = key.partition(".")
-        if key not in key_fields() and key not in section_models():
+        if key not in {**key_fields(), **section_models(), **INNER_SECTIONS}:
             self.problems.append(_Found(0, origin, key, problems.unknown_key(key)))
             return
         self._origins[key] = origin
-        if not last:
-            self.data[section] = value
-            return
         if key in _MODEL_KEYS:
             value = _located(value, [])
-        values = self.data.get(section)
-        if values is None:
-            self.data[section] = {last: value}
-        elif isinstance(values, dict):
-            values[last] = value
+        *sections, last = key.split(".")
+        values = self.data
+        for section in sections:
+            inner = values.get(section)
+            if inner is not None and not isinstance(inner, dict):
+                return  # what it should be is said when the whole is checked
+            values[section] = inner = dict(inner or {})
+            values = inner
+        values[last] = value
 
 
 def _names_target(overrides: Mapping[str, object]) -> bool:

@@ -112,6 +112,21 @@ class DraftSection(ModelSection):
     )
 
 
+class LengthSection(_Section):
+    """The number of proposed tokens of each round, k at most."""
+
+    policy: Literal["fixed", "confidence", "adaptive"] = Field(
+        default="fixed",
+        description="confidence stops a draft that is unsure; adaptive chooses k by its gain",
+    )
+    threshold: Probability = Field(
+        default=0.4, description="confidence: a draft stops behind a less likely token"
+    )
+    choices: tuple[Annotated[StrictInt, Field(ge=0, le=1024)], ...] = Field(
+        default=(0, 1, 2, 4, 8), description="adaptive: lengths to choose from, beside k itself"
+    )
+
+
 class SpeculationSection(_Section):
     """How tokens are proposed, and how proposals are accepted."""
 
@@ -135,6 +150,9 @@ class SpeculationSection(_Section):
         default=4, description="longest n-gram looked up in the text so far"
     )
     ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
+    length: LengthSection = Field(
+        default=LengthSection(), description="how many tokens each round proposes"
+    )
 
     @field_validator("ngram_min")
     @classmethod
@@ -362,10 +380,17 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
+INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
+
+
 def key_fields() -> dict[str, FieldInfo]:
     """Every dotted key of a recipe, in order."""
-    return {
-        f"{section}.{key}": info
-        for section, model in section_models().items()
-        for key, info in model.model_fields.items()
-    }
+    found: dict[str, FieldInfo] = {}
+    for section, model in section_models().items():
+        for key, info in model.model_fields.items():
+            inner = INNER_SECTIONS.get(f"{section}.{key}")
+            if inner is None:
+                found[f"{section}.{key}"] = info
+            else:
+                found |= {f"{section}.{key}.{k}": i for k, i in inner.model_fields.items()}
+    return found

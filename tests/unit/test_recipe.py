@@ -36,7 +36,9 @@ def write(tmp_path: Path) -> Write:
 
 def test_contract_keys_and_defaults(write: Write) -> None:
     written = yaml.safe_load(CONTRACT)
-    written["data"]["system"] = None  # came later
+    written["data"]["system"] = None  # came later, as did
+    fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}
+    written["speculation"]["length"] = fixed
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}

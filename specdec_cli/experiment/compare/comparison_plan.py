@@ -20,6 +20,7 @@ from specdec_cli.experiment.generation import Job, draft_context_warning, tokeni
 from specdec_cli.experiment.preparing import device_name, few_prompts, for_engine, with_weights
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.settings_file import (
     check_same,
     keep_environment_warning,
@@ -121,7 +122,7 @@ def plan_comparison(
 
 
 def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
-    values = recipe.model_dump(mode="json")
+    values = settings_values(recipe)
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
         del values[role]["tensor_parallel_size"]

@@ -8,6 +8,7 @@ from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import device_name, for_engine, with_weights
+from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -117,7 +118,7 @@ def settings_of(
     device: str,
 ) -> SweepSettings:
     """The settings of a sweep. jobs: still with the prompts of every shard."""
-    values = recipe.model_dump(mode="json")
+    values = settings_values(recipe)
     del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
     values["drafts"] = [

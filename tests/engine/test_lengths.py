@@ -1,0 +1,246 @@
+"""Length policies: what they choose, and that the text stays the target's."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.block import Block
+from specdec_cli.acceptance.rejection import Rejection
+from specdec_cli.core.candidates import Candidates
+from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.parallel import ALONE
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.lengths.adaptive import Adaptive, expected_tokens
+from specdec_cli.lengths.base import LastRounds, LengthPolicy
+from specdec_cli.lengths.confidence import Confidence
+from specdec_cli.lengths.costs import RoundCosts
+from specdec_cli.methods.draft_model import DraftModel
+from tests import lossless
+from tests.engine.test_pipeline import PROMPTS
+from tests.support import decode, greedy_reference, make_engine, reference, save_noised, save_tiny
+
+SIGNIFICANT = 1e-4
+SAMPLED = SamplingParams(temperature=0.9, max_new_tokens=4, seed=1)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("pair")
+    target = save_tiny(folder / "target", "llama")
+    return target, save_noised(folder / "draft", target)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return lossless.save_eight(tmp_path_factory.mktemp("eight"))
+
+
+def last(*trials: tuple[int, int]) -> LastRounds:
+    found = LastRounds()
+    found.trials.extend([trial] for trial in trials)
+    return found
+
+
+def costs(**round_ms: float) -> RoundCosts:
+    """Times of rounds of one slot, by `k0`, `k1`, ...; the first trial of each is a slow one."""
+    found = RoundCosts(ALONE)
+    for name, ms in round_ms.items():
+        for seconds in (1.0, ms / 1e3, ms / 1e3, ms / 1e3):
+            found.add(1, int(name[1:]), seconds)
+    return found
+
+
+# Adaptive: choices.
+
+
+def test_expected_tokens_are_those_of_the_last_rounds() -> None:
+    """Half of 400 rounds accept nothing, a quarter one of two, a quarter both."""
+    rounds = last(*[(2, 0), (2, 0), (2, 1), (2, 2)] * 8)
+    assert expected_tokens(rounds, 2) == pytest.approx([1.0, 1.5, 1.75], abs=0.03)
+    # No round has reached the third place: its rate is that of the second.
+    assert expected_tokens(rounds, 3)[3] == pytest.approx(1.75 + 0.125, abs=0.03)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "want"), [(0, 0), (1, 1), (4, 4)], ids=["nothing", "one", "everything"]
+)
+def test_the_length_that_promises_most_tokens_a_millisecond(accepted: int, want: int) -> None:
+    """A draft step costs a tenth of a pass of the target."""
+    times = costs(k0=1.0, k1=1.1, k4=1.4)
+    rounds = last(*[(4, accepted)] * 24)
+    assert Adaptive((0, 1)).next_k((0, 1, 4), rounds, times, 1) == want
+
+
+def test_a_slow_draft_is_not_worth_it() -> None:
+    rounds = last(*[(4, 4)] * 24)
+    assert Adaptive((0, 1)).next_k((0, 4), rounds, costs(k0=1.0, k4=6.0), 1) == 0
+
+
+def test_every_length_is_timed_first() -> None:
+    policy, times = Adaptive((0, 2)), RoundCosts(ALONE)
+    assert policy.lengths(5) == (0, 2, 5) and policy.lengths(1) == (0, 1)
+    order = []
+    for _ in range(12):
+        order.append(policy.next_k((0, 2, 5), last(), times, 1))
+        times.add(1, order[-1], 0.001)
+    assert sorted(order) == [0] * 4 + [2] * 4 + [5] * 4
+    assert times.unmeasured(1, (0, 2, 5)) is None
+    assert times.unmeasured(4, (0, 2, 5)) is not None, "rounds of other slots take other times"
+
+
+def test_after_a_while_without_proposals_it_looks_again() -> None:
+    times, policy = costs(k0=1.0, k1=1.9, k4=5.0), Adaptive((0, 1))
+    assert policy.next_k((0, 1, 4), last(*[(1, 0)] * 24), times, 1) == 0
+    assert policy.next_k((0, 1, 4), last(*[(1, 0)] * 4, *[(0, 0)] * 23), times, 1) == 0
+    assert policy.next_k((0, 1, 4), last(*[(1, 0)] * 4, *[(0, 0)] * 24), times, 1) == 1
+
+
+# Confidence: where a draft stops.
+
+
+def test_a_draft_stops_behind_the_token_that_it_is_unsure_of() -> None:
+    logits = torch.tensor([[3.0, 0.0, 0.0], [0.1, 0.0, 0.0]])  # 0.91 and 0.36 for the best
+    policy = Confidence(0.4)
+    caps = torch.tensor([3, 3])
+    drafting = Drafting(3, SamplingParams(), caps, 3, stop=policy.stop)
+    for _ in range(3):
+        drafting.draw(logits)
+    assert drafting.candidates().lens.tolist() == [3, 1], "the unlikely token stays proposed"
+    assert Drafting(3, SamplingParams(), caps, 3).candidates().lens.tolist() == [3, 3]
+
+
+def test_a_threshold_of_nothing_is_a_fixed_length(pair: tuple[Path, Path]) -> None:
+    found = []
+    for policy in (None, Confidence(0.0), Confidence(1.0)):
+        engine = make_engine(*pair, batch_size=3, policy=policy)
+        found.append(decode(engine, PROMPTS, 4, max_new_tokens=20))
+    fixed, never, always = ([told_rounds(s) for s in seqs] for seqs in found)
+    assert fixed == never
+    assert {p for s in always for p, _ in s} == {1}, "each first token is less than certain"
+    texts = [[s.output_ids for s in seqs] for seqs in found]
+    assert texts[0] == texts[1] == texts[2]
+
+
+def told_rounds(seq: Any) -> list[tuple[int, int]]:
+    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))
+
+
+def test_unsure_drafts_are_shorter_and_better(pair: tuple[Path, Path]) -> None:
+    rates = []
+    for policy in (None, Confidence(0.5)):
+        seqs = decode(make_engine(*pair, policy=policy), PROMPTS, 4, max_new_tokens=40)
+        proposed = sum(p for s in seqs for p in s.proposed_per_round)
+        rates.append((proposed, sum(a for s in seqs for a in s.accepted_per_round) / proposed))
+    assert rates[1][0] < rates[0][0] and rates[1][1] > rates[0][1]
+
+
+# The text.
+
+
+class Dropping(DraftModel):
+    """The planted fault: the token that a draft is unsure of is left out, because of its draw."""
+
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        found = super().propose(state, draft)
+        lens = torch.where(found.lens < draft.caps, found.lens - 1, found.lens)
+        return Candidates(found.token_ids, lens, found.q)
+
+
+def p_value(
+    tiny: tuple[Path, Path], rule: AcceptanceRule, policy: LengthPolicy, *, drops: bool = False
+) -> float:
+    engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=rule, policy=policy)
+    if drops:
+        assert isinstance(engine.proposer, DraftModel)
+        engine.proposer = Dropping(engine.proposer.model, engine.proposer.max_len)
+    found = lossless.engine_trial(engine, tiny[0], [3, 1, 4, 5], 3, SAMPLED, 4000)
+    return lossless.adjusted(found)
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Block()], ids=["rejection", "block"])
+@pytest.mark.parametrize("policy", [Confidence(0.3), Adaptive((0, 1))], ids=["sure", "adaptive"])
+def test_sampled_text_follows_transformers(
+    tiny: tuple[Path, Path], rule: AcceptanceRule, policy: LengthPolicy
+) -> None:
+    """Block verification too: `tests/ops/test_block_verify.py` has the exact law of lengths that
+    rest on drawn tokens which stay proposed."""
+    assert p_value(tiny, rule, policy) > SIGNIFICANT
+
+
+def test_a_token_dropped_because_of_its_own_draw_is_caught(tiny: tuple[Path, Path]) -> None:
+    assert p_value(tiny, Rejection(), Confidence(0.3), drops=True) < SIGNIFICANT
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True], ids=["at-once", "ahead"])
+@pytest.mark.parametrize("policy", ["confidence", "adaptive"])
+def test_greedy_text_is_transformers(
+    pair: tuple[Path, Path], policy: str, runs_ahead: bool, device: torch.device
+) -> None:
+    oracle = reference(pair[0], device=device)
+    chosen: LengthPolicy = Confidence(0.5) if policy == "confidence" else Adaptive((0, 1, 2))
+    engine = make_engine(*pair, batch_size=3, policy=chosen, runs_ahead=runs_ahead, device=device)
+    seqs = decode(engine, PROMPTS, 4, max_new_tokens=40)
+    assert [s.output_ids for s in seqs] == [greedy_reference(oracle, p, 40) for p in PROMPTS]
+    assert len({p for s in seqs for p in s.proposed_per_round}) > 1, "one length throughout"
+
+
+def test_a_draft_like_the_target_stays_right_whatever_the_lengths(
+    pair: tuple[Path, Path],
+) -> None:
+    """Its cache lacks nothing after rounds that proposed nothing."""
+    engine = make_engine(pair[0], pair[0], batch_size=3, policy=Adaptive((0, 1, 2)))
+    for _ in range(3):
+        seqs = decode(engine, PROMPTS, 4, max_new_tokens=30)
+        assert all(s.accepted_per_round == s.proposed_per_round for s in seqs)
+
+
+def test_rounds_without_proposals_are_counted(pair: tuple[Path, Path]) -> None:
+    engine = make_engine(*pair, policy=Adaptive((0, 1)))
+    seqs = decode(engine, PROMPTS, 4, max_new_tokens=40)
+    for seq in seqs:
+        rounds = len(seq.accepted_per_round) + seq.rounds_without_proposal
+        assert sum(seq.accepted_per_round) + rounds == 40
+
+
+# Recipes.
+
+
+def specdec(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
+    from specdec_cli.app import main
+
+    code = main([*options, "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("policy", ["confidence", "adaptive"])
+def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    """The text is the fixed length's; a sweep's points have no predictions."""
+    options = ["--set", f"speculation.length.policy={policy}", "--max-new-tokens", "16"]
+    prompt = ["--prompt", "def f(x):"]
+    code, document = specdec(capsys, "generate", "demo", *prompt, *options)
+    fixed = specdec(capsys, "generate", "demo", *prompt, "--max-new-tokens", "16")[1]
+    assert code == 0 and document["recipe"]["speculation"]["length"]["policy"] == policy
+    assert document["outputs"][0]["token_ids"] == fixed["outputs"][0]["token_ids"]
+    sweep = ["sweep-k", "demo", "--k", "0,3", "--limit", "2", "--set", "run.repeats=1", *options]
+    code, document = specdec(capsys, *sweep)
+    assert code == 0 and document["points"][1]["predicted_speedup"] is None
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("speculation.length.polcy=adaptive", "did you mean speculation.length.policy?"),
+        ("speculation.length.policy=adaptiv", "did you mean adaptive?"),
+        ("speculation.length=adaptive", "should be a section of keys"),
+        ("speculation.length.threshold=2", "should be less than or equal to 1"),
+        ("speculation.length.choices=3", "should be a list"),
+    ],
+)
+def test_what_is_wrong_is_said(capsys: pytest.CaptureFixture[str], key: str, message: str) -> None:
+    code, document = specdec(capsys, "generate", "demo", "--prompt", "x", "--set", key)
+    assert code == 2 and message in document["error"]["message"]
