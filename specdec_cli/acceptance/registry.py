@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from specdec_cli.acceptance import synthetic
+from specdec_cli.acceptance import synthetic, typical
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.acceptance.block import Block
 from specdec_cli.acceptance.rejection import Rejection
@@ -12,6 +12,7 @@ _RULES: dict[str, Callable[[SpeculationSection], AcceptanceRule]] = {
     "rejection": lambda _: Rejection(),
     "block": lambda _: Block(),
     "synthetic": synthetic.from_recipe,
+    "typical": typical.from_recipe,
 }
 
 

@@ -27,7 +27,7 @@ class SyntheticAcceptance:
     is_lossless = False
     looks_ahead = False
     draws_when_greedy = True
-    remark = "the text is not the target's"
+    remark = "times are measured, the text is not the target's"
     _made: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, init=False)
 
     @classmethod

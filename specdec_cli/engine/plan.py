@@ -87,7 +87,9 @@ class Plan:
     @property
     def remark(self) -> str | None:
         """What a reader of the run's numbers has to know of its acceptance rule, if anything."""
-        return rule_of(self.recipe.speculation).remark if self.k else None
+        rule = rule_of(self.recipe.speculation)
+        is_moot = self.params.is_greedy and not rule.draws_when_greedy
+        return rule.remark if self.k and not is_moot else None
 
     @property
     def parallel(self) -> TensorParallel:

@@ -8,15 +8,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec_cli import text
-from specdec_cli.recipe import LengthSection, Recipe
+from specdec_cli.recipe import Recipe, SpeculationSection
+
+_LATER_KEYS = ("length", "typical_threshold", "typical_alpha")
 
 
 def settings_values(recipe: Recipe) -> dict[str, Any]:
     """A recipe as settings hold it: without keys that folders of earlier versions lack, where they
     have the value that changes nothing."""
     values = recipe.model_dump(mode="json")
-    if recipe.speculation.length == LengthSection():
-        del values["speculation"]["length"]
+    defaults = SpeculationSection().model_dump(mode="json")
+    for key in _LATER_KEYS:
+        if values["speculation"][key] == defaults[key]:
+            del values["speculation"][key]
     return values
 
 

@@ -136,9 +136,9 @@ class SpeculationSection(_Section):
     num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
         default=5, description="proposed tokens a round (k); 0 is plain decoding"
     )
-    acceptance: Literal["rejection", "block", "synthetic"] = Field(
+    acceptance: Literal["rejection", "block", "typical", "synthetic"] = Field(
         default="rejection",
-        description="rejection and block are lossless; synthetic fixes the acceptance rate",
+        description="rejection and block are lossless, typical is not; synthetic fixes the rate",
     )
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
         default=None, description="chance that position i is accepted, at least k of them, falling"
@@ -150,6 +150,12 @@ class SpeculationSection(_Section):
         default=4, description="longest n-gram looked up in the text so far"
     )
     ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
+    typical_threshold: Probability = Field(
+        default=0.09, description="typical: proposals of higher probability always stand"
+    )
+    typical_alpha: Probability = Field(
+        default=0.3, description="typical: share of exp(-entropy) that lets a proposal stand"
+    )
     length: LengthSection = Field(
         default=LengthSection(), description="how many tokens each round proposes"
     )

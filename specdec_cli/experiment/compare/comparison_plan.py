@@ -186,8 +186,8 @@ def warnings_of(plan: ComparisonPlan) -> list[str]:
             "the weights are random, and so is what is accepted: set speculation.acceptance to "
             "synthetic, and rates"
         )
-    if plan.settings.is_synthetic:
-        found.append("acceptance is synthetic: times are measured, the text is not the target's")
+    if (remark := plan.job.plan.remark) is not None:
+        found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
     if len(plan.to_run) == 1:
         found.append("there is one pair to measure: give more with --target-tp and --draft-tp")
     counts = [plan.settings.num_prompts(b) for b in plan.settings.batch_sizes]

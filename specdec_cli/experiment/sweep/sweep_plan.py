@@ -152,8 +152,8 @@ def warnings_of(plan: SweepPlan) -> list[str]:
             "the weights are random, and so is what is accepted: give acceptance with "
             "--synthetic-acceptance-length or -rates"
         )
-    if plan.settings.is_synthetic:
-        found.append("acceptance is synthetic: times are measured, the text is not the target's")
+    if (remark := plan.jobs[0].plan.remark) is not None:
+        found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
     return [*found, *plan.short_drafts]
 
 

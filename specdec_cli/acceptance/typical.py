@@ -1,0 +1,69 @@
+"""Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy.
+
+What is accepted is likely enough by the target, not distributed as the target's own text is.
+"""
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats, to_probs
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.recipe import SpeculationSection
+
+
+class Typical:
+    """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
+
+    H is the entropy of p, after temperature, top-k and top-p, in nats: where the target is unsure,
+    less likely tokens stand. Greedy decoding accepts the target's own choices alone.
+    """
+
+    is_lossless = False
+    looks_ahead = False
+    draws_when_greedy = False
+    remark: str | None = "likely proposals stand, the text is not distributed as the target's"
+
+    def __init__(self, threshold: float, alpha: float) -> None:
+        self.threshold = threshold
+        self.alpha = alpha
+
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        c, k = candidates, candidates.token_ids.shape[1]
+        if params.is_greedy:
+            return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
+        assert noise is not None
+        logits = target.logits.flatten(0, 1)
+        stats = softmax_stats(logits, params)
+        own = draw(logits, stats, params, noise.sample.flatten()).view(target.logits.shape[:2])
+        stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
+        # `ops.accept` lets a proposal stand whose noise is below its place's rate.
+        rates = torch.full((k,), 0.5, device=stands.device)
+        return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
+
+    def stands(self, probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Whether each proposal is typical. probs: fp32 [B, K, V]. token_ids: int64 [B, K]."""
+        entropy = torch.special.entr(probs).sum(dim=-1)
+        p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]
+        least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
+        return torch.gt(p, least)
+
+    def forecast(
+        self, index: int, start: int, count: int, k: int, params: SamplingParams
+    ) -> Forecast | None:
+        """The proposer's own where decoding is greedy; sampled, its chances are not this rule's."""
+        if params.is_greedy:
+            return None
+        raise NoForecast
+
+
+def from_recipe(speculation: SpeculationSection) -> Typical:
+    return Typical(speculation.typical_threshold, speculation.typical_alpha)
