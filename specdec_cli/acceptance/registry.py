@@ -8,7 +8,7 @@ from specdec_cli.acceptance.block import Block
 from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.recipe import SpeculationSection
 
-_RULES: dict[str, Callable[[SpeculationSection], AcceptanceRule]] = {
+RULES: dict[str, Callable[[SpeculationSection], AcceptanceRule]] = {
     "rejection": lambda _: Rejection(),
     "block": lambda _: Block(),
     "synthetic": synthetic.from_recipe,
@@ -18,4 +18,4 @@ _RULES: dict[str, Callable[[SpeculationSection], AcceptanceRule]] = {
 
 def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
     """The rule that a recipe names."""
-    return _RULES[speculation.acceptance](speculation)
+    return RULES[speculation.acceptance](speculation)

@@ -88,6 +88,7 @@ def compare_tp(
     sets: options.Set = None,
     trust_remote_code: options.TrustRemoteCode = False,
     allow_pickle: options.AllowPickle = False,
+    plugin: options.Plugin = None,
     as_json: options.Json = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -104,6 +105,7 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
+    plugins = options.load_plugins(plugin)
     chosen = options.given(ctx, "dataset", "target_tp", "draft_tp", "batch_size")
     resolved = options.resolve(recipe, sets, chosen | inputs.dataset_options(dataset))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
@@ -121,7 +123,7 @@ def compare_tp(
         degrees,
         sizes,
         batches,
-        (trust_remote_code, allow_pickle),
+        (trust_remote_code, allow_pickle, plugins),
         resume=resume,
         dry_run=dry_run,
         as_json=as_json,
@@ -139,7 +141,7 @@ def _compare(
     degrees: tuple[list[int], list[int]],
     sizes: list[int],
     batches: int | None,
-    permissions: tuple[bool, bool],
+    permissions: tuple[bool, bool, tuple[str, ...]],
     *,
     resume: bool,
     dry_run: bool,

@@ -65,6 +65,7 @@ def generate(
     sets: options.Set = None,
     trust_remote_code: options.TrustRemoteCode = False,
     allow_pickle: options.AllowPickle = False,
+    plugin: options.Plugin = None,
     as_json: options.Json = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -79,6 +80,7 @@ def generate(
     from specdec_cli.prompts import as_conversations
 
     options.set_up_logging(quiet=quiet, verbose=verbose)
+    plugins = options.load_plugins(plugin)
     source = _Source(prompt or [], prompt_file, limit, skip_bad)
     chosen = {"prompt_file": source.recipe_path, **options.given(ctx, "prompt_file")}
     resolved = options.resolve(recipe, sets, chosen)
@@ -107,7 +109,7 @@ def generate(
             resolved.model_copy(update={"data": data}),
             prompts,
             _Asked(
-                permissions=(trust_remote_code, allow_pickle),
+                permissions=(trust_remote_code, allow_pickle, plugins),
                 is_single=bool(prompt) and len(prompts) == 1,
                 as_json=as_json,
                 output=output,
@@ -125,7 +127,7 @@ class _Asked:
     is on the command line, so the run fails if that prompt cannot run.
     """
 
-    permissions: tuple[bool, bool]
+    permissions: tuple[bool, bool, tuple[str, ...]]
     is_single: bool
     as_json: bool
     output: Path | None

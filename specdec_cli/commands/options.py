@@ -74,6 +74,16 @@ AllowPickle = Annotated[
         rich_help_panel=_MODELS,
     ),
 ]
+Plugin = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--plugin",
+        metavar="FILE.py",
+        help="Run a Python file that adds methods, acceptance rules or length policies; may be "
+        "repeated.",
+        rich_help_panel=_MODELS,
+    ),
+]
 NumSpeculativeTokens = Annotated[
     int | None,
     typer.Option(
@@ -266,6 +276,17 @@ def given(ctx: typer.Context, *but: str) -> dict[str, Any]:
     """
     values = {name: ctx.params.get(name) for name in OPTION_KEYS if name not in but}
     return {name: value for name, value in values.items() if value is not None}
+
+
+def load_plugins(files: Sequence[str] | None) -> tuple[str, ...]:
+    """Run the plugins of a command line, before its recipe is read: their absolute paths."""
+    if not files:
+        return ()
+    from specdec_cli.plugin import load
+
+    for file in files:
+        load(file)
+    return tuple(os.path.abspath(file) for file in files)
 
 
 def resolve(

@@ -92,6 +92,7 @@ def profile_blocks(
     sets: options.Set = None,
     trust_remote_code: options.TrustRemoteCode = False,
     allow_pickle: options.AllowPickle = False,
+    plugin: options.Plugin = None,
     as_json: options.Json = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -120,10 +121,12 @@ def profile_blocks(
                 raise UsageError(f"{flag}: several values need --estimate")
     chosen = options.given(ctx, *lists)
 
+    plugins = options.load_plugins(plugin)
+
     def resolve(point: dict[str, object]) -> "specdec_cli.recipe.Recipe":
         return options.resolve(recipe, sets, chosen | point)
 
-    permissions = (trust_remote_code, allow_pickle)
+    permissions = (trust_remote_code, allow_pickle, plugins)
     place: Place = ctx.obj
     if estimate:
         if not place.is_first:
@@ -160,7 +163,7 @@ def _measured(
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
     context: int | None,
-    permissions: tuple[bool, bool],
+    permissions: tuple[bool, bool, tuple[str, ...]],
     output: Path | None,
     quiet: bool,
 ) -> dict[str, object]:
@@ -188,7 +191,7 @@ def _estimated(
     lists: Mapping[str, Sequence[object]],
     memory: int | None,
     context: int | None,
-    permissions: tuple[bool, bool],
+    permissions: tuple[bool, bool, tuple[str, ...]],
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
     """The document of the first point, with all of them as rows when there are several.
 

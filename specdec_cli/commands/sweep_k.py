@@ -101,6 +101,7 @@ def sweep_k(
     sets: options.Set = None,
     trust_remote_code: options.TrustRemoteCode = False,
     allow_pickle: options.AllowPickle = False,
+    plugin: options.Plugin = None,
     as_json: options.Json = False,
     output: options.Output = None,
     quiet: options.Quiet = False,
@@ -142,6 +143,7 @@ def sweep_k(
         other = "length" if rates is not None else "rates"
         all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
     drafts: Sequence[str | None] = draft or [None]
+    plugins = options.load_plugins(plugin)
     recipes = [options.resolve(recipe, all_sets, chosen | {"draft": name}) for name in drafts]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
     if is_heard:
@@ -170,7 +172,7 @@ def sweep_k(
                 [r.model_copy(update={"data": data}) for r in recipes],
                 prompts,
                 (lengths, sizes),
-                (trust_remote_code, allow_pickle),
+                (trust_remote_code, allow_pickle, plugins),
                 predict_only=predict_only,
                 shard=part,
                 resume=resume,
@@ -187,7 +189,7 @@ def _sweep(
     recipes: "Sequence[specdec_cli.recipe.Recipe]",
     prompts: "list[specdec_cli.prompts.Prompt]",
     points: tuple[Sequence[int], Sequence[int]],
-    permissions: tuple[bool, bool],
+    permissions: tuple[bool, bool, tuple[str, ...]],
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,

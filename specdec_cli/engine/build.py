@@ -27,9 +27,8 @@ from specdec_cli.engine.run import Request
 from specdec_cli.engine.sharing import borrowed_weights
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
-from specdec_cli.methods.base import Proposer
-from specdec_cli.methods.draft_model import DraftModel
-from specdec_cli.methods.ngram import Ngram
+from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load
@@ -124,10 +123,11 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
     for held, model in zip(plan.held, models, strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     proposer: Proposer | None = None
-    if plan.draft is not None:
-        proposer = DraftModel(models[1] if models[1:] else None, plan.draft.max_len)
-    elif plan.k:
-        proposer = Ngram(recipe.speculation.ngram_max, recipe.speculation.ngram_min)
+    if plan.k:
+        draft_len = plan.draft.max_len if plan.draft is not None else 0
+        draft = models[1] if models[1:] else None
+        parts = MethodParts(recipe.speculation, models[0], draft, draft_len)
+        proposer = METHODS[recipe.speculation.method].make(parts)
     return Engine(
         models[0],
         proposer,
@@ -138,7 +138,8 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         eos_ids=plan.target.eos_ids,
         rule=rule_of(recipe.speculation) if plan.k else None,
         policy=policy_of(recipe.speculation.length) if plan.k else None,
-        is_captured=plan.no_cuda_graphs is None,
+        is_captured=plan.no_cuda_graphs is None
+        and not (proposer is not None and proposer.runs_on_host),
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
     )

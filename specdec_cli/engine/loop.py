@@ -114,6 +114,8 @@ class Engine:
             run.rounds.discard()
             run.scheduler.release_all()
         run.clock.finish()
+        if self.proposer is not None:
+            self.proposer.check()
         return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
 
     def forecast(

@@ -22,6 +22,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -37,10 +38,14 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
 @dataclass(frozen=True, slots=True)
 class Permissions:
-    """What only the command line may allow, never a recipe."""
+    """Permissions that only the command line may give, never a recipe.
+
+    plugins: files that were run, for processes that are started later.
+    """
 
     trust_remote_code: bool = False
     allow_pickle: bool = False
+    plugins: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +71,17 @@ class Plan:
 
     @property
     def k(self) -> int:
-        speculation = self.recipe.speculation
-        proposes = self.draft is not None or speculation.method == "ngram"
-        return speculation.num_speculative_tokens if proposes else 0
+        method = METHODS.get(self.recipe.speculation.method)
+        proposes = method is not None and (self.draft is not None or not method.needs_draft)
+        return self.recipe.speculation.num_speculative_tokens if proposes else 0
 
     @property
     def proposer(self) -> str | None:
-        """Whom the recipe has propose, whatever k: the draft's name, "ngram", or None."""
-        if self.recipe.speculation.method == "draft_model" and self.recipe.draft is not None:
-            return self.recipe.draft.model
-        return "ngram" if self.recipe.speculation.method == "ngram" else None
+        """Name of the recipe's proposer, whatever k: the draft's, the method's, or None."""
+        method = METHODS.get(self.recipe.speculation.method)
+        if method is None or not method.needs_draft:
+            return None if method is None else self.recipe.speculation.method
+        return None if self.recipe.draft is None else self.recipe.draft.model
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -240,7 +246,8 @@ def _plan_on(
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0
-    wants_draft = recipe.speculation.method == "draft_model"
+    method = METHODS.get(recipe.speculation.method)
+    wants_draft = method is not None and method.needs_draft
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
         # Ranks that hold no part of it judge it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from specdec_cli import __version__
+from specdec_cli import __version__, plugin
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.metrics import Metrics
 from specdec_cli.experiment.records import Point, PointMetrics, Record, TextSample, given
@@ -69,6 +69,8 @@ def environment(
         "cpu_count": os.cpu_count(),
         **execution,
     }
+    if plugin.LOADED:
+        found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         found["gpu"] = properties.name

@@ -7,7 +7,7 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.recipe import LengthSection
 
-_POLICIES: dict[str, Callable[[LengthSection], LengthPolicy]] = {
+POLICIES: dict[str, Callable[[LengthSection], LengthPolicy]] = {
     "fixed": lambda _: FixedLength(),
     "confidence": confidence.from_recipe,
     "adaptive": adaptive.from_recipe,
@@ -16,4 +16,4 @@ _POLICIES: dict[str, Callable[[LengthSection], LengthPolicy]] = {
 
 def policy_of(section: LengthSection) -> LengthPolicy:
     """The policy that a recipe names."""
-    return _POLICIES[section.policy](section)
+    return POLICIES[section.policy](section)

@@ -5,6 +5,7 @@ never reads their values on the host, is captured into a CUDA graph with the res
 """
 
 from collections.abc import Sequence as Values
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,6 +17,22 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.recipe import SpeculationSection
+
+
+@dataclass(frozen=True, slots=True)
+class MethodParts:
+    """What a proposer may be made of, on this rank.
+
+    draft: the draft model; None where the method has none, or this rank holds no part of it.
+    draft_max_len: the draft's context length; 0 without a draft.
+    """
+
+    speculation: SpeculationSection
+    target: PagedModel
+    draft: PagedModel | None = None
+    draft_max_len: int = 0
 
 
 class Proposer(Protocol):
@@ -23,12 +40,14 @@ class Proposer(Protocol):
     of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
     whether `BatchState.texts` is to hold the sequences' tokens. max_lag: most tokens that may be
     missing from its cache when a round begins; what is missing beyond is prefilled first.
+    runs_on_host: whether it reads device data on the host, so that rounds cannot be captured.
     """
 
     max_len: int
     feature_layers: tuple[int, ...]
     needs_text: bool
     max_lag: int
+    runs_on_host: bool
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in tokens of prompts. features: [T, F] of the same tokens, or None."""
@@ -59,6 +78,9 @@ class Proposer(Protocol):
         means something on rank 0.
         """
         ...
+
+    def check(self) -> None:
+        """Raise for what only the device could see; called as a run ends."""
 
     def clear(self) -> None:
         """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""

@@ -14,6 +14,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.methods.base import MethodParts
 from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
 
@@ -28,6 +29,7 @@ class DraftModel:
     feature_layers: tuple[int, ...] = ()
     needs_text = False
     max_lag = 2
+    runs_on_host = False
 
     def __init__(self, model: PagedModel | None, max_len: int) -> None:
         self.model = model
@@ -70,6 +72,13 @@ class DraftModel:
     ) -> Forecast:
         return compare(teacher, self.model, self.max_len, prompt, output, params)
 
+    def check(self) -> None:
+        pass
+
     def clear(self) -> None:
         if self.model is not None:
             self.model.cache.clear()
+
+
+def make(parts: MethodParts) -> DraftModel:
+    return DraftModel(parts.draft, parts.draft_max_len)

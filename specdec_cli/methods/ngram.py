@@ -18,6 +18,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.methods.base import MethodParts
 from specdec_cli.methods.teacher import Teacher
 
 
@@ -31,6 +32,7 @@ class Ngram:
     needs_text = True
     max_len = sys.maxsize
     max_lag = sys.maxsize
+    runs_on_host = False
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest = longest
@@ -88,5 +90,12 @@ class Ngram:
             chains.append((count, len(list(takewhile(lambda pair: pair[0] == pair[1], ahead)))))
         return Forecast(chains=tuple(chains))
 
+    def check(self) -> None:
+        pass
+
     def clear(self) -> None:
         pass
+
+
+def make(parts: MethodParts) -> Ngram:
+    return Ngram(parts.speculation.ngram_max, parts.speculation.ngram_min)

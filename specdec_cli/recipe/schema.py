@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
+from specdec_cli.recipe.names import MethodName, PolicyName, RuleName
 from specdec_cli.text import is_unicode
 
 _YES = frozenset({"yes", "on", "y", "true"})
@@ -115,7 +116,7 @@ class DraftSection(ModelSection):
 class LengthSection(_Section):
     """The number of proposed tokens of each round, k at most."""
 
-    policy: Literal["fixed", "confidence", "adaptive"] = Field(
+    policy: PolicyName = Field(
         default="fixed",
         description="confidence stops a draft that is unsure; adaptive chooses k by its gain",
     )
@@ -130,13 +131,13 @@ class LengthSection(_Section):
 class SpeculationSection(_Section):
     """How tokens are proposed, and how proposals are accepted."""
 
-    method: Literal["draft_model", "ngram", "none"] = Field(
+    method: MethodName = Field(
         default="draft_model", description="who proposes; none when there is no draft model"
     )
     num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
         default=5, description="proposed tokens a round (k); 0 is plain decoding"
     )
-    acceptance: Literal["rejection", "block", "typical", "synthetic"] = Field(
+    acceptance: RuleName = Field(
         default="rejection",
         description="rejection and block are lossless, typical is not; synthetic fixes the rate",
     )

@@ -24,6 +24,7 @@ from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 from specdec_cli.experiment.sweep.sweep_records import SweepRecords
 from specdec_cli.launch.world import World
+from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 from specdec_cli.terminal.sweep import Silent
@@ -63,6 +64,7 @@ class KnownEngine:
         self.batch_size = batch_size
         self.max_model_len = 512
         self.rule = SyntheticAcceptance.from_rates(RATES)
+        self.policy = FixedLength()
         self.proposer = SimpleNamespace(max_len=512)
         self.target = SimpleNamespace(model=None)
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+from specdec_cli import plugin
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
@@ -65,6 +66,8 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     on_point: called on rank 0 for k = 0 and the comparison's k after each batch size.
     """
     began = time.perf_counter()
+    for file in task.permissions.plugins:
+        plugin.load(file)
     job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
     engine = build(job.plan, job.longest_prompt)
     blocks = _blocks_per_rank(job, engine)

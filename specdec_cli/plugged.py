@@ -1,0 +1,204 @@
+"""A plugin's proposer, rule and policy in the place of built-in ones: defaults, and checks.
+
+A plugin gives as little as one method. What it gets wrong ends the run with one line that names it.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Values
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.core.batch import Span
+from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.core.drafting import Drafting, Stop
+from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.errors import SpecdecError, UsageError
+from specdec_cli.lengths.base import LastRounds
+from specdec_cli.lengths.costs import RoundCosts
+from specdec_cli.methods.teacher import Teacher
+
+
+@contextmanager
+def blamed(who: str, doing: str) -> Iterator[None]:
+    """Tell the plugin's own errors from the project's: `UsageError` with one line."""
+    try:
+        yield
+    except (SpecdecError, NoForecast, torch.OutOfMemoryError):
+        raise
+    except Exception as problem:
+        told = " ".join(f"{type(problem).__name__}: {problem}".split())
+        raise UsageError(f"{who}: {doing} raised {told}", "-v shows where") from problem
+
+
+def expect(who: str, name: str, found: object, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Raise `UsageError` unless `found` is a tensor of this shape and dtype."""
+    if isinstance(found, torch.Tensor) and (found.shape, found.dtype) == (shape, dtype):
+        return
+    told = type(found).__name__
+    if isinstance(found, torch.Tensor):
+        told = f"{list(found.shape)} {_word(found.dtype)}"
+    raise UsageError(f"{who}: {name} should be {list(shape)} {_word(dtype)}, is {told}")
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class PluggedMethod:
+    """A proposer of `inner`, which has `propose`, and may have the rest of `methods.base.Proposer`.
+
+    Without `kv_after` it is taken to have no cache. runs_on_host: whether it reads device data on
+    the host, so that rounds are not captured. vocab_size: of the target.
+    """
+
+    def __init__(self, name: str, inner: Any, vocab_size: int) -> None:
+        self.who = f"method {name}"
+        self.inner = inner
+        self.vocab_size = vocab_size
+        self.max_len: int = getattr(inner, "max_len", sys.maxsize)
+        self.max_lag: int = getattr(inner, "max_lag", sys.maxsize)
+        self.feature_layers: tuple[int, ...] = tuple(getattr(inner, "feature_layers", ()))
+        self.needs_text: bool = getattr(inner, "needs_text", False)
+        self.runs_on_host: bool = getattr(inner, "runs_on_host", False)
+        self._num_invalid: torch.Tensor | None = None
+
+    def _call(self, name: str, *args: Any, default: Callable[[], Any] = lambda: None) -> Any:
+        method = getattr(self.inner, name, None)
+        if method is None:
+            return default()
+        with blamed(self.who, name):
+            return method(*args)
+
+    def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
+        self._call("prefill", spans, features)
+
+    def propose(self, state: BatchState, draft: Drafting) -> Candidates:
+        """Invalid ids end their sequence's proposals; `check` tells of them."""
+        found = self._call("propose", state, draft)
+        if not isinstance(found, Candidates):
+            raise UsageError(f"{self.who}: propose should return Candidates, not {found!r:.60}")
+        batch = len(draft.caps)
+        expect(self.who, "token_ids", found.token_ids, (batch, draft.k), torch.int64)
+        expect(self.who, "lens", found.lens, (batch,), torch.int64)
+        place = torch.arange(draft.k, device=found.lens.device)
+        lens = torch.minimum(found.lens.clamp(min=0), draft.caps)
+        ids = found.token_ids
+        # -1 is what a draw from logits that are not finite gives; verification reports it.
+        invalid = ((ids < -1) | (ids >= self.vocab_size)) & (place < lens[:, None])
+        if self._num_invalid is None or self._num_invalid.device != ids.device:
+            self._num_invalid = torch.zeros((), dtype=torch.int64, device=ids.device)
+        self._num_invalid += invalid.sum() * state.active.any()
+        first = torch.where(invalid, place, draft.k).amin(dim=1)
+        clamped = ids.clamp(-1, self.vocab_size - 1)
+        return Candidates(clamped, torch.minimum(lens, first), found.q)
+
+    def check(self) -> None:
+        """Raise `UsageError` where ids outside the vocabulary were proposed since the last call."""
+        if self._num_invalid is not None and (count := int(self._num_invalid)):
+            self._num_invalid.zero_()
+            raise UsageError(
+                f"{self.who}: {count} proposed ids are outside the vocabulary of {self.vocab_size}"
+            )
+
+    def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
+        self._call("commit", state, verdict, target)
+
+    def kv_after(self, n: int, k: int, accepted: int) -> int:
+        return int(self._call("kv_after", n, k, accepted, default=lambda: n + accepted))
+
+    def forecast(
+        self,
+        teacher: Teacher,
+        prompt: Values[int],
+        output: Values[int],
+        k: int,
+        params: SamplingParams,
+    ) -> Forecast:
+        def none() -> Forecast:
+            raise NoForecast
+
+        found: Forecast = self._call("forecast", teacher, prompt, output, k, params, default=none)
+        return found
+
+    def clear(self) -> None:
+        self._call("clear")
+
+
+class PluggedRule:
+    """A rule of `inner`, which has `decide`, and may have the rest of `acceptance.base`.
+
+    Without `is_lossless` it counts as lossy, and every number of it is labelled.
+    """
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.who = f"acceptance {name}"
+        self.inner = inner
+        self.is_lossless: bool = getattr(inner, "is_lossless", False)
+        self.looks_ahead: bool = getattr(inner, "looks_ahead", False)
+        self.draws_when_greedy: bool = getattr(inner, "draws_when_greedy", not self.is_lossless)
+        lossy = None if self.is_lossless else "the text may not be distributed as the target's"
+        self.remark: str | None = getattr(inner, "remark", lossy)
+
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        with blamed(self.who, "decide"):
+            found = self.inner.decide(candidates, target, params, noise)
+        if not isinstance(found, Verdict):
+            raise UsageError(f"{self.who}: decide should return a Verdict, not {found!r:.60}")
+        batch, k = candidates.token_ids.shape
+        expect(self.who, "token_ids", found.token_ids, (batch, k + 1), torch.int64)
+        expect(self.who, "num_accepted", found.num_accepted, (batch,), torch.int64)
+        return found
+
+    def forecast(
+        self, index: int, start: int, count: int, k: int, params: SamplingParams
+    ) -> Forecast | None:
+        raise NoForecast
+
+
+class PluggedPolicy:
+    """A policy of `inner`, which may have anything of `lengths.base.LengthPolicy`."""
+
+    is_fixed = False
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.who = f"length policy {name}"
+        self.inner = inner
+        self.stop: Stop | None = getattr(inner, "stop", None)
+
+    def lengths(self, k: int) -> tuple[int, ...]:
+        if not hasattr(self.inner, "lengths"):
+            return (k,)
+        with blamed(self.who, "lengths"):
+            found = tuple(sorted(set(self.inner.lengths(k))))
+        if not found or not all(type(n) is int and 0 <= n <= k for n in found):
+            raise UsageError(f"{self.who}: lengths should be numbers of 0..{k}, are {list(found)}")
+        return found
+
+    def next_k(
+        self, lengths: tuple[int, ...], last: LastRounds, costs: RoundCosts, slots: int
+    ) -> int:
+        with blamed(self.who, "next_k"):
+            found: int = self.inner.next_k(lengths, last, costs, slots)
+        if found not in lengths:
+            raise UsageError(f"{self.who}: next_k should be one of {list(lengths)}, is {found!r}")
+        return found
+
+    def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self.inner, "caps"):
+            return caps
+        with blamed(self.who, "caps"):
+            found: torch.Tensor = self.inner.caps(state, caps)
+        expect(self.who, "caps", found, tuple(caps.shape), caps.dtype)
+        return torch.minimum(found.clamp(min=0), caps)

@@ -1,0 +1,118 @@
+"""Methods, acceptance rules and length policies of one's own, in a file that `--plugin` runs.
+
+A class is registered under a name, which recipes then may use:
+
+    @method("echo")     # made of `methods.base.MethodParts`
+    @rule("lenient")    # made of the recipe's `speculation`
+    @policy("sawtooth") # made of its `speculation.length`
+
+`docs/methods.md` builds one of each. Only the command line may name a plugin, never a recipe, since
+a plugin runs code.
+"""
+
+import hashlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec_cli.acceptance.registry import RULES
+from specdec_cli.errors import SpecdecError, UsageError
+from specdec_cli.lengths.registry import POLICIES
+from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.methods.registry import METHODS, Method
+from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
+from specdec_cli.recipe.names import ACCEPTANCE, METHOD, POLICY, add_name
+
+Made = TypeVar("Made", bound=type[Any])
+
+LOADED: dict[Path, str] = {}  # files, and the SHA-256 of each, for the record of the environment
+
+
+def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
+    """Register a proposer. needs_draft: whether it has the recipe's draft model loaded."""
+
+    def register(made: Made) -> Made:
+        add_name(METHOD, name)
+
+        def make(parts: MethodParts) -> Proposer:
+            with blamed(f"method {name}", "making it"):
+                return PluggedMethod(name, made(parts), parts.target.vocab_size)
+
+        METHODS[name] = Method(make, needs_draft)
+        return made
+
+    return register
+
+
+def rule(name: str) -> Callable[[Made], Made]:
+    """Register an acceptance rule."""
+
+    def register(made: Made) -> Made:
+        add_name(ACCEPTANCE, name)
+
+        def make(speculation: Any) -> PluggedRule:
+            with blamed(f"acceptance {name}", "making it"):
+                return PluggedRule(name, made(speculation))
+
+        RULES[name] = make
+        return made
+
+    return register
+
+
+def policy(name: str) -> Callable[[Made], Made]:
+    """Register a length policy."""
+
+    def register(made: Made) -> Made:
+        add_name(POLICY, name)
+
+        def make(section: Any) -> PluggedPolicy:
+            with blamed(f"length policy {name}", "making it"):
+                return PluggedPolicy(name, made(section))
+
+        POLICIES[name] = make
+        return made
+
+    return register
+
+
+def load(file: str) -> None:
+    """Run a plugin, once in a process. Raises `UsageError` with one line for what is wrong."""
+    path = Path(file).resolve()
+    if path in LOADED:
+        return
+    try:
+        LOADED[path] = hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise UsageError(f"--plugin {file}: cannot be read: {reason}") from problem
+    spec = importlib.util.spec_from_file_location(f"specdec_plugin_{len(LOADED)}", path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"--plugin {file}: is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    before = len(METHODS) + len(RULES) + len(POLICIES)
+    try:
+        spec.loader.exec_module(module)
+    except SpecdecError:
+        raise
+    except Exception as problem:
+        told = " ".join(f"{type(problem).__name__}: {problem}".split())
+        raise UsageError(
+            f"--plugin {file}{_line(problem, path)}: {told}", "-v shows where"
+        ) from problem
+    if len(METHODS) + len(RULES) + len(POLICIES) == before:
+        raise UsageError(f"--plugin {file}: registers nothing", "see docs/methods.md")
+
+
+def _line(problem: Exception, path: Path) -> str:
+    """The line of the plugin that an error is about, as `:12`."""
+    if isinstance(problem, SyntaxError) and problem.lineno is not None:
+        return f":{problem.lineno}"
+    lines = [
+        f.lineno for f in traceback.extract_tb(problem.__traceback__) if f.filename == str(path)
+    ]
+    return f":{lines[-1]}" if lines else ""
