@@ -12,7 +12,7 @@ added once. Legend: T packed tokens, D features of a head.
 from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from specdec_kernels import ops
@@ -73,11 +73,7 @@ class FusedForward:
         """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.cos, self.sin, self.head, self.embedding]
         held += [getattr(layer, f.name) for layer in self.layers for f in dataclass_fields(layer)]
-        packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
-        held += [weight.plain for weight in packed]
-        pieces = [tensor.untyped_storage() for tensor in held if isinstance(tensor, Tensor)]
-        found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
-        return found | {id(weight): weight.num_bytes for weight in packed}
+        return storages_of(held)
 
     def __call__(
         self,
@@ -95,12 +91,7 @@ class FusedForward:
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
             *(first.attention_norm, first.eps, self.embedding_scale),
         )
-        turns = list(zip(cos.chunk(self.num_turns, 1), sin.chunk(self.num_turns, 1), strict=True))
-        if batch.plan is None:
-            attend = partial(_attend, turns=turns)
-        else:
-            rotations = [Rotation.of(*turn) for turn in turns]
-            attend = partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
+        attend = attention_of(batch, cos, sin, self.num_turns)
         states: dict[int, Tensor] = {}
         for layer in self.layers:
             if layer.index in hidden_layers:
@@ -177,6 +168,15 @@ class FusedForward:
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
 
+def storages_of(held: list[Any]) -> dict[int, int]:
+    """Bytes of each block of memory that `held` holds, by its address or another number."""
+    packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
+    plain = [*held, *(weight.plain for weight in packed)]
+    pieces = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
+    found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
+    return found | {id(weight): weight.num_bytes for weight in packed}
+
+
 def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedForward | None:
     """The fused form of a loaded model, or None where it has none.
 
@@ -185,6 +185,26 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
     head.
     """
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
+
+
+class Attend(Protocol):
+    """Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D]."""
+
+    def __call__(
+        self, layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
+    ) -> Tensor: ...
+
+
+def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
+    """The attention of a pass's fused layers.
+
+    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side.
+    """
+    turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
+    if batch.plan is None:
+        return partial(_attend, turns=turns)
+    rotations = [Rotation.of(*turn) for turn in turns]
+    return partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
 
 
 def _attend(

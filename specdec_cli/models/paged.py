@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels import ops
 
 from specdec_cli.core.batch import ForwardBatch, Rectangle, Span, live_batch, make_batch
 from specdec_cli.core.kv_cache import KVCache
@@ -12,6 +11,7 @@ from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward
 from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
+from specdec_cli.models.padded import PaddedBatches
 
 
 class PassOutput(NamedTuple):
@@ -51,7 +51,7 @@ class PagedModel:
         self.foreign_ids = foreign_ids
         self.fused = fused
         self.compiled: CompiledForward | None = None
-        self._rectangles: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._padded = PaddedBatches()
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
         self._states: HiddenStates | None = None
@@ -105,7 +105,8 @@ class PagedModel:
         if self.device.type == "cpu" and self.compiled is None:
             logits, hidden = self._run_live(what, state)
         else:
-            logits, hidden = self._run(self._padded_batch(what, state), self.compiled)
+            found = self._padded.batch(what, state, self.cache.block_size, self.vocab_size)
+            logits, hidden = self._run(found, self.compiled)
         return PassOutput(
             logits.view(batch, -1, logits.shape[-1]),
             None if hidden is None else hidden.view(batch, width, hidden.shape[-1]),
@@ -130,44 +131,6 @@ class PagedModel:
             states = hidden.new_zeros(batch * width, hidden.shape[-1])
             hidden = states.index_copy_(0, live.tokens, hidden)
         return PassOutput(whole, hidden)
-
-    def _padded_batch(self, what: Rectangle, state: BatchState) -> ForwardBatch:
-        batch, width = what.token_ids.shape
-        block_size = self.cache.block_size
-        ids, positions, kv_slots, context_lens = ops.padded_pass(
-            what.token_ids,
-            state.length,
-            what.lens,
-            state.active,
-            state.block_tables,
-            what.offset,
-            what.margin,
-            block_size,
-            what.max_len,
-            self.vocab_size,
-        )
-        query_start, last_rows = self._rectangle(batch, width)
-        plan = None
-        if self.device.type == "cpu":
-            plan = ops.gather_plan(state.block_tables, query_start, context_lens, block_size)
-        return ForwardBatch(
-            token_ids=ids,
-            positions=positions,
-            slots=kv_slots,
-            query_start=query_start,
-            context_lens=context_lens,
-            block_tables=state.block_tables,
-            max_query_len=width,
-            logit_rows=last_rows if what.last_only and width > 1 else None,
-            plan=plan,
-        )
-
-    def _rectangle(self, batch: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows where each sequence's queries begin, int32 [B + 1], and its last row, int64 [B]."""
-        if (batch, width) not in self._rectangles:
-            starts = width * torch.arange(batch + 1, device=self.device)
-            self._rectangles[batch, width] = (starts.to(torch.int32), starts[1:] - 1)
-        return self._rectangles[batch, width]
 
     def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> PassOutput:
         """Logits [M, V] of the rows that `batch` wants, hidden states of all."""

@@ -28,7 +28,7 @@ def turns_of(module: Any, max_len: int) -> Turns:
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
     tables = [
-        _table(rotary, () if kind is None else (kind,), module.dtype, module.device, max_len)
+        table_of(rotary, () if kind is None else (kind,), module.dtype, module.device, max_len)
         for kind in distinct
     ]
     cos, sin = (torch.cat(halves, dim=1) for halves in zip(*tables, strict=True))
@@ -48,9 +48,10 @@ def _kinds(module: Any) -> list[str | None]:
     return list(module.config.layer_types[:count]) if family.turns_by_type else [None] * count
 
 
-def _table(
+def table_of(
     rotary: Any, kind: tuple[str, ...], dtype: torch.dtype, device: torch.device, max_len: int
 ) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [max_len, D] of a transformers rotary module, for layers of this kind."""
     like = torch.empty(0, dtype=dtype, device=device)
     with torch.inference_mode():
         parts = [

@@ -1,0 +1,220 @@
+"""The arithmetic of an EAGLE-3 head, in the kernels of fused layers.
+
+The first layer reads the embedding of the token that follows beside the hidden state of each row,
+both normed: 2 * H numbers. Further layers are plain, except in DeepSpec's heads. Knows no caches'
+layout and no rounds. Legend: T packed rows, H width of the head, F of the features, Vd ids that it
+can propose, V ids of the target.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from specdec_cli.core.batch import ForwardBatch
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.models.eagle3.config import HeadConfig
+from specdec_cli.models.eagle3.weights import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.fused import attention_of, storages_of
+from specdec_cli.models.fused_layer import Call, FusedLayer
+from specdec_cli.models.rotary_tables import table_of
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer:
+    """One layer of a head.
+
+    hidden_norm: the weight of the norm of the hidden state, [H], in a layer that reads embeddings
+    too; `fused.attention_norm` is then that of the embedding's norm.
+    """
+
+    fused: FusedLayer
+    hidden_norm: Tensor | None
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class Eagle3Head:
+    """A head's passes; holds its weights once, and a table of rotary embeddings.
+
+    max_len: positions that passes may use, whatever the config's own context length.
+    """
+
+    def __init__(self, config: HeadConfig, weights: HeadWeights, max_len: int) -> None:
+        tensors, dtype = weights.tensors, weights.tensors["norm.weight"].dtype
+        self.config = config
+        self.max_len = max_len
+        self.ids = weights.ids
+        self.embedding = tensors[EMBEDDING].contiguous()
+        self.norm = tensors["norm.weight"]
+        self.fc = ops.pack_weight(tensors["fc.weight"])
+        self.input_norm = tensors.get("input_norm.weight")
+        self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(config.num_aux)] * (
+            config.fc_norm
+        )
+        self.head = ops.pack_weight(tensors[EMBEDDING if config.ties_head else HEAD])
+        self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
+        self.layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of each block of memory that is held, by its address or another number."""
+        held: list[Any] = [self.embedding, self.norm, self.fc, self.input_norm, self.head, self.ids]
+        held += [self.cos, self.sin, *self.fc_norms]
+        for layer in self.layers:
+            held += [getattr(layer.fused, f.name) for f in dataclass_fields(layer.fused)]
+            held += [layer.hidden_norm, layer.gate_up_bias, layer.down_bias]
+        return storages_of(held)
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states [T, H] from the target's features [T, F]."""
+        eps, features = self.config.eps, features.to(self.dtype)
+        if self.input_norm is not None:
+            features = ops.rms_norm(features, self.input_norm, eps)
+        if self.fc_norms:
+            parts = features.chunk(len(self.fc_norms), dim=1)
+            normed = [
+                ops.rms_norm(part.contiguous(), weight, eps)
+                for part, weight in zip(parts, self.fc_norms, strict=True)
+            ]
+            features = torch.cat(normed, dim=1)
+        return ops.linear(features, self.fc)
+
+    def __call__(
+        self, token_ids: Tensor, hidden: Tensor, batch: ForwardBatch, cache: KVCache
+    ) -> ops.Normed:
+        """One pass over T rows, whose keys and values are written to `cache`.
+
+        token_ids: int64 [T], the token that follows each row's position, in place of the batch's.
+        hidden: [T, H], from `fuse`, or from `fed_back` of the row before.
+        """
+        first = self.layers[0].fused
+        embeds, cos, sin = ops.embed(
+            *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
+            *(first.attention_norm, first.eps),
+        )
+        attend = attention_of(batch, cos, sin, num_turns=1)
+        x = embeds
+        for layer in self.layers:
+            fused, residual = layer.fused, hidden
+            if layer.hidden_norm is not None:
+                own = embeds.scaled
+                if fused.index:
+                    own = ops.rms_norm(embeds.hidden, fused.attention_norm, fused.eps)
+                normed = ops.rms_norm(hidden, layer.hidden_norm, fused.eps)
+                if self.config.norm_before_residual and not fused.index:
+                    residual = normed
+                both = torch.cat((own, normed), dim=1)
+                x = ops.Normed(both, both, None, fused.eps)
+            qkv = ops.norm_linear(x, fused.qkv, fused.qkv_bias)
+            mixed = attend(fused, qkv, cache, batch)
+            x = ops.linear_add_norm(
+                *(mixed, fused.output, residual, fused.mlp_norm, fused.eps, fused.output_bias)
+            )
+            if layer.gate_up_bias is None:
+                inner = ops.norm_gate_up(x, fused.gate_up, fused.activation)
+            else:
+                gate_up = ops.norm_linear(x, fused.gate_up, layer.gate_up_bias)
+                inner = ops.gate(gate_up, fused.activation)
+            x = ops.linear_add_norm(
+                *(inner, fused.down, x.hidden, fused.following_norm, fused.eps, layer.down_bias)
+            )
+            hidden = x.hidden
+        return x
+
+    def normed(self, hidden: Tensor) -> ops.Normed:
+        """What `__call__` returned, from its hidden states [T, H]."""
+        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.config.eps), None, 0.0)
+
+    def logits(self, x: ops.Normed) -> Tensor:
+        """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
+        return ops.norm_linear(x, self.head)
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits [T, V] of the target's ids, from those of the head's own; -inf for the others."""
+        if self.ids is None:
+            return logits
+        wide = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
+        return wide.index_copy_(1, self.ids, logits)
+
+    def fed_back(self, x: ops.Normed) -> Tensor:
+        """Hidden states [T, H] that the next step reads in place of fused features."""
+        if not self.config.feeds_norm:
+            return x.hidden
+        return x.scaled if x.squares is None else self.normed(x.hidden).scaled
+
+
+def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> HeadLayer:
+    """Layer `index`, with its products merged."""
+
+    def own(name: str) -> Tensor | None:
+        return tensors.get(f"layers.{index}.{name}")
+
+    def joined(kind: str, *names: str) -> Tensor | None:
+        found = [tensor for name in names if (tensor := own(f"{name}.{kind}")) is not None]
+        return torch.cat(found) if found else None
+
+    def product(*names: str) -> ops.Weight:
+        weight = joined("weight", *names)
+        assert weight is not None
+        return ops.pack_weight(weight)
+
+    def norm(name: str) -> Tensor:
+        weight = own(f"{name}.weight")
+        assert weight is not None
+        return weight
+
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    following = tensors["norm.weight"]
+    if index + 1 < config.num_layers:
+        following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
+    fused = FusedLayer(
+        index=index,
+        call=Call(config.head_dim**-0.5, config.windows[index], 0.0),
+        turn=0,
+        activation=config.activation,
+        eps=config.eps,
+        attention_norm=norm("input_layernorm"),
+        post_attention_norm=None,
+        mlp_norm=norm("post_attention_layernorm"),
+        post_mlp_norm=None,
+        following_norm=following,
+        query_norm=own("self_attn.q_norm.weight"),
+        key_norm=own("self_attn.k_norm.weight"),
+        qkv=product(*qkv),
+        qkv_bias=joined("bias", *qkv),
+        output=product("self_attn.o_proj"),
+        output_bias=own("self_attn.o_proj.bias"),
+        gate_up=product("mlp.gate_proj", "mlp.up_proj"),
+        down=product("mlp.down_proj"),
+    )
+    return HeadLayer(
+        fused=fused,
+        hidden_norm=own("hidden_norm.weight"),
+        gate_up_bias=joined("bias", "mlp.gate_proj", "mlp.up_proj"),
+        down_bias=own("mlp.down_proj.bias"),
+    )
+
+
+def _rotary_table(
+    config: HeadConfig, dtype: torch.dtype, device: torch.device, max_len: int
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [max_len, D] of the head's own rotary embedding."""
+    settings = LlamaConfig(
+        hidden_size=config.num_heads * config.head_dim,
+        num_attention_heads=config.num_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters=dict(config.rope),
+    )
+    return table_of(LlamaRotaryEmbedding(settings, device=device), (), dtype, device, max_len)

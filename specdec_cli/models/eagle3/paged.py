@@ -1,0 +1,138 @@
+"""An EAGLE-3 head bound to a paged cache: features and token ids in, hidden states out.
+
+Row t of a head pairs the target's hidden state of token t with the embedding of token t + 1, and
+its output predicts token t + 2. Its keys lie at position t, in the same blocks as the target's.
+Legend: B slots, Q rows of each, H width of the head, F of the features.
+"""
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.batch import (
+    ForwardBatch,
+    LiveRows,
+    Rectangle,
+    Span,
+    live_batch,
+    make_batch,
+)
+from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.state import BatchState
+from specdec_cli.models.eagle3.head import Eagle3Head
+from specdec_cli.models.padded import PaddedBatches
+
+
+class PagedHead:
+    """Runs passes through `head`, keeping keys and values in `cache`.
+
+    carry: [num_blocks, H], the output of each sequence's last complete row, in the entry of the
+    block that holds the row's key. So it follows a sequence through slots, graphs and preemption,
+    and costs one vector a block.
+    """
+
+    def __init__(self, head: Eagle3Head, cache: KVCache) -> None:
+        self.head = head
+        self._padded = PaddedBatches()
+        self.use(cache)
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.device
+
+    @property
+    def storages(self) -> dict[int, int]:
+        """Bytes of each block of memory that holds weights and tables, by its address."""
+        return self.head.storages
+
+    def use(self, cache: KVCache) -> None:
+        """Keep keys and values in `cache` from now on; graphs captured over another are void."""
+        self.cache = cache
+        shape = (cache.num_blocks, self.head.config.hidden_size)
+        self.carry = torch.zeros(shape, dtype=self.head.dtype, device=cache.device)
+
+    @torch.inference_mode()
+    def clear(self) -> None:
+        """Zero the cache and what is carried."""
+        self.cache.clear()
+        self.carry.zero_()
+
+    @torch.inference_mode()
+    def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
+        """Write the rows of `spans`, of which each sequence has to hold one token more.
+
+        features: [T, F] of the same tokens. Returns hidden states [T, H].
+        """
+        batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
+        shifted = [t for s in spans for t in s.seq.tokens[s.start + 1 : s.stop + 1]]
+        assert len(shifted) == len(batch.token_ids), "the token after each row has to be known"
+        batch.token_ids = torch.tensor(shifted, dtype=torch.int64).to(self.device)
+        hidden = self._run(batch, self.head.fuse(features)).hidden
+        ends = batch.query_start[1:].long() - 1
+        size = self.cache.block_size
+        blocks = torch.tensor([s.seq.block_table[(s.stop - 1) // size] for s in spans])
+        self.carry[blocks.to(self.device)] = hidden[ends]
+        return hidden
+
+    @torch.inference_mode()
+    def forward_slots(
+        self, what: Rectangle, state: BatchState, inputs: torch.Tensor, *, fused: bool
+    ) -> ops.Normed:
+        """Write rows of every slot, as `what` says; keys and values of padding go to waste.
+
+        inputs: features [B, Q, F], or with `fused` hidden states [B, Q, H]. `what.token_ids` are
+        the tokens that follow the rows' positions. Returns B * Q rows; those of padding mean
+        nothing.
+        """
+        batch, live = self._batch(what, state)
+        rows = inputs.flatten(0, 1)
+        if live is not None:
+            if not len(live.tokens):  # as in a round that was launched before the last one was read
+                return self.head.normed(rows.new_zeros(len(rows), self.head.config.hidden_size))
+            rows = rows[live.tokens]
+        x = self._run(batch, rows if fused else self.head.fuse(rows))
+        return x if live is None else _scattered(x, live.tokens, what.token_ids.numel())
+
+    @torch.inference_mode()
+    def carry_on(self, state: BatchState, hidden: torch.Tensor, place: torch.Tensor) -> None:
+        """Keep the outputs of rows at length - 1 + `place`, those that are complete last.
+
+        hidden: [B, Q, H], rows from position length - 1 on. place: int64 [B]; below 0 nothing is
+        kept.
+        """
+        at = place.clamp(min=0)
+        rows = hidden.gather(1, at[:, None, None].expand(-1, 1, hidden.shape[2]))[:, 0]
+        blocks = self._block_at(state, state.length - 1 + at)
+        # Block 0 takes what nobody reads.
+        self.carry.index_copy_(0, blocks * (state.active & (place >= 0)), rows)
+
+    @torch.inference_mode()
+    def carried(self, state: BatchState) -> ops.Normed:
+        """The outputs of each slot's last complete row, [B, H]; zeros where there is none yet."""
+        blocks = self._block_at(state, state.length - 2)
+        return self.head.normed(self.carry[blocks].masked_fill((state.length < 2)[:, None], 0.0))
+
+    def _block_at(self, state: BatchState, position: torch.Tensor) -> torch.Tensor:
+        column = (position // self.cache.block_size).clamp(0, state.block_tables.shape[1] - 1)
+        return state.block_tables.gather(1, column[:, None])[:, 0].long()
+
+    def _batch(self, what: Rectangle, state: BatchState) -> tuple[ForwardBatch, LiveRows | None]:
+        """The live rows alone on a CPU, and their places; elsewhere all rows."""
+        size, vocab = self.cache.block_size, self.head.config.vocab_size
+        if self.device.type == "cpu":
+            return live_batch(what, state, size, vocab)
+        return self._padded.batch(what, state, size, vocab), None
+
+    def _run(self, batch: ForwardBatch, hidden: torch.Tensor) -> ops.Normed:
+        return self.head(batch.token_ids, hidden, batch, self.cache)
+
+
+def _scattered(x: ops.Normed, places: torch.Tensor, count: int) -> ops.Normed:
+    """Rows of `x` at their places among `count`; zeros elsewhere."""
+    if len(places) == count:
+        return x
+    assert x.squares is None, "a CPU finishes its norms"
+    hidden, scaled = (
+        rows.new_zeros(count, rows.shape[1]).index_copy_(0, places, rows)
+        for rows in (x.hidden, x.scaled)
+    )
+    return ops.Normed(hidden, scaled, None, x.eps)
