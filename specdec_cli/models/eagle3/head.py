@@ -55,9 +55,8 @@ class Eagle3Head:
         self.norm = tensors["norm.weight"]
         self.fc = ops.pack_weight(tensors["fc.weight"])
         self.input_norm = tensors.get("input_norm.weight")
-        self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(config.num_aux)] * (
-            config.fc_norm
-        )
+        count = config.num_aux if config.fc_norm else 0
+        self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(count)]
         self.head = ops.pack_weight(tensors[EMBEDDING if config.ties_head else HEAD])
         self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
         self.layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
@@ -217,4 +216,5 @@ def _rotary_table(
         max_position_embeddings=config.max_position_embeddings,
         rope_parameters=dict(config.rope),
     )
-    return table_of(LlamaRotaryEmbedding(settings, device=device), (), dtype, device, max_len)
+    rotary = LlamaRotaryEmbedding(settings).to(device)
+    return table_of(rotary, (), dtype, device, max_len)
