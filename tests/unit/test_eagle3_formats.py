@@ -1,0 +1,305 @@
+"""EAGLE-3 heads in every form that they are published in, and what is refused."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.eagle3.config import HeadConfig, is_head, read_head_config
+from specdec_cli.models.eagle3.weights import (
+    EMBEDDING,
+    HEAD,
+    Borrowed,
+    HeadWeights,
+    check_target,
+    dummy_weights,
+    names_in,
+    read_weights,
+    shapes_of,
+)
+from tests.eagle3 import DIALECTS, Head, head_config, save_head
+from tests.support import CPU, save_tiny
+
+ALL_IDS: dict[str, Any] = {"outputs": (0, 1, 2, 3, 4), "norm_before_residual": True}
+# DeepSpec has no reduced vocabulary.
+WRITTEN = [
+    *((kind, dialect, 97) for kind in ("llama", "qwen3") for dialect in DIALECTS),
+    *((kind, dialect, 31) for kind in ("llama", "qwen3") for dialect in DIALECTS[:3]),
+]
+
+
+def config_of(folder: Path, dialect: str = "safeailab", **changes: Any) -> HeadConfig:
+    return read_head_config("a head", save_head(folder, Head(), dialect, **changes))
+
+
+def weights_of(folder: Path, head: Head, **options: Any) -> HeadWeights:
+    config = read_head_config("a head", folder)
+    return read_weights(config, folder, torch.float32, CPU, **options)
+
+
+@pytest.mark.parametrize(("kind", "dialect", "draft_vocab"), WRITTEN)
+def test_a_head_is_the_same_in_every_dialect(
+    kind: str, dialect: str, draft_vocab: int, tmp_path: Path
+) -> None:
+    """Settings and weights, but for how layers are counted."""
+    head = Head(kind=kind, draft_vocab=draft_vocab, base=5e5, attention_bias=True, **ALL_IDS)
+    folder = save_head(tmp_path, head, dialect)
+    assert is_head(folder)
+    config = read_head_config("a head", folder)
+    assert config.feature_layers(6) == (1, 2, 3, 4, 5)
+    first = read_head_config("a head", save_head(tmp_path / "first", head, "speculators"))
+    apart = ("dialect", "aux_ids", "counting", "remarks", "is_wide")
+    ours, theirs = asdict(config), asdict(first)
+    assert {k: v for k, v in ours.items() if k not in apart} == {
+        k: v for k, v in theirs.items() if k not in apart
+    }
+    weights = weights_of(folder, head)
+    assert weights.tensors.keys() == head.tensors.keys() - {"d2t"}
+    assert all(torch.equal(weights.tensors[n], head.tensors[n]) for n in weights.tensors)
+    if draft_vocab == head.vocab:
+        assert weights.ids is None
+    else:
+        assert weights.ids is not None and torch.equal(weights.ids, head.ids)
+
+
+def test_published_forms(tmp_path: Path) -> None:
+    """The configs that the projects themselves ship, shortened."""
+    llama = {
+        "architectures": ["LlamaForCausalLM"],
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_hidden_layers": 1,
+        "rms_norm_eps": 1e-05,
+        "torch_dtype": "float16",
+        "vocab_size": 128256,
+        "draft_vocab_size": 32000,
+    }
+    found = _read(tmp_path, llama)
+    assert found.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert (found.num_aux, found.feature_layers(32)) == (3, (2, 16, 29))
+    assert (found.head_dim, found.dtype, found.feeds_norm) == (128, torch.float16, False)
+    scaled = {
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
+    }
+    found = _read(tmp_path, llama | scaled)
+    assert found.rope["rope_theta"] == 500000.0 and found.rope["rope_type"] == "llama3"
+    older = {"rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert _read(tmp_path, llama | older).rope["rope_type"] == "linear"
+    # Model-Optimizer: the base inside rope_scaling, and ids of layers' outputs.
+    nested = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "rope_theta": None,
+        "rope_scaling": {"rope_type": "default", "rope_theta": 20000},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]},
+    }
+    found = _read(tmp_path, llama | nested)
+    assert found.feature_layers(32) == (2, 16, 29) and found.rope["rope_theta"] == 20000.0
+    assert found.remarks and "eagle_config" in found.remarks[0]
+    deepspec = {
+        "architectures": ["Qwen3Eagle3Model"],
+        "model_type": "qwen3",
+        "target_layer_ids": [1, 9, 17, 25, 33],
+        "num_target_layers": 36,
+        "draft_vocab_size": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000},
+    }
+    found = _read(tmp_path, llama | deepspec)
+    assert found.feature_layers(36) == (2, 10, 18, 26, 34)
+    assert found.draft_vocab_size == 128256 and found.has_head_norms
+    assert found.num_target_layers == 36
+
+
+def _read(folder: Path, config: dict[str, Any]) -> HeadConfig:
+    (folder / "config.json").write_text(json.dumps(config))
+    return read_head_config("a head", folder)
+
+
+def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> None:
+    told = config_of(tmp_path, norm_output=True).remarks
+    assert len(told) == 1 and "norm_output" in told[0]
+    config = head_config(Head(), "speculators")
+    del config["norm_before_residual"]
+    told = _read(tmp_path, config).remarks
+    assert len(told) == 1 and "norm_before_residual" in told[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
+        {"speculators_model_type": "peagle", "transformer_layer_config": {}},
+        {"speculators_config": {"algorithm": "dflash"}},
+        [],
+    ],
+)
+def test_what_is_no_head_is_left_alone(config: Any, tmp_path: Path) -> None:
+    assert not is_head(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert not is_head(tmp_path)
+    with pytest.raises(SetupError, match="no EAGLE-3 head"):
+        read_head_config("a head", tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert not is_head(tmp_path)
+    with pytest.raises(SetupError, match="cannot read config"):
+        read_head_config("a head", tmp_path)
+
+
+def test_a_model_is_no_head(tmp_path: Path) -> None:
+    assert not is_head(save_tiny(tmp_path, "llama"))
+
+
+BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
+    "no width": ({"hidden_size": None}, "hidden_size is null"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+    "heads": ({"num_key_value_heads": 4}, "num_key_value_heads is 4"),
+    "other body": ({"model_type": "deepseek_v3"}, "model_type is .deepseek_v3"),
+    "activation": ({"hidden_act": "relu"}, "hidden_act"),
+    "eps": ({"rms_norm_eps": "x"}, "rms_norm_eps"),
+    "too many ids": ({"draft_vocab_size": 98}, "draft_vocab_size is 98"),
+    "flag": ({"fc_norm": "yes"}, "fc_norm"),
+    "both norms": ({"fc_norm": True, "norm_before_fc": True}, "fc_norm is true as well"),
+    "tied": ({"tie_word_embeddings": True, "draft_vocab_size": 31}, "tie_word_embeddings"),
+    "layer ids": ({"eagle_aux_hidden_state_layer_ids": [1, "2"]}, "eagle_aux_hidden_state"),
+    "order": ({"eagle_aux_hidden_state_layer_ids": [3, 2]}, "ascending"),
+    "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is .dynamic"),
+    "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "rope_type"),
+    "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    "window": ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
+    "layer types": ({"layer_types": ["linear_attention"]}, "layer_types"),
+    "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+    "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+    "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CONFIGS)
+def test_bad_settings_are_refused_by_key(case: str, tmp_path: Path) -> None:
+    changes, reason = BAD_CONFIGS[case]
+    with pytest.raises(SetupError, match=reason):
+        config_of(tmp_path, **changes)
+
+
+def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, num_target_layers=6)
+    check_target(config, 48, 97, 6)
+    for sizes, key in (
+        ((64, 97, 6), "target_hidden_size is 48, and the target has 64"),
+        ((48, 128, 6), "vocab_size is 97, and the target has 128"),
+        ((48, 97, 8), "num_target_layers is 6, and the target has 8"),
+    ):
+        with pytest.raises(SetupError, match=key):
+            check_target(config, *sizes)
+    # The head reads hidden states 1, 3 and 4: the last is a target's final norm if it has 4 layers.
+    config = config_of(tmp_path)
+    with pytest.raises(SetupError, match="a target that has 4 layers"):
+        check_target(config, 48, 97, 4)
+    check_target(config, 48, 97, 5)
+
+
+BAD_WEIGHTS: dict[str, tuple[str, Any, str]] = {
+    "missing": ("fc.weight", None, "1 tensors are missing, first fc.weight"),
+    "missing norm": ("midlayer.hidden_norm.weight", None, "layers.0.hidden_norm.weight"),
+    "missing ids": ("d2t", None, "first d2t"),
+    "missing head": ("lm_head.weight", None, "first lm_head.weight"),
+    "unknown": (
+        "mask_hidden",
+        torch.zeros(1, 1, 9),
+        "1 tensors do not belong to it, first mask_hi",
+    ),
+    "bias": ("midlayer.self_attn.q_proj.bias", torch.zeros(48), "q_proj.bias"),
+    "twice": ("layers.0.hidden_norm.weight", torch.zeros(48), "there twice"),
+    "shape": ("midlayer.self_attn.q_proj.weight", torch.zeros(48, 48), r"\[48, 48\], and \[48, 96"),
+    "features": ("fc.weight", torch.zeros(48, 96), r"\[48, 96\], and \[48, 144\] by its config"),
+    "width": ("norm.weight", torch.zeros(64), r"norm.weight has shape \[64\]"),
+    "quantised": ("fc.weight", torch.zeros(48, 144, dtype=torch.int8), "fc.weight is torch.int8"),
+    "ids past": ("d2t", torch.arange(31) * 3, "d2t leads to id 120"),
+    "ids before": ("d2t", -torch.ones(31, dtype=torch.int64), "d2t leads to id"),
+    "same ids": ("d2t", -torch.arange(31), "d2t leads to one id of the target from several"),
+    "ids apart": ("d2t", torch.ones(31, dtype=torch.int64), "t2d and d2t name different ids"),
+    "ids' kind": ("d2t", torch.zeros(31), r"d2t is \[31\] float32"),
+    "ids' size": ("d2t", torch.zeros(30, dtype=torch.int64), r"d2t is \[30\] int64"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_WEIGHTS)
+def test_bad_weights_are_refused_by_name(case: str, tmp_path: Path) -> None:
+    name, value, reason = BAD_WEIGHTS[case]
+    head = Head(draft_vocab=31)
+    folder = save_head(tmp_path, head, "safeailab")
+    weights_of(folder, head)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors.pop(name, None)
+    save_file(tensors if value is None else tensors | {name: value}, file)
+    with pytest.raises(SetupError, match=reason):
+        weights_of(folder, head)
+
+
+def test_what_training_leaves_behind_is_no_harm(tmp_path: Path) -> None:
+    head = Head()
+    folder = save_head(tmp_path, head, "speculators")
+    file = folder / "model.safetensors"
+    left = {"verifier_norm.weight": torch.ones(48), "rotary_emb.inv_freq": torch.ones(4)}
+    save_file(load_file(file) | left, file)
+    assert weights_of(folder, head).tensors.keys() == head.tensors.keys()
+
+
+def test_embedding_and_head_of_the_target(tmp_path: Path) -> None:
+    """A head without its own takes the target's, itself and not a copy."""
+    head = Head()
+    lent = Borrowed(torch.randn(97, 48), torch.randn(97, 48))
+    folder = save_head(tmp_path, head, "speculators", without=(EMBEDDING, HEAD))
+    found = weights_of(folder, head, borrowed=lent)
+    assert found.tensors[EMBEDDING].data_ptr() == lent.embedding.data_ptr()
+    assert found.tensors[HEAD].data_ptr() == lent.head.data_ptr()
+    config = read_head_config("a head", folder)
+    assert shapes_of(config).keys() - names_in(config, folder) == {EMBEDDING, HEAD}
+    with pytest.raises(SetupError, match="first embed_tokens"):
+        weights_of(folder, head)
+    narrow = Borrowed(torch.randn(97, 40), torch.randn(97, 48))
+    with pytest.raises(SetupError, match=r"embed_tokens.weight is missing, and the target's, \[97"):
+        weights_of(folder, head, borrowed=narrow)
+    # Own ones are taken, and the head of a reduced vocabulary has to be its own.
+    own = weights_of(save_head(tmp_path, head, "speculators"), head, borrowed=lent)
+    assert torch.equal(own.tensors[HEAD], head.tensors[HEAD])
+    reduced = Head(draft_vocab=31)
+    save_head(tmp_path, reduced, "speculators", without=(HEAD,))
+    with pytest.raises(SetupError, match="first lm_head"):
+        weights_of(folder, reduced, borrowed=lent)
+
+
+def test_a_tied_head_is_its_embedding(tmp_path: Path) -> None:
+    head = Head()
+    folder = save_head(tmp_path, head, "safeailab", without=(HEAD,), tie_word_embeddings=True)
+    assert HEAD not in weights_of(folder, head).tensors
+
+
+def test_pickled_weights_only_if_allowed(tmp_path: Path) -> None:
+    head = Head(draft_vocab=31)
+    folder = save_head(tmp_path, head, "safeailab")
+    file = folder / "model.safetensors"
+    torch.save(load_file(file), folder / "pytorch_model.bin")
+    file.unlink()
+    with pytest.raises(SetupError, match="pickled weights only"):
+        weights_of(folder, head)
+    found = weights_of(folder, head, allow_pickle=True)
+    assert all(torch.equal(found.tensors[n], head.tensors[n]) for n in found.tensors)
+    assert found.ids is not None and torch.equal(found.ids, head.ids)
+
+
+def test_dummy_weights_have_every_shape(tmp_path: Path) -> None:
+    config = read_head_config("a head", save_head(tmp_path, Head(draft_vocab=31), "safeailab"))
+    one, other = (dummy_weights(config, torch.bfloat16, CPU) for _ in range(2))
+    assert {n: tuple(t.shape) for n, t in one.tensors.items()} == shapes_of(config)
+    assert all(torch.equal(t, other.tensors[n]) for n, t in one.tensors.items())
+    assert one.ids is not None and one.ids.unique().shape == (31,)
+    assert 0 <= int(one.ids.min()) and int(one.ids.max()) < 97
