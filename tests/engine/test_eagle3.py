@@ -13,6 +13,7 @@ from specdec_cli.core.batch import ForwardBatch, LiveRows, Rectangle, Span
 from specdec_cli.core.candidates import TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.eagle3 import Eagle3
@@ -21,7 +22,7 @@ from specdec_cli.models.eagle3.head import Eagle3Head
 from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import read_weights
 from specdec_cli.models.padded import PaddedBatches
-from tests.eagle3 import Head, Reference, save_head
+from tests.eagle3 import DIALECTS, Head, Reference, save_head
 from tests.support import CPU
 
 BLOCK = 4
@@ -258,3 +259,187 @@ def test_sequences_may_change_slots(how: str, tmp_path: Path) -> None:
     head = Head(draft_vocab=40)
     paged = paged_head(save_head(tmp_path, head, "safeailab"))
     assert agreement(Rounds(head, paged, LENGTHS), Reference(head), shuffles=True) == 1.0
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_one_head_proposes_alike_in_every_dialect(kind: str, dialect: str, tmp_path: Path) -> None:
+    head = Head(kind=kind, base=5e5, outputs=(0, 1, 2, 3, 4), attention_bias=True)
+    paged = paged_head(save_head(tmp_path, head, dialect))
+    assert agreement(Rounds(head, paged, LENGTHS), Reference(head)) == 1.0
+
+
+def test_lengths_that_differ_and_idle_slots(how: str, tmp_path: Path) -> None:
+    """A sequence proposes as many tokens as it may, and a round may propose nothing."""
+    head = Head(draft_vocab=40)
+    rounds = Rounds(head, paged_head(save_head(tmp_path, head, "safeailab")), LENGTHS)
+    reference = Reference(head)
+    rounds.prefill(4)
+    rounds.load()
+    for caps, accepted in (([4, 0, 2], [1, 0, 2]), ([0, 3, 1], [0, 3, 0]), ([2, 4, 4], [2, 1, 4])):
+        wanted = rounds.expected(reference, 4)
+        rounds.propose(4, caps)
+        assert rounds.lens == [*caps, 0]
+        for ours, theirs, cap in zip(rounds.tokens, wanted, caps, strict=True):
+            assert ours[:cap] == theirs[:cap]
+        rounds.decide(accepted)
+    # A round without proposals, as a length policy may choose.
+    rounds.tokens = [[] for _ in LENGTHS]
+    rounds.decide([0, 0, 0])
+    wanted = rounds.expected(reference, 3)
+    rounds.propose(3)
+    assert rounds.tokens == wanted
+
+
+def test_a_sequence_of_one_token(how: str, tmp_path: Path) -> None:
+    """It has no hidden states yet: its first proposals are the same whatever lay in its block."""
+    head = Head()
+    rounds = Rounds(head, paged_head(save_head(tmp_path, head, "safeailab")), [1, 7])
+    rounds.prefill(3)
+    rounds.load()
+    found = []
+    for _ in range(2):
+        rounds.propose(2)
+        found.append(rounds.tokens[0])
+        rounds.paged.carry[rounds.seqs[0].block_table[0]] = 3.0
+    assert found[0] == found[1]
+    rounds.decide([1, 0])
+    wanted = rounds.expected(Reference(head), 3)
+    rounds.propose(3)
+    assert rounds.tokens == wanted
+
+
+def test_proposals_are_drawn_from_the_heads_own_distribution(how: str, tmp_path: Path) -> None:
+    """Its distribution is over the target's ids, those that it cannot propose have probability 0,
+    and it is the reference's."""
+    head = Head(draft_vocab=30)
+    rounds = Rounds(head, paged_head(save_head(tmp_path, head, "safeailab")), LENGTHS)
+    reference, params = Reference(head), SamplingParams(temperature=0.8)
+    rounds.prefill(6)
+    rounds.load()
+    noise = torch.rand(4, 3, generator=torch.Generator().manual_seed(1))
+    drafting = Drafting(3, params, torch.tensor([3, 3, 3, 0]), head.vocab, noise)
+    found = rounds.proposer.propose(rounds.state, drafting)
+    assert found.q is not None and found.q.logits.shape == (4, 3, head.vocab)
+    probs = to_probs(found.q.logits, params)
+    foreign = sorted(set(range(head.vocab)) - set(head.ids.tolist()))
+    for row, seq in enumerate(rounds.seqs):
+        assert float(probs[row][:, foreign].abs().max()) == 0.0
+        given = reference.fuse(rounds.target.features(seq.tokens[:-1]))
+        following = torch.tensor(seq.tokens[1:])
+        for step in range(3):
+            out = reference.rows(given, following)[-1:]
+            want = (reference.logits(out)[0] / 0.8).softmax(0)
+            torch.testing.assert_close(probs[row, step][head.ids], want, rtol=1e-3, atol=1e-5)
+            given = torch.cat((given, out))
+            following = torch.cat((following, found.token_ids[row, step : step + 1]))
+
+
+@pytest.mark.parametrize("case", ["plain", "qwen3-reduced", "feeds-norm", "wide"])
+def test_half_precision_is_close(case: str, how: str, tmp_path: Path) -> None:
+    """bf16 rounds, so the logits of the first proposal are compared with the reference's in fp32,
+    against the error that the reference itself makes in bf16."""
+    head = Head(**HEADS[case])
+    paged = paged_head(save_head(tmp_path, head, "safeailab"), torch.bfloat16)
+    rounds = Rounds(head, paged, LENGTHS)
+    rounds.prefill(5)
+    rounds.load()
+    logits = paged.head.logits(paged.carried(rounds.state)).float()
+    errors = {torch.float32: 0.0, torch.bfloat16: 0.0}
+    for row, seq in zip(logits, rounds.seqs, strict=False):
+        features = rounds.target.features(seq.tokens[:-1])
+        exact, rounded = (Reference(head, t).chain(features, seq.tokens, 1)[1] for t in errors)
+        errors[torch.float32] = max(errors[torch.float32], float((row - exact[0]).abs().max()))
+        own = float((rounded[0].float() - exact[0]).abs().max())
+        errors[torch.bfloat16] = max(errors[torch.bfloat16], own)
+    assert errors[torch.float32] < 2 * errors[torch.bfloat16] < 6.0
+
+
+class Shifted(FakeTarget):
+    """Features of the token before, as a head that is fed without the shift sees them."""
+
+    def features(self, tokens: list[int]) -> torch.Tensor:
+        found = super().features(tokens)
+        return torch.cat((found[:1], found[:-1]))
+
+
+class OtherLayer(FakeTarget):
+    """Features of which the middle layer's are those of its neighbour."""
+
+    def features(self, tokens: list[int]) -> torch.Tensor:
+        low, middle, high = super().features(tokens).chunk(3, dim=1)
+        return torch.cat((low, 0.5 * middle + 0.5 * high, high), dim=1)
+
+
+def stale(self: PagedHead, *args: Any, **more: Any) -> None:
+    """In the place of `carry_on`: nothing that a scoring pass gave is kept."""
+
+
+def test_planted_faults_change_the_chains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong wiring never changes the text, so it has to show here."""
+    head = Head(draft_vocab=60, base=20.0)
+    folder = save_head(tmp_path, head, "speculators")
+    plain = Reference(head)
+    assert agreement(Rounds(head, paged_head(folder), LENGTHS), plain) == 1.0
+    shares = {
+        "post-norm fed back": _share(head, paged_head(folder, feeds_norm=True)),
+        "rope base": _share(head, paged_head(folder, rope=_DEFAULT_ROPE)),
+        "normed residual": _share(head, paged_head(folder, norm_before_residual=True)),
+        "shift": _share(head, paged_head(folder), target=Shifted),
+        "layer": _share(head, paged_head(folder), target=OtherLayer),
+    }
+    forgetful = paged_head(folder)
+    forgetful.head.ids = None
+    forgetful.head.spread = lambda x: torch.nn.functional.pad(x, (0, 37), value=-9e9)  # type: ignore[method-assign]
+    shares["d2t"] = _share(head, forgetful)
+    with monkeypatch.context() as planted:
+        # Rows of proposals stay as guessed, but for the last one, which is carried.
+        planted.setattr(Eagle3, "commit", commit_last_row_alone)
+        shares["stale rows"] = _share(head, paged_head(folder))
+    with monkeypatch.context() as planted:
+        planted.setattr(PagedHead, "carry_on", stale)
+        shares["stale carry"] = _share(head, paged_head(folder))
+    assert max(shares.values()) < 0.9, shares
+
+
+_DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def _share(head: Head, paged: PagedHead, target: type[FakeTarget] = FakeTarget) -> float:
+    rounds, reference = Rounds(head, paged, LENGTHS), Reference(head)
+    rounds.target = target(head)
+    honest = FakeTarget(head)
+
+    def expected(reference: Reference, k: int) -> list[list[int]]:
+        return [
+            reference.chain(honest.features(s.tokens[:-1]), s.tokens, k)[0] for s in rounds.seqs
+        ]
+
+    rounds.expected = expected  # type: ignore[method-assign]
+    return agreement(rounds, reference)
+
+
+def commit_last_row_alone(
+    self: Eagle3, state: BatchState, verdict: Verdict, target: TargetOutput
+) -> None:
+    """A commit that does not write over the rows of accepted guesses."""
+    assert self.head is not None and target.features is not None
+    accepted, count = verdict.num_accepted, len(verdict.token_ids)
+    hidden = torch.zeros(*verdict.token_ids.shape, self.head.head.config.hidden_size)
+    for place in range(verdict.token_ids.shape[1]):
+        # Only slots whose last row this is are live.
+        lens = torch.where(accepted == place, place, -1)
+        row = Rectangle(verdict.token_ids[:, place, None], lens, place - 1, 1, self.max_len, False)
+        given = target.features[:, place, None]
+        x = self.head.forward_slots(row, state, given, fused=False)
+        hidden[:, place] = x.hidden.view(count, -1)
+    self.head.carry_on(state, hidden, accepted)
+
+
+def test_weights_are_counted_once(tmp_path: Path) -> None:
+    head = Head(hidden=320, target_hidden=320, inner=700, heads=5, head_dim=64, kv_heads=1)
+    paged = paged_head(save_head(tmp_path, head, "safeailab"))
+    tables = 2 * MAX_LEN * head.head_dim
+    numbers = sum(t.numel() for t in head.tensors.values()) + tables
+    held = sum(paged.storages.values())
+    assert 4 * numbers <= held < 4 * 2 * numbers  # a CPU may keep a weight in two forms
