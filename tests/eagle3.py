@@ -152,6 +152,7 @@ def head_config(head: Head, dialect: str) -> dict[str, Any]:
     }
     if head.window:
         body |= {"sliding_window": head.window, "layer_types": ["sliding_attention"] * head.layers}
+        body |= {"use_sliding_window": True}
     flags = {
         "norm_before_residual": head.norm_before_residual,
         "norm_before_fc": head.norm_before_fc,

@@ -48,6 +48,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "narrower": {"hidden": 40, "target_hidden": 56, "heads": 4, "inner": 33},
     "one-feature": {"outputs": (1,)},
     "window": {"window": 5},
+    "qwen3-window": {"window": 5, "kind": "qwen3"},
     "gelu": {"act": "gelu_pytorch_tanh"},
     # Wide enough for every form that a weight has on a CPU.
     "wide": {

@@ -123,6 +123,14 @@ def _read(folder: Path, config: dict[str, Any]) -> HeadConfig:
     return read_head_config("a head", folder)
 
 
+def test_windows_of_qwen3_have_to_be_switched_on(tmp_path: Path) -> None:
+    """transformers' config forgets them otherwise, and speculators trains so."""
+    config = head_config(Head(kind="qwen3", window=5), "speculators")
+    assert _read(tmp_path, config).windows == (5,)
+    del config["transformer_layer_config"]["use_sliding_window"]
+    assert _read(tmp_path, config).windows == (0,)
+
+
 def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> None:
     told = config_of(tmp_path, norm_output=True).remarks
     assert len(told) == 1 and "norm_output" in told[0]

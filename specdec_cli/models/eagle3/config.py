@@ -286,7 +286,9 @@ class _Reader:
         kinds = body.get("layer_types") or ["full_attention"] * layers
         if len(kinds) < layers or set(kinds) - {"full_attention", "sliding_attention"}:
             raise self._bad("layer_types", kinds, f"it has to name attention of {layers} layers")
-        if "sliding_attention" not in kinds[:layers]:
+        # qwen3 has windows only where it is told so twice.
+        is_used = body.get("use_sliding_window", body["model_type"] != "qwen3")
+        if "sliding_attention" not in kinds[:layers] or not is_used:
             return (0,) * layers
         window = self._count(body, "sliding_window")
         return tuple(window if kind == "sliding_attention" else 0 for kind in kinds[:layers])
