@@ -22,6 +22,7 @@ from specdec_cli.models.eagle3.head import Eagle3Head
 from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import read_weights
 from specdec_cli.models.padded import PaddedBatches
+from tests.conftest import NEEDS_CUDA
 from tests.eagle3 import DIALECTS, Head, Reference, save_head
 from tests.support import CPU
 
@@ -444,3 +445,43 @@ def test_weights_are_counted_once(tmp_path: Path) -> None:
     numbers = sum(t.numel() for t in head.tensors.values()) + tables
     held = sum(paged.storages.values())
     assert 4 * numbers <= held < 4 * 2 * numbers  # a CPU may keep a weight in two forms
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+@pytest.mark.parametrize("case", ["plain", "reduced", "qwen3-reduced", "three-layers", "biases"])
+def test_a_device_proposes_alike_eagerly_and_captured(case: str, tmp_path: Path) -> None:
+    """Both passes of a round can be captured: nothing in them waits for the host."""
+    head = Head(**HEADS[case])
+    folder, device = save_head(tmp_path, head, "safeailab"), torch.device("cuda", 0)
+    assert agreement(Rounds(head, paged_head(folder, device=device), LENGTHS), Reference(head)) == 1
+    rounds = Rounds(head, paged_head(folder, device=device), LENGTHS)
+    rounds.prefill(5)
+    rounds.load()
+    rounds.propose(4)
+    eager = rounds.tokens
+    caps = torch.tensor([4, 4, 4, 0], device=device)
+    features = torch.randn(4, 5, head.num_features, device=device)
+    decided = torch.randint(0, head.vocab, (4, 5), device=device)
+    verdict = Verdict(decided, torch.tensor([4, 0, 2, 0], device=device))
+    target = TargetOutput(torch.empty(0), features)
+
+    def both() -> Any:
+        found = rounds.proposer.propose(
+            rounds.state, Drafting(4, SamplingParams(), caps, head.vocab)
+        )
+        before = rounds.paged.carry.clone()
+        rounds.proposer.commit(rounds.state, verdict, target)
+        after = rounds.paged.carry.clone()
+        rounds.paged.carry.copy_(before)
+        return found.token_ids, after
+
+    tokens, carried = both()
+    assert tokens[:-1].tolist() == eager
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        static = both()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(static[0][:-1], tokens[:-1])
+    torch.testing.assert_close(static[1][1:], carried[1:])
