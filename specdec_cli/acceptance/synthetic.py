@@ -1,6 +1,8 @@
 """Acceptance by given rates, to time drafts that do not exist yet."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import torch
 from specdec_kernels import ops
@@ -100,3 +102,23 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
         return SyntheticAcceptance.from_rates(rates)
     assert length is not None, "the recipe's schema saw to it"
     return SyntheticAcceptance.from_length(length, speculation.num_speculative_tokens)
+
+
+def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
+    """A mean length belongs to the recipe's own k, so it becomes rates, of `k` places."""
+    rates = speculation.synthetic_acceptance_rates
+    if rates is None:
+        conditional = from_recipe(
+            speculation
+            if speculation.num_speculative_tokens
+            else speculation.model_copy(update={"num_speculative_tokens": k})
+        ).rates(k)
+        rates = tuple(accumulate(conditional, mul))
+    if len(rates) < k:
+        raise UsageError(
+            f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {k}",
+            "give a rate for every position, or synthetic_acceptance_length",
+        )
+    return speculation.model_copy(
+        update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+    )

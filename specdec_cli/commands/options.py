@@ -295,11 +295,19 @@ def resolve(
     """The recipe of a command line, by precedence: option > `--set` > recipe > default.
 
     `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
+    `--draft` may also name a method that needs no draft model.
     """
     import specdec_cli.recipe
+    from specdec_cli.recipe.choices.registry import without_draft
 
     overrides = parse_sets(sets or ())
     origins = dict.fromkeys(overrides, "--set")
+    proposer = options.get("draft")
+    if isinstance(proposer, str) and without_draft(proposer):
+        overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
+        overrides |= {"draft": None, "speculation.method": proposer}
+        origins |= {"draft": "--draft", "speculation.method": "--draft"}
+        options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
     for name, value in options.items():
         flag, key = OPTION_KEYS[name]
         if value is not None:
@@ -312,10 +320,12 @@ def warn_of_unused(
     resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool, num_proposed: int | None = None
 ) -> None:
     """Warn about proposal options that have no effect with the recipe's method."""
+    from specdec_cli.recipe.choices.registry import NONE, needs_draft
+
     method = resolved.speculation.method
-    if has_draft and method != "draft_model":
+    if has_draft and resolved.draft is not None and not needs_draft(method):
         typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
-    elif num_proposed and method == "none":
+    elif num_proposed and method == NONE:
         why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
         typer.echo(f"warning: -k {num_proposed} has no effect: {why}", err=True)
 

@@ -127,7 +127,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         draft = models[1] if models[1:] else None
         parts = MethodParts(recipe.speculation, models[0], draft, draft_len)
-        proposer = METHODS[recipe.speculation.method].make(parts)
+        proposer = METHODS[recipe.speculation.method](parts)
     return Engine(
         models[0],
         proposer,
@@ -137,7 +137,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
         rule=rule_of(recipe.speculation) if plan.k else None,
-        policy=policy_of(recipe.speculation.length) if plan.k else None,
+        policy=policy_of(recipe.speculation) if plan.k else None,
         is_captured=plan.no_cuda_graphs is None
         and not (proposer is not None and proposer.runs_on_host),
         runs_ahead=device.type == "cuda",

@@ -22,11 +22,11 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from specdec_cli.recipe import ModelSection, Recipe
+from specdec_cli.recipe.choices.registry import needs_draft, without_draft
 
 # Models below this run on one thread of a CPU. Their products take microseconds: threads gain
 # little and, where another process holds a core, wait for each other (measured: 80 times slower).
@@ -71,17 +71,17 @@ class Plan:
 
     @property
     def k(self) -> int:
-        method = METHODS.get(self.recipe.speculation.method)
-        proposes = method is not None and (self.draft is not None or not method.needs_draft)
-        return self.recipe.speculation.num_speculative_tokens if proposes else 0
+        speculation = self.recipe.speculation
+        proposes = self.draft is not None or without_draft(speculation.method)
+        return speculation.num_speculative_tokens if proposes else 0
 
     @property
     def proposer(self) -> str | None:
         """Name of the recipe's proposer, whatever k: the draft's, the method's, or None."""
-        method = METHODS.get(self.recipe.speculation.method)
-        if method is None or not method.needs_draft:
-            return None if method is None else self.recipe.speculation.method
-        return None if self.recipe.draft is None else self.recipe.draft.model
+        method = self.recipe.speculation.method
+        if needs_draft(method) and self.recipe.draft is not None:
+            return self.recipe.draft.model
+        return method if without_draft(method) else None
 
     @property
     def shared(self) -> tuple[str, ...]:
@@ -246,8 +246,7 @@ def _plan_on(
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0
-    method = METHODS.get(recipe.speculation.method)
-    wants_draft = method is not None and method.needs_draft
+    wants_draft = needs_draft(recipe.speculation.method)
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
         # Ranks that hold no part of it judge it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)

@@ -12,7 +12,7 @@ from specdec_cli.core.drafting import Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
-from specdec_cli.recipe import LengthSection
+from specdec_cli.recipe import SpeculationSection
 
 _PRIOR_ROUNDS = 2.0  # a place's rate before it is observed counts as so many rounds
 _PRIOR_RATE = 0.6
@@ -63,5 +63,5 @@ def expected_tokens(last: LastRounds, k: int) -> list[float]:
     return found
 
 
-def from_recipe(section: LengthSection) -> Adaptive:
-    return Adaptive(section.choices)
+def from_recipe(speculation: SpeculationSection) -> Adaptive:
+    return Adaptive(speculation.length.choices)

@@ -10,7 +10,7 @@ from specdec_cli.core.drafting import Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
-from specdec_cli.recipe import LengthSection
+from specdec_cli.recipe import SpeculationSection
 
 
 class Confidence:
@@ -43,5 +43,5 @@ class Confidence:
         return caps
 
 
-def from_recipe(section: LengthSection) -> Confidence:
-    return Confidence(section.threshold)
+def from_recipe(speculation: SpeculationSection) -> Confidence:
+    return Confidence(speculation.length.threshold)

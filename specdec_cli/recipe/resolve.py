@@ -16,7 +16,13 @@ from pydantic_core import ErrorDetails
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
 from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
-from specdec_cli.recipe.schema import INNER_SECTIONS, Recipe, key_fields, section_models
+from specdec_cli.recipe.schema import (
+    INNER_SECTIONS,
+    OPEN_SECTION,
+    Recipe,
+    key_fields,
+    section_models,
+)
 from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
@@ -187,7 +193,8 @@ class _Merge:
         return next(inside, None)
 
     def _set(self, key: str, value: object, origin: str) -> None:
-        if key not in {**key_fields(), **section_models(), **INNER_SECTIONS}:
+        known = {**key_fields(), **section_models(), **INNER_SECTIONS}
+        if key not in known and not key.startswith(OPEN_SECTION):
             self.problems.append(_Found(0, origin, key, problems.unknown_key(key)))
             return
         self._origins[key] = origin

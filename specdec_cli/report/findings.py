@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment.records import Point
+from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
 # Recorded warnings for which a report has its own words.
@@ -235,7 +236,7 @@ def warnings(run: ReportedRun) -> list[str]:
         )
         if not run.is_comparison and run.samples:
             found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
-    if run.setting("speculation", "acceptance") == "synthetic":
+    if is_given(run.setting("speculation", "acceptance")):
         found.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         found.append(

@@ -685,6 +685,28 @@ def test_ngram(capsys: Capture) -> None:
         assert point["prediction"]["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
 
 
+def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
+    drafts = ["--draft", "demo:draft", "--draft-tp", "1", "--draft", "ngram"]
+    result = specdec(
+        capsys, "sweep-k", "demo", *QUICK, *ONCE, *drafts, "--k", "0,2", "--limit", "3", "--json",
+        *("-o", tmp_path / "run"),
+    )  # fmt: skip
+    points = json.loads(result.out)["points"]
+    assert result.code == 0, result.err
+    assert [(p["draft"], p["k"]) for p in points] == [
+        (name, k) for name in ("demo:draft", "ngram") for k in (0, 2)
+    ]
+    accepted = {p["draft"]: p["metrics"]["num_accepted_tokens"] for p in points if p["k"]}
+    assert accepted["demo:draft"] > accepted["ngram"] >= 0
+    before = samples(tmp_path / "run")
+    resumed = specdec(
+        capsys, "sweep-k", tmp_path / "run" / "recipe.yaml", *QUICK, *ONCE, *drafts, "--k", "0,2",
+        "--limit", "3", "--json", "--resume", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert resumed.code == 0, resumed.err
+    assert samples(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize(
     "options, code, message",
     [

@@ -613,6 +613,14 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     }
+    beside_drafts = read(write_folder(tmp_path / "c", points)).deployment
+    assert beside_drafts is not None and beside_drafts.config is not None
+    assert beside_drafts.config["method"] == "ngram" and "model" not in beside_drafts.config
+    plugged = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("echo", 0.7, 0.1),))
+    recipe["speculation"] = {"method": "echo"}
+    unknown = read(write_folder(tmp_path / "d", plugged, recipe=recipe)).deployment
+    assert unknown is not None and unknown.config is None
+    assert unknown.notes == ("vLLM has no method echo: this k cannot be put into its config.",)
     recipe = json.loads(json.dumps(RECIPE))
     recipe["sampling"]["temperature"] = 0.8
     recipe["draft"]["revision"] = "main"

@@ -31,6 +31,7 @@ from specdec_cli.experiment.settings_file import (
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
+from specdec_cli.recipe.choices.registry import needs_draft
 from specdec_cli.text import digest
 
 
@@ -82,7 +83,7 @@ def plan_comparison(
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
-    if recipe.draft is None or recipe.speculation.method != "draft_model":
+    if recipe.draft is None or not needs_draft(recipe.speculation.method):
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
             "pass --draft and --set speculation.method=draft_model, or give the recipe both",
@@ -181,7 +182,7 @@ def warnings_of(plan: ComparisonPlan) -> list[str]:
     """Warnings for readers of the results."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
-    if is_dummy and not plan.settings.is_synthetic:
+    if is_dummy and not plan.settings.has_given_acceptance:
         found.append(
             "the weights are random, and so is what is accepted: set speculation.acceptance to "
             "synthetic, and rates"

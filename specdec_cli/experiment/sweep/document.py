@@ -40,8 +40,8 @@ def points_of_block(
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
     largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance writes another text at each k; only its length may be the same.
-    is_exact = settings.is_greedy and not settings.is_synthetic
-    if settings.is_synthetic:
+    is_exact = settings.is_greedy and not settings.has_given_acceptance
+    if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
     forecasts = Forecasts(
@@ -113,7 +113,7 @@ def sweep_document(
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=_order(settings))
-    is_comparable = settings.is_greedy and not settings.is_synthetic
+    is_comparable = settings.is_greedy and not settings.has_given_acceptance
     points = ((asdict(key), records.samples[key]) for key in keys)
     return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
