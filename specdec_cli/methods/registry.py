@@ -1,4 +1,4 @@
-"""The proposers by their names in a recipe."""
+"""Proposers by their names in a recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from specdec_cli.methods.base import MethodParts, Proposer
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """How a proposer is made on each rank. needs_draft: whether the recipe names a draft model."""
+    """The constructor of a proposer on each rank. needs_draft: whether it needs a draft model."""
 
     make: Callable[[MethodParts], Proposer]
     needs_draft: bool = False

@@ -1,7 +1,7 @@
 """The names that a recipe may choose from: built in, and added by plugins.
 
-Known before anything heavy is imported. What stands behind a name is in the registries of
-`methods`, `acceptance` and `lengths`.
+This module needs no heavy imports. The registries of `methods`, `acceptance` and `lengths` map each
+name to its implementation.
 """
 
 from collections.abc import Callable

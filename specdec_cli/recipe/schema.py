@@ -1,6 +1,6 @@
 """The recipe's keys, their defaults and what each may hold.
 
-Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
+Knows nothing of YAML, files, positions or options, which are for `source` and `resolve`.
 """
 
 import re
@@ -32,27 +32,27 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """YAML 1.1 writers turn an unquoted on/off into a boolean; take it back. Yes is on, no off."""
+    """Turn booleans back into on/off, which YAML 1.1 tools write so. Yes is on, no is off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
 
 
 def _yes_or_no(value: object) -> object:
-    """`source` reads yes/no/on/off as words; where a truth value is asked they mean one."""
+    """Turn yes/no/on/off, which `source` reads as words, into truth values."""
     word = value.lower() if isinstance(value, str) else None
     return True if word in _YES else False if word in _NO else value
 
 
 def _number(value: object) -> object:
-    """Refuse what lax float parsing would take for a number, but for 1e-6, a word to YAML."""
+    """Refuse text and booleans as numbers, except text like 1e-6, which YAML 1.1 takes for text."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
 
 
 def _usable(value: str) -> str:
-    """Refuse text that no file system accepts, or that no file can hold."""
+    """Refuse text that no file can hold, or no file system accepts as a path."""
     if not is_unicode(value):
         raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
     if "\0" in value:
@@ -69,7 +69,7 @@ def _not_blank(value: str) -> str:
 # Counts stay far below what a tensor index or a file size can hold.
 _MAX_COUNT = 2**31 - 1
 _MAX_BYTES = 2**63 - 1
-# torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
+# torch counts a timeout's nanoseconds in 64 bits, which 1e10 seconds overflow.
 _MAX_SECONDS = 1e9
 
 Text = Annotated[StrictStr, AfterValidator(_usable)]
@@ -129,7 +129,7 @@ class LengthSection(_Section):
 
 
 class SpeculationSection(_Section):
-    """How tokens are proposed, and how proposals are accepted."""
+    """The proposal of tokens, and the rule that accepts them."""
 
     method: MethodName = Field(
         default="draft_model", description="who proposes; none when there is no draft model"
@@ -210,7 +210,7 @@ class SpeculationSection(_Section):
 
 
 class SamplingSection(_Section):
-    """How tokens are drawn and when a text ends."""
+    """The sampling of tokens, and the end of a text."""
 
     temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
     top_k: CountOrZero = Field(default=0, description="keep the k most likely tokens; 0 keeps all")
@@ -243,7 +243,7 @@ class CacheSection(_Section):
 
 
 class RunSection(_Section):
-    """Where and how a measurement runs."""
+    """The device and the settings of a measurement."""
 
     batch_size: Count = Field(default=1, description="prompts decoded together")
     device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
@@ -265,7 +265,7 @@ class RunSection(_Section):
 
 
 class DataSection(_Section):
-    """Where prompts come from."""
+    """The source of prompts."""
 
     path: Name = Field(
         description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
@@ -312,7 +312,7 @@ class Recipe(_Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` is none, unless the recipe says otherwise in words."""
+        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none."""
         if not isinstance(data, dict) or data.get("draft") is not None:
             return data
         speculation = data.get("speculation", {})
