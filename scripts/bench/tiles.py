@@ -107,7 +107,7 @@ def main() -> None:
         for tiles in found[share[0] :: share[1]] if share else found:
             try:
                 case.run(case.weights[0], tiles)
-            except Exception as error:  # needs more registers or memory than there are
+            except Exception as error:  # needs more registers or shared memory than there are
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:

@@ -1,4 +1,4 @@
-"""The acceptance rules by their names in a recipe."""
+"""Acceptance rules by their names in a recipe."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""K of each round by recent acceptance and the measured times of rounds.
+"""K of each round, chosen by recent acceptance and the measured times of rounds.
 
-Rounds of each K are timed first. From then on, the K is taken that promises most tokens a
-millisecond, if the next round fares as the last ones did. K rests on what was written before the
-round, so the text keeps the target's distribution. Times differ between runs, though, and with
-them K: text that is sampled is not the same in every run, while greedy text is.
+Rounds of each K are timed first. Then each round takes the K with the most expected tokens per
+millisecond, given the acceptance of the last rounds. K depends only on earlier rounds, so the text
+keeps the target's distribution. Times differ between runs, and K with them, so sampled text can
+differ between runs. Greedy text does not.
 """
 
 import torch
@@ -14,13 +14,13 @@ from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 2.0  # a place's rate before it is observed counts as so many rounds
+_PRIOR_ROUNDS = 2.0  # the prior of a place's rate counts as so many rounds
 _PRIOR_RATE = 0.6
-_IDLE_ROUNDS = 24  # rounds without proposals after which acceptance is looked at again
+_IDLE_ROUNDS = 24  # after so many rounds without proposals one is tried again
 
 
 class Adaptive:
-    """choices: the K that rounds may have beside the run's k; those above k are left out."""
+    """choices: values of K for rounds, beside the run's k; those above k are left out."""
 
     is_fixed = False
     stop: Stop | None = None
@@ -48,10 +48,10 @@ class Adaptive:
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Tokens a round at each K of 0..k, from the acceptance of the last rounds.
+    """Expected tokens of a round at each K of 0..k, from the acceptance of the last rounds.
 
-    The chance at a place is that of the rounds that reached it, drawn towards the place before it
-    where they are few: so is a place that short rounds never reach.
+    The rate at a place comes from the rounds that reached it. The fewer they are, the closer it
+    stays to the rate of the place before, which covers places that short rounds never reach.
     """
     rounds = [trial for trials in last.trials for trial in trials]
     rate, reach, found = _PRIOR_RATE, 1.0, [1.0]

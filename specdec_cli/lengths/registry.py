@@ -1,4 +1,4 @@
-"""The length policies by their names in a recipe."""
+"""Length policies by their names in a recipe."""
 
 from collections.abc import Callable
 

@@ -23,27 +23,27 @@ _EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 
 
 def _switch_word(value: object) -> object:
-    """YAML 1.1 writers turn an unquoted on/off into a boolean; take it back. Yes is on, no off."""
+    """Turn booleans back into on/off, which YAML 1.1 tools write so. Yes is on, no is off."""
     if isinstance(value, bool):
         return "on" if value else "off"
     return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
 
 
 def _yes_or_no(value: object) -> object:
-    """`source` reads yes/no/on/off as words; where a truth value is asked they mean one."""
+    """Turn yes/no/on/off, which `source` reads as words, into truth values."""
     word = value.lower() if isinstance(value, str) else None
     return True if word in _YES else False if word in _NO else value
 
 
 def _number(value: object) -> object:
-    """Refuse what lax float parsing would take for a number, but for 1e-6, a word to YAML."""
+    """Refuse text and booleans as numbers, except text like 1e-6, which YAML 1.1 takes for text."""
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
 
 
 def _usable(value: str) -> str:
-    """Refuse text that no file system accepts, or that no file can hold."""
+    """Refuse text that no file can hold, or no file system accepts as a path."""
     if not is_unicode(value):
         raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
     if "\0" in value:

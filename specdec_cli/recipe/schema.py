@@ -205,7 +205,7 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` is none, unless the recipe says otherwise in words."""
+        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none."""
         if not isinstance(data, dict) or data.get("draft") is not None:
             return data
         speculation = data.get("speculation", {})
