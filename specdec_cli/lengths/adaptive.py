@@ -14,8 +14,10 @@ from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 2.0  # the prior of a place's rate counts as so many rounds
+_PRIOR_ROUNDS = 1.0  # the prior of a place's rate counts as so many rounds
 _PRIOR_RATE = 0.6
+# Weight of a round against the one after it: a text's acceptance changes within some ten rounds.
+_FADING = 0.9
 _IDLE_ROUNDS = 24  # after so many rounds without proposals one is tried again
 
 
@@ -53,11 +55,16 @@ def expected_tokens(last: LastRounds, k: int) -> list[float]:
     The rate at a place comes from the rounds that reached it. The fewer they are, the closer it
     stays to the rate of the place before, which covers places that short rounds never reach.
     """
-    rounds = [trial for trials in last.trials for trial in trials]
+    rounds = [
+        (_FADING**age, trial)
+        for age, trials in enumerate(reversed(last.trials))
+        for trial in trials
+    ]
     rate, reach, found = _PRIOR_RATE, 1.0, [1.0]
     for place in range(1, k + 1):
-        reached = [a >= place for proposed, a in rounds if proposed >= place and a >= place - 1]
-        rate = (sum(reached) + _PRIOR_ROUNDS * rate) / (len(reached) + _PRIOR_ROUNDS)
+        reached = [(w, a >= place) for w, (k_i, a) in rounds if k_i >= place and a >= place - 1]
+        stood = sum(w for w, stands in reached if stands)
+        rate = (stood + _PRIOR_ROUNDS * rate) / (sum(w for w, _ in reached) + _PRIOR_ROUNDS)
         reach *= rate
         found.append(found[-1] + reach)
     return found

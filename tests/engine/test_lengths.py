@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -59,11 +60,25 @@ def costs(**round_ms: float) -> RoundCosts:
 
 
 def test_expected_tokens_are_those_of_the_last_rounds() -> None:
-    """Half of 400 rounds accept nothing, a quarter one of two, a quarter both."""
-    rounds = last(*[(2, 0), (2, 0), (2, 1), (2, 2)] * 8)
-    assert expected_tokens(rounds, 2) == pytest.approx([1.0, 1.5, 1.75], abs=0.03)
+    """Half of the rounds accept nothing, a quarter one of two, a quarter both; each round weighs
+    nine tenths of the one after it, and the guess of 0.6 as much as the last one."""
+    rounds = [(2, 0), (2, 0), (2, 1), (2, 2)] * 8
+    weights = 0.9 ** np.arange(32)[::-1]
+    accepted = np.array([a for _, a in rounds])
+    first = (weights[accepted >= 1].sum() + 0.6) / (weights.sum() + 1)
+    second = (weights[accepted == 2].sum() + first) / (weights[accepted >= 1].sum() + 1)
+    want = [1.0, 1 + first, 1 + first + first * second]
+    assert expected_tokens(last(*rounds), 2) == pytest.approx(want, abs=1e-9)
     # No round has reached the third place: its rate is that of the second.
-    assert expected_tokens(rounds, 3)[3] == pytest.approx(1.75 + 0.125, abs=0.03)
+    third = want[2] + first * second**2
+    assert expected_tokens(last(*rounds), 3)[3] == pytest.approx(third, abs=1e-9)
+
+
+@pytest.mark.parametrize(("before", "now", "want"), [(4, 0, 0), (0, 4, 4)])
+def test_what_was_accepted_long_ago_counts_little(before: int, now: int, want: int) -> None:
+    times = costs(k0=1.0, k1=1.5, k4=3.0)
+    rounds = last(*[(4, before)] * 22, *[(4, now)] * 10)
+    assert Adaptive((0, 1)).next_k((0, 1, 4), rounds, times, 1) == want
 
 
 @pytest.mark.parametrize(
