@@ -1,4 +1,4 @@
-"""The recipe's keys, their defaults and what each may hold.
+"""The recipe's keys, their defaults and their valid values.
 
 Knows nothing of YAML, files, positions or options, which are for `source` and `resolve`.
 """

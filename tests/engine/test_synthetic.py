@@ -39,8 +39,8 @@ def test_marginal_rates_become_conditional_ones() -> None:
 
 @pytest.fixture(scope="module", params=["draft", "ngram"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """Engines with an unrelated draft, of which rejection sampling accepts almost nothing, and with
-    prompt lookup."""
+    """Engines with an unrelated draft, from which rejection sampling would accept almost nothing,
+    and with prompt lookup."""
     folder = tmp_path_factory.mktemp("pair")
     target = save_tiny(folder / "target", "llama")
     sizes = {"batch_size": 16, "num_blocks": 2000}
