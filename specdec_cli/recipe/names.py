@@ -26,7 +26,7 @@ def add_name(kind: str, name: str) -> None:
 
 
 def remove_name(kind: str, name: str) -> None:
-    """Remove a name that `add_name` added."""
+    """Take back what `add_name` added."""
     _NAMES[kind].remove(name)
 
 
