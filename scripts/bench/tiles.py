@@ -1,6 +1,6 @@
 """Tries tiles of a linear layer with few rows, to choose those of `specdec_kernels.linear.tiles`.
 
-It does not try `one_row_linear_triton`, the kernel for one row of a narrow model.
+It does not try `linear.one_row_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 

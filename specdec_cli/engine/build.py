@@ -218,7 +218,7 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
 
 
 def out_of_memory(plan: Plan) -> SetupError:
-    """The error for running out of memory, with what was asked for."""
+    """The error for running out of memory, with the sizes of the weights and the free memory."""
     weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":

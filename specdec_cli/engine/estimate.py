@@ -97,7 +97,7 @@ def this_machine(device: torch.device, num_ranks: int) -> Machine:
 
 
 def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
-    """A GPU that nobody else uses."""
+    """A GPU that no other process uses."""
     return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
 
 

@@ -1,6 +1,6 @@
 """The engine: rounds over a changing set of sequences.
 
-The only module that changes a sequence. Knows no text: requests bring the object that finds stop
+The only module that appends to a sequence. Knows no text: requests bring the object that finds stop
 strings. With several ranks each runs the same rounds on the same sequences. Proposals and decisions
 are rank 0's, and everything else follows from them.
 """

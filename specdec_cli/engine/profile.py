@@ -68,7 +68,7 @@ class RankMemory:
 
     @property
     def fits(self) -> int:
-        """Blocks that fit here, whatever the other ranks hold."""
+        """Blocks that fit on this rank alone."""
         return self.kv_budget_bytes // self.block_bytes
 
     @property

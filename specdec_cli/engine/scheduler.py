@@ -94,7 +94,7 @@ class Scheduler:
         return missing > self.allocator.num_free
 
     def extend_ahead(self, ahead: int) -> list[tuple[Sequence, list[int]]]:
-        """Allocate blocks for a round that begins up to `ahead` tokens past what the host knows.
+        """Allocate blocks for a round that begins up to `ahead` tokens past the host's state.
 
         The caller has checked `is_short`. Returns the blocks that were added to each table.
         """

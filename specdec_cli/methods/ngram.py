@@ -25,7 +25,7 @@ from specdec_cli.methods.teacher import Teacher
 class Ngram:
     """Looks n-grams of `longest` down to `shortest` tokens up in a sequence's prompt and output.
 
-    It has no cache and no context length of its own.
+    It has neither a cache nor a context length.
     """
 
     feature_layers: tuple[int, ...] = ()

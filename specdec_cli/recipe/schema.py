@@ -1,4 +1,4 @@
-"""The recipe's keys, their defaults and what each may hold.
+"""The recipe's keys, their defaults and their valid values.
 
 Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
 Keys of one method or rule are in its file in `choices`.

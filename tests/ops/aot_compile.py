@@ -1,8 +1,8 @@
 """Compile kernels for sm_90; print the sizes of cubin and shared memory as JSON.
 
-The cases named as arguments, else all. Run by test_aot_compile.py as a process of its own, since a
-process that interprets kernels cannot compile them. The compiler refuses what the interpreter lets
-pass, and needs no GPU.
+Arguments name cases; without arguments all are compiled. test_aot_compile.py runs this in a
+separate process, since a process that interprets kernels cannot compile them. The compiler refuses
+code that the interpreter accepts, and needs no GPU.
 """
 
 import importlib
@@ -30,7 +30,7 @@ FP32 = {"row_max", "row_sum", "partial"}
 def attention(
     max_query_len: int, dim: int = 128, itemsize: int = 2, splits: int = 1, **extra: Any
 ) -> dict[str, Any]:
-    """Constants as the launcher chooses them; 16-bit dots, which the interpreter is spared."""
+    """Constants as the launcher chooses them, with 16-bit dots, unlike in the interpreter."""
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
@@ -87,7 +87,7 @@ def one_row(
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
-    """Constants of what a product does besides."""
+    """Constants of the work beside a product."""
     parts = 0 if kind == "add" else 256
     constants = {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1), "DEPENDENT": True}
     constants |= {"ACTIVATION": "silu" if kind == "gate" else "", "HAS_BIAS": kind == "norm"}
@@ -117,7 +117,7 @@ EVERYTHING |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": True}
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
-# Case: module, kernel, type of its other pointers, constants, types that are not the usual ones.
+# Case: module, kernel, type of its other pointers, constants, and unusual types of arguments.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "slot_mapping": (
         "attention.cache_triton",
@@ -423,7 +423,7 @@ ROOMS = {80: 163 * 1024, 89: 99 * 1024}
 _LINEAR = ("linear.few_rows_triton", "few_rows_linear_kernel", "*bf16")
 _ROPE = ("attention.decode_triton", "rope_attention_kernel", "*bf16")
 
-# Those that take most of an H100's shared memory, as they are cut for GPUs that have less.
+# Kernels that take most of an H100's shared memory, with the tiles for GPUs that have less.
 SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str]]]] = {
     f"{name}-sm_{arch}": (arch, (*kernel, constants | {"DEPENDENT": False}, types))
     for arch, room in ROOMS.items()
@@ -463,7 +463,7 @@ def compile_case(
         name: "constexpr" if name in constants else types.get(name, type_of(name, pointer))
         for name in names
     }
-    # What a launch finds out about its arguments; vector loads depend on it.
+    # Alignment that a launch finds out about its arguments; vector loads depend on it.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)

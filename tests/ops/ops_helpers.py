@@ -1,4 +1,4 @@
-"""What the tests of several ops share: skips, row starts, named errors, a paged KV pool."""
+"""Shared parts of tests of several ops: skips, row starts, named errors, a paged KV pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ def needs_cuda(test: Callable[..., None]) -> Callable[..., None]:
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.float16, id="fp16"),
-    # Triton's interpreter computes bf16 dot products wrongly, and says nothing.
+    # Triton's interpreter computes bf16 dot products wrongly, without an error.
     pytest.param(torch.bfloat16, id="bf16", marks=[pytest.mark.gpu, no_cuda]),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -40,7 +40,7 @@ def starts_of(lens: list[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention problem; B sequences with `queries` new of `contexts` tokens."""
+    """Sizes of one attention problem: B sequences of `contexts` tokens, `queries` of them new."""
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors of one attention problem; arguments are named as those of `ops.paged_attention`."""
+    """Tensors of one attention problem, named like the arguments of `ops.paged_attention`."""
 
     query: Tensor
     key_cache: Tensor
@@ -81,14 +81,14 @@ class Problem:
     sinks: Tensor | None
 
     def double(self) -> "Problem":
-        """The same values in fp64, for a reference that rounds nothing."""
+        """The same values in fp64, for a reference without rounding."""
         caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
         sinks = None if self.sinks is None else self.sinks.double()
         return replace(self, query=self.query.double(), sinks=sinks, **caches)
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random keys and values at shuffled blocks; NaN in every slot that no query may read.
+    """Random keys and values in shuffled blocks, with NaN in every slot that no query may read.
 
     Table entries past a sequence's blocks point at the trash block, which holds NaN too.
     """
