@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from specdec_cli.acceptance.registry import RULES, Rule
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.lengths.registry import POLICIES
-from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
 from specdec_cli.methods.registry import METHODS
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
 from specdec_cli.recipe.choices import registry as choices
@@ -42,7 +42,7 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
             with blamed(f"method {name}", "making it"):
                 return PluggedMethod(name, made(parts), parts.target.vocab_size)
 
-        METHODS[name] = make
+        METHODS[name] = Method(make, text_bytes)
         return made
 
     return register

@@ -127,7 +127,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         draft = models[1] if models[1:] else None
         parts = MethodParts(recipe.speculation, models[0], draft, draft_len)
-        proposer = METHODS[recipe.speculation.method](parts)
+        proposer = METHODS[recipe.speculation.method].make(parts)
     return Engine(
         models[0],
         proposer,

@@ -25,6 +25,8 @@ from specdec_cli.engine.profile import (
 )
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
+from specdec_cli.methods.base import MethodBytes, RoundSize
+from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import family_of
@@ -55,18 +57,17 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     # On CUDA one model's freed blocks are seldom of a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
-        prefill = max(prefill, _eager_bytes(plan, need.batch_size))
+        prefill = max(prefill, _eager_bytes(plan, need))
     if not is_cuda:
         return PassBytes(prefill, 0)
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
     # Captured rounds share a pool; warm-up rounds leave as much again in their stream's.
-    graphs = 2 * (_captured_bytes(plan, need.batch_size) + _PER_STREAM)
-    graphs += len(slot_counts(need.batch_size)) * _PER_GRAPH
-    if plan.k and plan.draft is None:  # the texts that n-grams are looked up in, int32
-        graphs += 4 * need.batch_size * min(plan.max_model_len, need.num_blocks * need.block_size)
-    return PassBytes(prefill, graphs)
+    method = _method_bytes(plan, need)
+    in_round = _passes_bytes(plan, need.batch_size) + method.in_round
+    graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
+    return PassBytes(prefill, graphs + method.held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,23 +171,30 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
     return found
 
 
-def _eager_bytes(plan: Plan, batch: int) -> int:
+def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
     """Bytes of the largest tensors of a round without graphs, in passes and sampling."""
-    found, rows = _captured_bytes(plan, batch), batch * (plan.k + 1)
+    batch = need.batch_size
+    rows = batch * (plan.k + 1)
+    found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
     if plan.device.type == "cuda" or _is_greedy(plan):
         return found
     # A CPU samples from fp32 distributions: the draft's, the target's, and tensors made on the way.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 
-def _captured_bytes(plan: Plan, batch: int) -> int:
-    """Bytes of the largest tensors of a captured round: in passes, and kept by sampling."""
-    found = _passes_bytes(plan, batch)
-    if not _is_greedy(plan) and plan.draft is not None and plan.parallel.is_first:
-        # Each step's logits, and all stacked.
-        vocab = min(plan.draft.vocab_size, plan.target.vocab_size)
-        found += 2 * batch * plan.k * vocab * plan.draft.dtype.itemsize
-    return found
+def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
+    if not plan.k:
+        return MethodBytes()
+    size = RoundSize(
+        batch_size=need.batch_size,
+        k=plan.k,
+        longest=min(plan.max_model_len, need.num_blocks * need.block_size),
+        vocab_size=plan.target.vocab_size,
+        is_greedy=_is_greedy(plan),
+        is_first=plan.parallel.is_first,
+        draft=plan.draft,
+    )
+    return METHODS[plan.recipe.speculation.method].forecast_bytes(size)
 
 
 def _is_greedy(plan: Plan) -> bool:

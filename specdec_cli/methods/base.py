@@ -4,9 +4,10 @@ A proposer works on the device's view of a batch, `BatchState`. If it uses tenso
 reads their values on the host, it is captured into a CUDA graph with the rest of the round.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,6 +18,7 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
+from specdec_cli.models.loader import Description
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import SpeculationSection
 
@@ -33,6 +35,45 @@ class MethodParts:
     target: PagedModel
     draft: PagedModel | None = None
     draft_max_len: int = 0
+
+
+class RoundSize(NamedTuple):
+    """What a method's memory depends on, on this rank.
+
+    longest: tokens of the longest text. vocab_size: of the target. draft: the draft model, on every
+    rank that holds a part of it. is_first: whether this rank verifies.
+    """
+
+    batch_size: int
+    k: int
+    longest: int
+    vocab_size: int
+    is_greedy: bool
+    is_first: bool
+    draft: Description | None = None
+
+
+class MethodBytes(NamedTuple):
+    """Memory beyond weights, caches and passes, in bytes.
+
+    held: from the first round to the last. in_round: at the peak of one round.
+    """
+
+    held: int = 0
+    in_round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """make: a proposer. forecast_bytes: its memory, before anything is loaded."""
+
+    make: Callable[[MethodParts], "Proposer"]
+    forecast_bytes: Callable[[RoundSize], MethodBytes]
+
+
+def text_bytes(size: RoundSize) -> MethodBytes:
+    """Memory of a method without a model that looks texts up: int32 ids on the device."""
+    return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
 class Proposer(Protocol):

@@ -14,7 +14,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import MethodParts
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
 
@@ -80,5 +80,16 @@ class DraftModel:
             self.model.cache.clear()
 
 
-def make(parts: MethodParts) -> DraftModel:
+def _make(parts: MethodParts) -> DraftModel:
     return DraftModel(parts.draft, parts.draft_max_len)
+
+
+def _forecast_bytes(size: RoundSize) -> MethodBytes:
+    """Each step's logits and all of them stacked, if tokens are drawn and this rank verifies."""
+    if size.is_greedy or size.draft is None or not size.is_first:
+        return MethodBytes()
+    vocab = min(size.draft.vocab_size, size.vocab_size)
+    return MethodBytes(in_round=2 * size.batch_size * size.k * vocab * size.draft.dtype.itemsize)
+
+
+METHOD = Method(_make, _forecast_bytes)

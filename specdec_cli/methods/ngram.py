@@ -18,7 +18,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import MethodParts
+from specdec_cli.methods.base import Method, MethodParts, text_bytes
 from specdec_cli.methods.teacher import Teacher
 
 
@@ -97,5 +97,8 @@ class Ngram:
         pass
 
 
-def make(parts: MethodParts) -> Ngram:
+def _make(parts: MethodParts) -> Ngram:
     return Ngram(parts.speculation.ngram_max, parts.speculation.ngram_min)
+
+
+METHOD = Method(_make, text_bytes)

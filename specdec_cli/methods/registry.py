@@ -1,11 +1,6 @@
-"""The proposers by the names that recipes give them."""
-
-from collections.abc import Callable
+"""The methods by the names that recipes give them."""
 
 from specdec_cli.methods import draft_model, ngram
-from specdec_cli.methods.base import MethodParts, Proposer
+from specdec_cli.methods.base import Method
 
-METHODS: dict[str, Callable[[MethodParts], Proposer]] = {
-    "draft_model": draft_model.make,
-    "ngram": ngram.make,
-}
+METHODS: dict[str, Method] = {"draft_model": draft_model.METHOD, "ngram": ngram.METHOD}
