@@ -154,7 +154,8 @@ def compare_tp_ranks(
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.records import Point
-            from specdec_cli.terminal.compare import point_line, say
+            from specdec_cli.terminal.compare import point_line
+            from specdec_cli.terminal.render import say
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():

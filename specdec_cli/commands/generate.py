@@ -191,8 +191,8 @@ def _summarise(
     print_summary(
         written.metrics,
         baseline(ready.engine, job, written.outputs) if compared else None,
+        _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        remarks=_remarks(job),
         is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 
