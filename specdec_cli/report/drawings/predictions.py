@@ -8,6 +8,7 @@ from specdec_cli.report.drawings.canvas import (
     add_legend,
     label_axes,
     make_axes,
+    reach,
     safe,
     style_of,
 )
@@ -42,10 +43,10 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
     for index, (name, group) in enumerate(groups.items()):
         style = style_of(index)
         for measured, predicted, point in group:
-            if (interval := point.speedup_ci) is not None:
-                reach = [[max(0.0, measured - interval[0])], [max(0.0, interval[1] - measured)]]
+            if (ends_of := point.speedup_ci) is not None:
+                arms = reach(measured, ends_of)
                 axis.errorbar(
-                    measured, predicted, xerr=reach, color=style["color"], linewidth=1, capsize=2
+                    measured, predicted, xerr=arms, color=style["color"], linewidth=1, capsize=2
                 )
         xs, ys, _ = zip(*group, strict=True)
         axis.plot(xs, ys, linestyle="none", markersize=5.5, label=safe(name), **style)
