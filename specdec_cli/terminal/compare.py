@@ -20,16 +20,7 @@ from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import PairFacts, Point, R, Sample, parsed
-from specdec_cli.terminal.render import (
-    Sums,
-    console_of_results,
-    live_view,
-    plain_table,
-    progress_bar,
-    say,
-    table_width,
-    with_interval,
-)
+from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")
 _SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
@@ -40,7 +31,7 @@ class PlainLines(Watcher):
     """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
+        render.say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
 class LiveTable(Watcher):
@@ -48,15 +39,15 @@ class LiveTable(Watcher):
 
     def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
         self._settings = records.settings
-        self._rows: dict[tuple[Pair, int], dict[int, Sums]] = {}
+        self._rows: dict[tuple[Pair, int], dict[int, render.Sums]] = {}
         self._failures: dict[tuple[Pair, int], Failure] = {}
         self._samples = _Tail(folder / "samples.jsonl", Sample)
         self._loaded = _Tail(folder / "pairs.jsonl", PairFacts)
         self._done: set[tuple[Pair, int, int, int]] = set()
         self._pair: Pair | None = None
-        self._progress = progress_bar()
+        self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
-        self._live = live_view(self._render, 4)
+        self._live = render.live_view(self._render, 4)
 
     def begin(self, pair: Pair) -> None:
         self._pair = pair
@@ -77,13 +68,13 @@ class LiveTable(Watcher):
         for sample in self._samples.read():
             self._add(sample)
         self._progress.update(self._task, completed=len(self._done))
-        table = plain_table(*_SETTING, "prompts", "tokens/s", "x k = 0")
+        table = render.plain_table(*_SETTING, "prompts", "tokens/s", "x k = 0")
         for (pair, batch_size), by_k in list(self._rows.items()):  # a copy: another thread draws
             cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
             if (failure := self._failures.get((pair, batch_size))) is not None:
                 table.add_row(*cells, "", failure.status, "")
                 continue
-            own, plain = (by_k.get(k, Sums()) for k in (self._settings.k, 0))
+            own, plain = (by_k.get(k, render.Sums()) for k in (self._settings.k, 0))
             gain = f"{own.speed / plain.speed:.2f}" if plain.speed and own.speed else ""
             table.add_row(*cells, str(own.prompts), f"{own.speed:.1f}" if own.speed else "", gain)
         return Group(table, self._progress)
@@ -94,7 +85,7 @@ class LiveTable(Watcher):
         if place in self._done:
             return
         self._done.add(place)
-        self._rows.setdefault((pair, batch_size), {}).setdefault(k, Sums()).add(sample)
+        self._rows.setdefault((pair, batch_size), {}).setdefault(k, render.Sums()).add(sample)
 
 
 class _Tail(Generic[R]):
@@ -141,19 +132,19 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the tables of points and the conclusions on stdout."""
-    out = console_of_results()
+    out = render.console_of_results()
     points: list[Point] = document["points"]
     for table in results_tables(points, out.width):
-        out.width = max(out.width, table_width(table).maximum)
+        out.width = max(out.width, render.table_width(table).maximum)
         out.print(table, soft_wrap=False)
         out.print()
     if lines := _without_results(points):
         for line in lines:
-            say(line, out)
+            render.say(line, out)
         out.print()
     for told in (*summary_lines(dict(document)), tokens_line(document["tokens"])):
         if told is not None:
-            say(told, out)
+            render.say(told, out)
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
@@ -163,7 +154,7 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
     """
     shown = [point for point in points if point.status != "skipped"]
     whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
-    if table_width(whole).maximum <= width:
+    if render.table_width(whole).maximum <= width:
         return [whole]
     timed = [point for point in shown if point.metrics is not None]
     speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
@@ -175,7 +166,7 @@ def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool 
         "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
         for heading in headings
     ]
-    table = plain_table(*said, no_wrap=True)
+    table = render.plain_table(*said, no_wrap=True)
     for point in points:
         cells = _cells(point)
         if is_narrow and len(set(point.blocks_per_rank or ())) > 1:
@@ -209,7 +200,7 @@ def _cells(point: Point) -> dict[str, str]:
     equal = point.speedup_vs_equal_tp
     return found | {
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m.mean_acceptance_length:.2f}",
         **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},

@@ -20,13 +20,7 @@ from specdec_cli.engine.measure import release
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.measure import (
-    MeasuringLoop,
-    Watcher,
-    peak_memory,
-    turned,
-    units_of,
-)
+from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, turned, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
