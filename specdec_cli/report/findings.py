@@ -16,15 +16,6 @@ _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
 
 
 @dataclass(frozen=True, slots=True)
-class PlotPlace:
-    """A point's place in a plot: the panel, the line in it, and x."""
-
-    panel: str
-    series: str
-    x: int
-
-
-@dataclass(frozen=True, slots=True)
 class Best:
     """The best point at a batch size.
 
@@ -44,17 +35,6 @@ def residual(point: Point) -> float | None:
     """The relative error of the predicted speed-up."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
-
-
-def place_of(run: ReportedRun, point: Point) -> PlotPlace | None:
-    """The place of a point with proposals; None for plain decoding."""
-    if run.is_comparison:
-        if point.is_baseline or point.draft_tp is None:
-            return None
-        return PlotPlace(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
-    if point.k is None or point.is_baseline:
-        return None
-    return PlotPlace(_batch(point.batch_size), run.labels[point.draft], point.k)
 
 
 def _batch(size: int | None) -> str:

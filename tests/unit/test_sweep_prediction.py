@@ -19,6 +19,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
+from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
@@ -27,7 +28,6 @@ from specdec_cli.launch.world import World
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
-from specdec_cli.terminal.sweep import Silent
 from tests.support import noise_of
 
 RATES = tuple(0.8 ** (i + 1) for i in range(8))
@@ -144,7 +144,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     )
     engine = KnownEngine(batch_size)
     monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", lambda *_: engine)
-    return Sweep(plan, SweepRecords(), Silent(), World(None, "cpu", 120.0)).run()
+    return Sweep(plan, SweepRecords(), Watcher(), World(None, "cpu", 120.0)).run()
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 32])

@@ -13,6 +13,7 @@ import torch
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
@@ -21,13 +22,6 @@ from specdec_cli.experiment.preparing import device_name, few_prompts, for_engin
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
-from specdec_cli.experiment.settings_file import (
-    check_same,
-    keep_environment_warning,
-    read_settings_file,
-    reopened,
-    write_settings,
-)
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -240,14 +234,14 @@ def open_folder(
     """
     where = plan.where
     if resume and (path / "settings.json").exists():
-        theirs = read_settings_file(path).get("settings")
+        theirs = settings_file.read_settings_file(path).get("settings")
         if not isinstance(theirs, dict) or "target_tps" not in theirs:
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
-        check_same(path, "comparison", theirs, plan.settings.as_dict())
-        folder = reopened(path, records.load)
+        settings_file.check_same(path, "comparison", theirs, plan.settings.as_dict())
+        folder = settings_file.reopened(path, records.load)
         if records.is_open(plan.to_run):
-            keep_environment_warning(folder, plan.settings, where)
+            settings_file.keep_environment_warning(folder, plan.settings, where)
         return folder
     folder = RunFolder.create(path, plan.recipe, where)
-    write_settings(folder, plan.settings, warnings_of(plan))
+    settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     return folder
