@@ -34,8 +34,8 @@ def attention(
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False, "UPCAST": False}
-    return {**sizes, **flags, "PRECISION": "ieee", **extra}
+    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
+    return {**sizes, **flags, **extra}
 
 
 LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
@@ -71,7 +71,7 @@ def linear(
     assert tiles is not None
     constants = {name.upper(): value for name, value in tiles._asdict().items()}
     constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return constants | around(kind, width) | {"PRECISION": "ieee", "UPCAST": False}
+    return constants | around(kind, width)
 
 
 def one_row(
@@ -108,8 +108,7 @@ def rope_attention(
     constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
     constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
     constants |= {"HAS_QUERY_NORM": False, "HAS_KEY_NORM": False}
-    constants |= {"WAITS": True}
-    return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False, **extra}
+    return constants | {"DEPENDENT": True, **extra}
 
 
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True}
@@ -329,7 +328,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
                 **{"BLOCK_N": 256, "HAS_RESIDUAL": residual, "FOR_NORM": for_norm},
                 "num_warps": rows,
-                **{"DEPENDENT": True, "INTERPRETED": False},
+                "DEPENDENT": True,
             },
             {**PEERS, "squares_ptr": "*fp32"},
         )
@@ -345,7 +344,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "*bf16",
             {
                 **{"SHARE": 32064, "RANK": 1, "SIZE": 4, "BLOCK_M": rows, "BLOCK_N": 1024},
-                **{"GROUPS": 8, "DEPENDENT": True, "INTERPRETED": False},
+                **{"GROUPS": 8, "DEPENDENT": True},
             },
             PEERS,
         )

@@ -39,13 +39,13 @@ from specdec_kernels.attention.tiles import ALONE, MIN_KEYS, choose_cut
 from specdec_kernels.gpu import multiprocessors, shared_memory
 from specdec_kernels.launch_triton import (
     EPOCHS,
+    INTERPRETED,
     after_predecessor,
     arrive,
-    dependent_launch,
+    dependence,
     epoch_of,
     epochs,
     finish,
-    launch_options,
     wait_for,
 )
 
@@ -119,13 +119,10 @@ def rope_attention_kernel(
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
     MANY_ROWS: tl.constexpr,  # of more
-    WAITS: tl.constexpr,  # else the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -228,17 +225,15 @@ def rope_attention_kernel(
         new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
-                query, tile, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+                query, tile, new, scale, softcap, HAS_SOFTCAP
             )
         else:
             row_max, _, fresh_weights, acc = attend(
-                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP
             )
         row_sum = tl.sum(fresh_weights, axis=1)
     elif SPLITS > 1:
-        row_max, _, sums, acc = attend(
-            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
-        )
+        row_max, _, sums, acc = attend(row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP)
     # Even a pipelined loop without iterations takes half a microsecond.
     if (SPLITS == 1) | (first + BLOCK_N < high):
         before = row_max
@@ -258,8 +253,6 @@ def rope_attention_kernel(
             BLOCK_N,
             WINDOW,
             HAS_SOFTCAP,
-            PRECISION,
-            UPCAST,
         )
         row_sum *= tl.exp2(before - finite(row_max))
     row_sum += tl.sum(sums, axis=1)
@@ -273,20 +266,21 @@ def rope_attention_kernel(
                 partial_ptr, stats_ptr, split, row_max, row_sum, acc, row_live, BLOCK_D, BLOCK_M
             )
             rows = query_len * GROUP
-            last = arrive(epochs_ptr, epoch, not WAITS)
+            last = arrive(epochs_ptr, epoch, INTERPRETED)
             out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
             few = parts <= FEW_PARTS
             at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
             mine = 0
             step = at_a_time
-            if WAITS:
+            if INTERPRETED:  # programs run one by one: the last combines all
+                if not last:
+                    return
+            else:
                 mine = split * at_a_time
                 step = parts * at_a_time
                 if mine >= rows:
                     return
                 wait_for(epochs_ptr, epoch)
-            elif not last:
-                return
             memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
             span = (mine, rows, step, parts)
             combine_parts(
@@ -397,7 +391,6 @@ def rope_attention_triton(
         partial = torch.empty((*size, cut.block_m, cut.block_d), dtype=torch.float32, device=device)
         stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
         counts = epochs(device)
-    dependent = dependent_launch(qkv)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
         qkv,
         cos,
@@ -442,17 +435,12 @@ def rope_attention_triton(
         FEW_PARTS=cut.few_parts,
         FEW_ROWS=cut.few_rows,
         MANY_ROWS=cut.many_rows,
-        WAITS=qkv.is_cuda,
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,
         BLOCK_N=cut.block_n,
-        DEPENDENT=dependent,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not qkv.is_cuda,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         maxnreg=cut.maxnreg,
-        **launch_options(dependent),
+        **dependence(qkv),
     )
     return out

@@ -18,7 +18,7 @@ from specdec_kernels.attention.paged import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import LOG2E
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
 from specdec_kernels.gpu import shared_memory
-from specdec_kernels.launch_triton import launch_options
+from specdec_kernels.launch_triton import INTERPRETED, launch_options
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
@@ -59,8 +59,6 @@ def paged_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -90,7 +88,7 @@ def paged_attention_kernel(
         mask=row_live[:, None] & (dim_k < DK)[None, :],
         other=0.0,
     )
-    if UPCAST:
+    if INTERPRETED:
         query = query.to(tl.float32)
 
     # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
@@ -129,11 +127,11 @@ def paged_attention_kernel(
             mask=stored[:, None] & (dim_v < DV)[None, :],
             other=0.0,
         )
-        if UPCAST:
+        if INTERPRETED:
             key = key.to(tl.float32)
             value = value.to(tl.float32)
 
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -149,7 +147,7 @@ def paged_attention_kernel(
         keep = tl.exp2(row_max - base)
         row_sum = row_sum * keep + tl.sum(weights, axis=1)
         acc = acc * keep[:, None]
-        acc += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         row_max = new_max
 
     out_row = packed * num_heads + head
@@ -296,9 +294,6 @@ def paged_attention_triton(
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not query.is_cuda,
         num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
         num_stages=3,
         **launch_options(),

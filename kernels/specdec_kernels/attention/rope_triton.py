@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 
 
 @triton.jit
@@ -193,7 +193,6 @@ def rope_kv(
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = width // head_dim - 2 * kv_heads
     query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    dependent = dependent_launch(qkv)
     block_heads = 8
     rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         qkv,
@@ -218,8 +217,7 @@ def rope_kv(
         HAS_QUERY_NORM=query_norm is not None,
         HAS_KEY_NORM=key_norm is not None,
         BLOCK_HEADS=block_heads,
-        DEPENDENT=dependent,
         num_warps=2,
-        **launch_options(dependent),
+        **dependence(qkv),
     )
     return query

@@ -22,11 +22,11 @@ from torch import Tensor
 from specdec_kernels.gpu import CACHE_LINE
 from specdec_kernels.launch_triton import (
     COUNTERS,
+    INTERPRETED,
     after_predecessor,
     counters,
-    dependent_launch,
+    dependence,
     is_last,
-    launch_options,
     prefetch_l2,
 )
 from specdec_kernels.linear.norm_triton import activate
@@ -140,17 +140,15 @@ def add_product(
     sums,  # [M, N] or [SLICES, M, N]; with SWAP [N, M] or [SLICES, N, M]
     SLICES: tl.constexpr,
     SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """sums + x @ weight.T, slice by slice; with SWAP its transpose."""
-    if UPCAST:
+    if INTERPRETED:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
     if SWAP:
-        sums = tl.dot(weight, transposed(x, SLICES), sums, input_precision=PRECISION)
+        sums = tl.dot(weight, transposed(x, SLICES), sums, input_precision="ieee")
     else:
-        sums = tl.dot(x, transposed(weight, SLICES), sums, input_precision=PRECISION)
+        sums = tl.dot(x, transposed(weight, SLICES), sums, input_precision="ieee")
     return sums
 
 
@@ -262,8 +260,6 @@ def few_rows_linear_kernel(
     PREFETCH: tl.constexpr,  # features of every weight row to prefetch before the wait
     EARLY: tl.constexpr,  # number of last features, loaded before the wait and used at the end
     DEPENDENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
     SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
@@ -320,12 +316,12 @@ def few_rows_linear_kernel(
         weight_mask = along_depth(k < K, SLICES)
         x = tl.load(x_at, mask=x_mask, other=0.0)
         weight = load_weight(weight_at, weight_mask, EVEN)
-        acc = add_product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        acc = add_product(x, weight, acc, SLICES, SWAP)
         if GATED:
             up = load_weight(up_at, weight_mask, EVEN)
-            acc_up = add_product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
+            acc_up = add_product(x, up, acc_up, SLICES, SWAP)
     if EARLY > 0:
-        acc = add_product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        acc = add_product(early_x, early_weight, acc, SLICES, SWAP)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, SWAP)
 
     if SPLITS > 1:
@@ -388,7 +384,7 @@ def few_rows_linear(
     # A prefetch must not reach past the end of the weight.
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
-    dependent = dependent_launch(x)
+    options = dependence(x)
     few_rows_linear_kernel[(blocks, tiles.splits)](
         x,
         x if squares is None else squares,
@@ -418,14 +414,10 @@ def few_rows_linear(
         BLOCK_P=triton.next_power_of_2(max(parts, 1)),
         SLICES=tiles.slices,
         SPLITS=tiles.splits,
-        PREFETCH=prefetch if dependent else 0,
+        PREFETCH=prefetch if options["DEPENDENT"] else 0,
         EARLY=tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
-        DEPENDENT=dependent,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not x.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(dependent),
+        **options,
     )
     return out, scaled, out_squares

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.linear.reference import ACTIVATIONS, Normed
 
 
@@ -98,7 +98,6 @@ def add_norm(
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     hidden = x if residual is None else torch.empty_like(out)
-    dependent = dependent_launch(x)
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
         x,
@@ -114,9 +113,8 @@ def add_norm(
         HAS_RESIDUAL=residual is not None,
         HAS_POST=post_norm is not None,
         BLOCK=block,
-        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
-        **launch_options(dependent),
+        **dependence(x),
     )
     return hidden, out
 
@@ -131,7 +129,6 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
     num_rows, num_features = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1 and activation in ACTIVATIONS
     out = torch.empty((num_rows, num_features), dtype=gate_up.dtype, device=gate_up.device)
-    dependent = dependent_launch(gate_up)
     gate_kernel[(num_rows, triton.cdiv(num_features, 1024))](
         gate_up,
         out,
@@ -139,8 +136,7 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate_up.stride(0),
         ACTIVATION=activation,
         BLOCK=1024,
-        DEPENDENT=dependent,
-        **launch_options(dependent),
+        **dependence(gate_up),
     )
     return out
 

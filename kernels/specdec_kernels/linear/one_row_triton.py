@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.linear.few_rows_triton import linear_outputs
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.tiles import RowTiles
@@ -139,7 +139,6 @@ def one_row_linear(
     )
     width, num_features = x.shape[1], out.shape[1]
     parts = 0 if squares is None else squares.shape[1]
-    dependent = dependent_launch(x)
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
         x,
         x if squares is None else squares,
@@ -161,8 +160,7 @@ def one_row_linear(
         BLOCK_N=tiles.block_n,
         CHUNK=tiles.chunk,
         BLOCK_P=triton.next_power_of_2(max(parts, 1)),
-        DEPENDENT=dependent,
         num_warps=tiles.num_warps,
-        **launch_options(dependent),
+        **dependence(x),
     )
     return out, scaled, out_squares

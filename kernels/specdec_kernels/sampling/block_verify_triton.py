@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import COUNTERS, after_predecessor, counters, is_last
-from specdec_kernels.sampling.logit_rows_triton import cut, dependence, exponent_scale
+from specdec_kernels.launch_triton import COUNTERS, after_predecessor, counters, dependence, is_last
+from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale
 from specdec_kernels.sampling.logits import TINY, LogitRows
 from specdec_kernels.sampling.logits_triton import (
     draw_token,

@@ -20,9 +20,8 @@ from specdec_kernels.launch_triton import (
     COUNTERS,
     after_predecessor,
     counters,
-    dependent_launch,
+    dependence,
     is_last,
-    launch_options,
 )
 from specdec_kernels.sampling.logits import TINY, LogitRows
 
@@ -293,11 +292,6 @@ def cut(vocabulary: int, parts: int) -> dict[str, int]:
         "BLOCK_PARTS": triton.next_power_of_2(parts),
         "BLOCK": block,
     }
-
-
-def dependence(logits: Tensor) -> dict[str, bool]:
-    dependent = dependent_launch(logits)
-    return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:

@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import COUNTERS, after_predecessor, counters, is_last
-from specdec_kernels.sampling.logit_rows_triton import cut, dependence, exponent_scale, kept_weight
+from specdec_kernels.launch_triton import COUNTERS, after_predecessor, counters, dependence, is_last
+from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight
 from specdec_kernels.sampling.logits import LogitRows
 
 
