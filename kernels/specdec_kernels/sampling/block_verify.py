@@ -80,7 +80,7 @@ def block_verify_reference(
     return emitted(draft_tokens, lens, target_probs, accepted, last)
 
 
-@kernel("specdec_kernels.sampling.block_verify_triton:block_verify_logits_triton")
+@kernel("specdec_kernels.sampling.verify_triton:block_verify_logits_triton")
 def block_verify_logits(
     draft_tokens: Tensor,
     lens: Tensor,
