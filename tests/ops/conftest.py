@@ -1,4 +1,4 @@
-"""Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
+"""Kernels run on CUDA where there is a device, else in Triton's interpreter on a CPU."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

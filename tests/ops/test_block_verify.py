@@ -9,7 +9,7 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
 from specdec_kernels.sampling.block_verify import block_chances, block_verify_reference
-from specdec_kernels.sampling.rejection import inverse_cdf
+from specdec_kernels.sampling.rejection import sample_categorical_reference
 from test_logits import (
     CASES,
     MASKED,
@@ -347,7 +347,7 @@ def test_the_reference_accepts_by_these_chances():
             tokens, accepted = block_verify_reference(*args, noise, draw)
             rows = ((~tested | (possible & (passes | (noise < 1)))).all(1)).nonzero().squeeze(1)
             assert len(rows) and accepted[rows].tolist() == want[rows].tolist()
-            last = inverse_cdf(follow[rows, want[rows]], draw[rows, 0])
+            last = sample_categorical_reference(follow[rows, want[rows]], draw[rows, 0])
             assert torch.equal(tokens[rows, want[rows]], last)
 
 
@@ -431,7 +431,7 @@ def test_proposals_that_were_not_drawn_and_no_proposals(verify, reject, device):
 
 @both
 def test_a_prefix_may_pass_after_one_that_failed(verify, device):
-    """What rejection sampling never does: a token that is unlikely alone, mended by the next."""
+    """A token that is unlikely alone is mended by the next, never so in rejection sampling."""
     p = torch.tensor([[[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]]], device=device)
     q = torch.tensor([[[0.8, 0.2], [0.45, 0.55]]], device=device)
     made = {

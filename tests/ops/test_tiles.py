@@ -75,7 +75,7 @@ DIGESTS = {
 
 @pytest.mark.parametrize(("model", "gpu"), list(product(MODELS, GPUS)))
 def test_models_keep_their_launch_configurations(model, gpu):
-    """Who means to change a table or a formula changes the digests; others find out here."""
+    """A change of a table or a formula that is meant changes the digests too."""
     found = "\n".join(map(str, chosen(model, gpu)))
     assert hashlib.sha256(found.encode()).hexdigest()[:8] == DIGESTS[model, gpu]
 

@@ -16,7 +16,7 @@ class Fused(NamedTuple):
     squares: Tensor | None = None
     """[T, P] fp32, sums of squares of P parts of each row of x, whose norm scales the product."""
     eps: float = 0.0
-    """Of that norm."""
+    """Added to that norm's mean of squares."""
     bias: Tensor | None = None
     """[N]."""
     activation: str = ""
