@@ -1,4 +1,4 @@
-"""Kernels run on CUDA where there is a device, else in Triton's interpreter on a CPU."""
+"""Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Helpers of several ops' tests: skips, row starts, named errors, a paged KV pool, an oracle."""
+"""What the tests of several ops share: skips, row starts, named errors, a paged KV pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

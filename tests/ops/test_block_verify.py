@@ -431,7 +431,7 @@ def test_proposals_that_were_not_drawn_and_no_proposals(verify, reject, device):
 
 @both
 def test_a_prefix_may_pass_after_one_that_failed(verify, device):
-    """A token that is unlikely alone is mended by the next, never so in rejection sampling."""
+    """What rejection sampling never does: a token that is unlikely alone, mended by the next."""
     p = torch.tensor([[[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]]], device=device)
     q = torch.tensor([[[0.8, 0.2], [0.45, 0.55]]], device=device)
     made = {

@@ -309,7 +309,7 @@ def test_programs_that_nearly_fit_all_run_at_once():
 
 @pytest.mark.parametrize("rows", [17, 64])
 def test_programs_of_many_rows_do_not_come_in_a_turn_and_a_few(rows):
-    """Products that end in a residual stream 2048 to 8192 wide run in one turn of programs."""
+    """What ends in the residual stream of widths from 2048 to 8192, on one turn of programs."""
     for width, inner in ((2048, 8192), (3584, 18944), (4096, 14336), (5120, 13824), (8192, 28672)):
         for depth in (width, inner):
             x = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")

@@ -96,7 +96,7 @@ every_rule = pytest.mark.parametrize(
 
 
 def kept_by(logits: Tensor, rows: Tensor) -> Tensor:
-    """The tokens that a row's threshold and index keep, bool [R, V]; never one of probability 0."""
+    """Which tokens a row's threshold and index keep, bool [R, V]; never one of no probability."""
     x, index = logits.float(), torch.arange(logits.shape[1], device=logits.device)
     threshold, first = rows[:, 2:3], rows[:, 3:4]
     return ((x > threshold) | ((x == threshold) & (index >= first))) & (x > -INF)

@@ -73,6 +73,6 @@ def test_the_first_of_the_longest(lookup, device):
 @both
 @pytest.mark.parametrize("k", [1, 3, 16])
 def test_one_long_text(lookup, k, device):
-    """The find lies at the very beginning, or at the last place there can be."""
+    """What is found lies at the very beginning, or at the last place there can be."""
     text = list(range(5000))
     check(lookup, [[9000, *text, 9000], [*text, 4999]], [k, k], 4, 1, k, device)

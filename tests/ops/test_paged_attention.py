@@ -128,7 +128,7 @@ def test_gather(shape, dtype):
 @pytest.mark.parametrize("window", [0, 1, 7, 40])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 33), (5, 33), (5, 5), (20, 64), (40, 40)], ids=str)
 def test_a_sequence_in_one_piece_of_the_cache(shape, window):
-    """Their keys need no gathering; other blocks hold NaN."""
+    """Whose keys need no gathering; other blocks hold NaN."""
     queries, context = shape
     problem = make_problem(
         Shape((queries,), (context,), window=window), torch.float64, torch.device("cpu")
