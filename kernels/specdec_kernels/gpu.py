@@ -3,6 +3,8 @@
 Where there is no GPU, the limits are an H100's.
 """
 
+from functools import cache
+
 import torch
 
 # An H100 or H200, for which the launch configurations are tuned.
@@ -12,11 +14,13 @@ SHARED_MEMORY = 227 * 1024  # bytes that one program can have
 CACHE_LINE = 128  # bytes
 
 
+@cache
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, by which tables of launch configurations are found."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY
 
 
+@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program can have.
 
@@ -28,6 +32,7 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
     """Number of multiprocessors."""
     if device.type != "cuda":

@@ -63,15 +63,14 @@ def residual_weight(at, end, target, draft, V: tl.constexpr, DRAFT_V: tl.constex
 
     A NaN stays a NaN, so that no sum over it is positive.
     """
-    (p_ptr, p_row_ptr), factor, scale = target
-    q_rows, proposed = draft
+    p_ptr, p_row_ptr, factor, scale = target
+    q_ptr, q_row_ptr, proposed = draft
     here = at < end
     x = logits_at(p_ptr, at, here, V)
     p = factor * kept_weight(x, at, p_row_ptr, True, scale) / tl.load(p_row_ptr + 1)
-    if q_rows is None:
+    if q_ptr is None:
         q = (at == proposed).to(tl.float32)
     else:
-        q_ptr, q_row_ptr = q_rows
         x = logits_at(q_ptr, at, here, DRAFT_V)
         q = kept_weight(x, at, q_row_ptr, True, scale) / tl.load(q_row_ptr + 1)
     return tl.where(p - q <= 0.0, 0.0, p - q)
@@ -83,7 +82,7 @@ def draw_token(
     parts_ptr,  # the target's, [PARTS] of this place
     noise,
     target,  # `rows_at` this place, factor of p, scale of exponents
-    draft,  # `rows_at` this place, or None where q is 1 at the second, the proposed token
+    draft,  # `rows_at` this place, or None twice for a q of 1 at the third, the proposed token
     V: tl.constexpr,
     DRAFT_V: tl.constexpr,
     K: tl.constexpr,
@@ -94,7 +93,7 @@ def draw_token(
     """Draw one token, from the residual if it has any mass, else from p."""
     every = tl.arange(0, BLOCK_PARTS)
     lane = tl.arange(0, BLOCK)
-    (p_ptr, p_row_ptr), _, scale = target
+    p_ptr, p_row_ptr, _, scale = target
     sums = tl.load(parts_ptr + every, mask=every < PARTS, other=0.0)
     from_residual = tl.sum(residuals, axis=0) > 0.0
     sums = tl.where(from_residual, residuals, sums)
@@ -186,21 +185,18 @@ def verify_logits_kernel(
     if BY_BLOCK:
         own_place = tl.program_id(1)
         factor = tl.sum(tl.where(place == own_place, weights, 0.0), axis=0)
-    target = (
-        rows_at(target_logits_ptr, target_rows_ptr, own_place, target_stride_k),
-        factor,
-        scale,
-    )
+    rows = rows_at(target_logits_ptr, target_rows_ptr, own_place, target_stride_k)
+    target = (rows[0], rows[1], factor, scale)
     proposed = tl.full([], 0, tl.int64)
-    draft = (None, proposed)
+    draft = (None, None, proposed)
     if K > 0:
         if ONE_HOT:
-            draft = (None, tl.sum(tl.where(place == accepted, drafts, 0), axis=0))
+            draft = (None, None, tl.sum(tl.where(place == accepted, drafts, 0), axis=0))
         else:
             # q is not read after the last place, but needs a valid address.
             behind = tl.minimum(own_place, K - 1)
             rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
-            draft = (rows, proposed)
+            draft = (rows[0], rows[1], proposed)
         if own_place < length:
             at = part * BLOCK + tl.arange(0, BLOCK)
             residual = residual_weight(at, V, target, draft, V, DRAFT_V)
@@ -230,10 +226,10 @@ def verify_logits_kernel(
             residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
             factor = tl.sum(tl.where(place == accepted, weights, 0.0), axis=0)
             rows = rows_at(target_logits_ptr, target_rows_ptr, accepted, target_stride_k)
-            target = (rows, factor, scale)
+            target = (rows[0], rows[1], factor, scale)
             behind = tl.minimum(accepted, K - 1)
             rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
-            draft = (rows, proposed)
+            draft = (rows[0], rows[1], proposed)
         elif K > 0:
             residuals = tl.load(
                 residuals_ptr + every,
