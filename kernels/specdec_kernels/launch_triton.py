@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.gpu import capability
+
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
 # The interpreter runs one program at a time, and knows no inline assembly. Its products of 16-bit
@@ -30,7 +32,7 @@ def dependence(tensor: Tensor) -> dict[str, bool]:
 
     DEPENDENT says whether it can, and is a constant of the kernel, for `after_predecessor`.
     """
-    dependent = tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+    dependent = tensor.is_cuda and capability(tensor.device)[0] >= 9
     return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 

@@ -9,7 +9,7 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
 from specdec_kernels.sampling.block_verify import block_chances, block_verify_reference
-from specdec_kernels.sampling.rejection import inverse_cdf
+from specdec_kernels.sampling.rejection import sample_categorical_reference
 from test_logits import (
     CASES,
     MASKED,
@@ -347,7 +347,7 @@ def test_the_reference_accepts_by_these_chances():
             tokens, accepted = block_verify_reference(*args, noise, draw)
             rows = ((~tested | (possible & (passes | (noise < 1)))).all(1)).nonzero().squeeze(1)
             assert len(rows) and accepted[rows].tolist() == want[rows].tolist()
-            last = inverse_cdf(follow[rows, want[rows]], draw[rows, 0])
+            last = sample_categorical_reference(follow[rows, want[rows]], draw[rows, 0])
             assert torch.equal(tokens[rows, want[rows]], last)
 
 

@@ -7,10 +7,13 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
-from specdec_kernels.sampling.block_verify_triton import block_verify_logits_triton
 from specdec_kernels.sampling.logit_rows_triton import logit_rows_triton
 from specdec_kernels.sampling.logits import LogitRows, to_probs
-from specdec_kernels.sampling.logits_triton import reject_logits_triton, sample_logits_triton
+from specdec_kernels.sampling.logits_triton import sample_logits_triton
+from specdec_kernels.sampling.verify_triton import (
+    block_verify_logits_triton,
+    reject_logits_triton,
+)
 from torch import Tensor
 
 from tests.lossless import chi_square

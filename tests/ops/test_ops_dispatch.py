@@ -5,9 +5,14 @@ import sys
 from pathlib import Path
 
 import torch
-from ops_helpers import Shape, assert_close, make_problem, needs_cuda
+from ops_helpers import (
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
 from specdec_kernels import ops
-from specdec_kernels.attention.paged import paged_attention_reference
 from specdec_kernels.dispatch import Kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"

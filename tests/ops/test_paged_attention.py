@@ -2,8 +2,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_helpers import DTYPES, TOLERANCE, Problem, Shape, assert_close, make_problem, needs_cuda
-from specdec_kernels.attention.paged import gather_attention, gather_plan, paged_attention_reference
+from ops_helpers import (
+    DTYPES,
+    TOLERANCE,
+    Problem,
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
+from specdec_kernels.attention.paged import gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor

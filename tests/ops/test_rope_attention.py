@@ -5,10 +5,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, needs_cuda
+from ops_helpers import (
+    DTYPES,
+    TOLERANCE,
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
 from specdec_kernels import ops
 from specdec_kernels.attention.decode_triton import rope_attention_triton
-from specdec_kernels.attention.paged import paged_attention_reference
 from specdec_kernels.attention.rope import Rotation, split_heads_reference
 from specdec_kernels.attention.split_triton import part_of
 from specdec_kernels.attention.tiles import num_splits

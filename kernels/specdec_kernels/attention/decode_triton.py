@@ -34,9 +34,9 @@ from specdec_kernels.attention.softmax_triton import (
     new_tile,
     weighted_mean,
 )
-from specdec_kernels.attention.split_triton import combine_parts, part_of, store_part
+from specdec_kernels.attention.split_triton import combine_rows, part_of, store_part
 from specdec_kernels.attention.tiles import ALONE, MIN_KEYS, choose_cut
-from specdec_kernels.gpu import multiprocessors, shared_memory
+from specdec_kernels.gpu import capability, multiprocessors, shared_memory
 from specdec_kernels.launch_triton import (
     EPOCHS,
     INTERPRETED,
@@ -75,15 +75,15 @@ def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
     cos_ptr,  # [T, D], of which the halves are equal
     sin_ptr,  # [T, D], likewise
-    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
-    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    query_norm_ptr,  # [D], or None
+    key_norm_ptr,  # [D], or None
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
     slots_ptr,  # [T] int64
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
-    sinks_ptr,  # [H]; only with HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
@@ -112,9 +112,6 @@ def rope_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_QUERY_NORM: tl.constexpr,
-    HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
@@ -209,7 +206,7 @@ def rope_attention_kernel(
         new_key, new_value = load_heads(
             new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
-    query = rotated(query, query_turn, query_norm_ptr, half, eps, D, HAS_QUERY_NORM)
+    query = rotated(query, query_turn, query_norm_ptr, half, eps, D)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -218,7 +215,7 @@ def rope_attention_kernel(
     # Always true without splits, but the branch stays: otherwise queries and new keys would be
     # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
-        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
+        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D)
         store_heads(
             key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
         )
@@ -281,27 +278,20 @@ def rope_attention_kernel(
                 if mine >= rows:
                     return
                 wait_for(epochs_ptr, epoch)
-            memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
-            span = (mine, rows, step, parts)
-            combine_parts(
-                memory,
-                span,
-                few,
-                HEADS,
-                GROUP,
-                D,
-                BLOCK_D,
-                BLOCK_M,
-                HAS_SINKS,
-                SPLITS,
-                FEW_PARTS,
-                FEW_ROWS,
-                MANY_ROWS,
-            )
+            memory = (partial_ptr, stats_ptr, sinks_ptr, out_ptr)
+            span = (mine, rows, step, parts, kv_head * GROUP)
+            if few:
+                combine_rows(
+                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, True, FEW_PARTS, FEW_ROWS
+                )
+            elif SPLITS > FEW_PARTS:
+                combine_rows(
+                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, False, SPLITS, MANY_ROWS
+                )
             if mine == 0:
                 finish(epochs_ptr, epoch)
             return
-    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + head, row_live, HAS_SINKS)
+    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head, row_live)
     out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -379,10 +369,11 @@ def rope_attention_triton(
         block_n,
         shared_memory(device),
         multiprocessors(device),
+        capability(device),
     )
     programs = num_sequences * kv_heads
     out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)
-    partial = stats = counts = out
+    partial = stats = counts = None
     parts = 1
     if cut.splits > 1:
         assert programs <= EPOCHS
@@ -392,22 +383,8 @@ def rope_attention_triton(
         stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
         counts = epochs(device)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
-        qkv,
-        cos,
-        sin,
-        qkv if query_norm is None else query_norm,
-        qkv if key_norm is None else key_norm,
-        key_cache,
-        value_cache,
-        slots,
-        block_tables,
-        query_start,
-        context_lens,
-        qkv if sinks is None else sinks,
-        out,
-        partial,
-        stats,
-        counts,
+        *(qkv, cos, sin, query_norm, key_norm, key_cache, value_cache, slots),
+        *(block_tables, query_start, context_lens, sinks, out, partial, stats, counts),
         float(scale),
         float(softcap),
         float(eps),
@@ -428,9 +405,6 @@ def rope_attention_triton(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         HAS_SOFTCAP=softcap > 0,
-        HAS_SINKS=sinks is not None,
-        HAS_QUERY_NORM=query_norm is not None,
-        HAS_KEY_NORM=key_norm is not None,
         SPLITS=cut.splits,
         FEW_PARTS=cut.few_parts,
         FEW_ROWS=cut.few_rows,

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention.paged import FEW_QUERIES
-from specdec_kernels.attention.softmax_triton import LOG2E
+from specdec_kernels.attention.softmax_triton import LOG2E, finite, weighted_mean
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
 from specdec_kernels.gpu import shared_memory
 from specdec_kernels.launch_triton import INTERPRETED, launch_options
@@ -30,7 +30,7 @@ def paged_attention_kernel(
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
-    sinks_ptr,  # [H], or anything without HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out; with SPLITS > 1 [T, H, SPLITS, DV] fp32
     row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1, in units of log2
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
@@ -55,7 +55,6 @@ def paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -141,8 +140,7 @@ def paged_attention_kernel(
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        base = finite(new_max)
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(row_max - base)
         row_sum = row_sum * keep + tl.sum(weights, axis=1)
@@ -162,13 +160,7 @@ def paged_attention_kernel(
             mask=(row_live & (row_sum > 0))[:, None] & (dim_v < DV)[None, :],
         )
     else:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-            new_max = tl.maximum(row_max, sink)
-            keep = tl.exp2(row_max - new_max)
-            row_sum = row_sum * keep + tl.exp2(sink - new_max)
-            acc = acc * keep[:, None]
-        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head, row_live)
         tl.store(
             out_ptr + (out_row * DV)[:, None] + dim_v[None, :],
             acc.to(out_ptr.dtype.element_ty),
@@ -182,13 +174,12 @@ def combine_splits_kernel(
     row_max_ptr,  # [T, H, SPLITS] fp32, in units of log2
     row_sum_ptr,  # [T, H, SPLITS] fp32
     query_start_ptr,  # [B + 1] int32
-    sinks_ptr,  # [H], or anything without HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out
     num_sequences,
     num_heads,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -201,13 +192,13 @@ def combine_splits_kernel(
     split_max = tl.load(row_max_ptr + row * SPLITS + split, mask=split < live, other=float("-inf"))
     split_sum = tl.load(row_sum_ptr + row * SPLITS + split, mask=split < live, other=0.0)
     top = tl.max(split_max, axis=0)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = finite(top)
     factor = tl.exp2(split_max - top)
     total = tl.sum(split_sum * factor, axis=0)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         total += tl.exp2(sink - top)
     partial = tl.load(
         partial_ptr + (row * SPLITS + split)[:, None] * DV + dim[None, :],
@@ -264,16 +255,8 @@ def paged_attention_triton(
         out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
     paged_attention_kernel[(num_sequences * num_tiles, kv_heads, splits)](
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_start,
-        context_lens,
-        query if sinks is None else sinks,
-        partial,
-        row_stats[0],
-        row_stats[1],
+        *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
+        *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
         num_tiles,
@@ -290,7 +273,6 @@ def paged_attention_triton(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         HAS_SOFTCAP=softcap > 0,
-        HAS_SINKS=sinks is not None,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
@@ -300,17 +282,10 @@ def paged_attention_triton(
     )
     if splits > 1:
         combine_splits_kernel[(num_tokens, num_heads)](
-            partial,
-            row_stats[0],
-            row_stats[1],
-            query_start,
-            query if sinks is None else sinks,
-            out,
-            num_sequences,
-            num_heads,
+            *(partial, row_stats[0], row_stats[1], query_start, sinks, out),
+            *(num_sequences, num_heads),
             DV=dv,
             BLOCK_DV=block_dv,
-            HAS_SINKS=sinks is not None,
             SPLITS=splits,
             **launch_options(),
         )

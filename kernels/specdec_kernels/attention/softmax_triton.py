@@ -101,22 +101,16 @@ def finite(row_max):
 
 
 @triton.jit
-def with_sink(row_max, row_sum, sink):
-    """Sum of a softmax with a sink added, and the factor of the earlier sums."""
-    top = tl.maximum(row_max, sink)
-    keep = tl.exp2(row_max - top)
-    return row_sum * keep + tl.exp2(sink - top), keep
-
-
-@triton.jit
-def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr):
+def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
     """Weighted mean of the values [M, D], zeros for a row that sees no key.
 
-    sinks_at: addresses [M] of the rows' sinks, if any, which are keys without a value.
+    sinks_ptr: sinks of all heads, which are keys without a value, or None. head: [M].
     """
-    if HAS_SINKS:
-        sink = tl.load(sinks_at, mask=live, other=0.0).to(tl.float32) * LOG2E
-        row_sum, keep = with_sink(row_max, row_sum, sink)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(row_max, sink)
+        keep = tl.exp2(row_max - top)
+        row_sum = row_sum * keep + tl.exp2(sink - top)
         acc *= keep[:, None]
     return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
 

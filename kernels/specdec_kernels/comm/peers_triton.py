@@ -57,11 +57,11 @@ def reduce_add_norm_kernel(
     addresses_ptr,  # [SIZE] int64
     flags_ptr,  # [SIZE] int64
     epochs_ptr,  # [F] int32, in and out
-    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
-    norm_ptr,  # [N], with FOR_NORM
+    residual_ptr,  # [T, N], or None
+    norm_ptr,  # [N], or None
     hidden_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out, with FOR_NORM
-    squares_ptr,  # [T, N / BLOCK_N] fp32, out, with FOR_NORM
+    scaled_ptr,  # [T, N], out; only with norm
+    squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     num_rows,
     place,  # elements before the part in each rank's memory
     residual_stride,
@@ -71,8 +71,6 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    FOR_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     column_block = tl.program_id(0)
@@ -81,7 +79,7 @@ def reduce_add_norm_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     inside = row[:, None] * N + column[None, :]
-    if FOR_NORM:
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
     pads = tl.load(flags_ptr + peer)
@@ -92,7 +90,7 @@ def reduce_add_norm_kernel(
     theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
     announce = tl.arange(0, BLOCK_RANKS) < SIZE
     tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
     wait_for_peers(own + peer, epoch)
@@ -105,10 +103,10 @@ def reduce_add_norm_kernel(
         summed += part.to(tl.float32)
     # The sum is rounded first, as by an all-reduce that returns a tensor.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + inside, hidden, mask=mask)
-    if FOR_NORM:
+    if norm_ptr is not None:
         wide = tl.where(mask, hidden.to(tl.float32), 0.0)
         tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
         squares_at = row * tl.num_programs(0) + column_block
@@ -152,17 +150,11 @@ def _reduce(
     blocks = triton.cdiv(width, SUM_COLUMNS)
     assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
     hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
-    norm_weight, scaled, squares = norm or (hidden, hidden, hidden)
+    norm_weight, scaled, squares = norm or (None, None, None)
     # Flags belong to tiles, so tiles are the same for any number of rows above two.
     reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
-        peers.addresses,
-        peers.flags,
-        peers.epochs,
-        hidden if residual is None else residual,
-        norm_weight,
-        hidden,
-        scaled,
-        squares,
+        *(peers.addresses, peers.flags, peers.epochs),
+        *(residual, norm_weight, hidden, scaled, squares),
         num_rows,
         place * parts.stride(0),
         0 if residual is None else residual.stride(0),
@@ -172,8 +164,6 @@ def _reduce(
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
         BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_N=SUM_COLUMNS,
-        HAS_RESIDUAL=residual is not None,
-        FOR_NORM=norm is not None,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         **dependence(parts),
     )
