@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Of the packages' 14,000 modules a fifth is ever imported: those are compiled when they are, once,
-# which saves a minute of setting up.
+# Only a fifth of the packages' 14,000 modules is ever imported. Compiling them at their first import
+# instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test test-gpu lint fmt type docs clean
@@ -20,7 +20,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/specdec generate demo-sampled
 
-# Without those marked slow, for the sake of two cores: `pytest tests` runs them, too.
+# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

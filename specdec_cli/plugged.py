@@ -101,7 +101,8 @@ class PluggedMethod:
     def check(self) -> None:
         """Raise `UsageError` where ids outside the vocabulary were proposed since the last call."""
         if self._num_invalid is not None and (count := int(self._num_invalid)):
-            self._num_invalid.zero_()
+            with torch.inference_mode():
+                self._num_invalid.zero_()
             raise UsageError(
                 f"{self.who}: {count} proposed ids are outside the vocabulary of {self.vocab_size}"
             )

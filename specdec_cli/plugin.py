@@ -4,7 +4,7 @@ A class is registered under a name, which recipes then may use:
 
     @method("echo")     # made of `methods.base.MethodParts`
     @rule("lenient")    # made of the recipe's `speculation`
-    @policy("sawtooth") # made of its `speculation.length`
+    @policy("sawtooth") # made likewise
 
 `docs/methods.md` builds one of each. Only the command line may name a plugin, never a recipe, since
 a plugin runs code.
@@ -18,13 +18,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_cli.acceptance.registry import RULES
+from specdec_cli.acceptance.registry import RULES, Rule
 from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.lengths.registry import POLICIES
-from specdec_cli.methods.base import MethodParts, Proposer
-from specdec_cli.methods.registry import METHODS, Method
+from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
+from specdec_cli.methods.registry import METHODS
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
-from specdec_cli.recipe.names import ACCEPTANCE, METHOD, POLICY, add_name
+from specdec_cli.recipe.choices import registry as choices
+from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
 
 Made = TypeVar("Made", bound=type[Any])
 
@@ -35,13 +36,13 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
     """Register a proposer. needs_draft: whether it has the recipe's draft model loaded."""
 
     def register(made: Made) -> Made:
-        add_name(METHOD, name)
+        choices.add(choices.METHODS, name, MethodChoice(needs_draft, is_plugin=True))
 
         def make(parts: MethodParts) -> Proposer:
             with blamed(f"method {name}", "making it"):
                 return PluggedMethod(name, made(parts), parts.target.vocab_size)
 
-        METHODS[name] = Method(make, needs_draft)
+        METHODS[name] = Method(make, text_bytes)
         return made
 
     return register
@@ -51,13 +52,13 @@ def rule(name: str) -> Callable[[Made], Made]:
     """Register an acceptance rule."""
 
     def register(made: Made) -> Made:
-        add_name(ACCEPTANCE, name)
+        choices.add(choices.RULES, name, RuleChoice(is_plugin=True))
 
         def make(speculation: Any) -> PluggedRule:
             with blamed(f"acceptance {name}", "making it"):
                 return PluggedRule(name, made(speculation))
 
-        RULES[name] = make
+        RULES[name] = Rule(make)
         return made
 
     return register
@@ -67,11 +68,11 @@ def policy(name: str) -> Callable[[Made], Made]:
     """Register a length policy."""
 
     def register(made: Made) -> Made:
-        add_name(POLICY, name)
+        choices.add(choices.POLICIES, name, PolicyChoice(is_plugin=True))
 
-        def make(section: Any) -> PluggedPolicy:
+        def make(speculation: Any) -> PluggedPolicy:
             with blamed(f"length policy {name}", "making it"):
-                return PluggedPolicy(name, made(section))
+                return PluggedPolicy(name, made(speculation))
 
         POLICIES[name] = make
         return made
@@ -99,7 +100,7 @@ def load(file: str) -> None:
         spec.loader.exec_module(module)
     except SpecdecError:
         raise
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         told = " ".join(f"{type(problem).__name__}: {problem}".split())
         raise UsageError(
             f"--plugin {file}{_line(problem, path)}: {told}", "-v shows where"
@@ -108,7 +109,7 @@ def load(file: str) -> None:
         raise UsageError(f"--plugin {file}: registers nothing", "see docs/methods.md")
 
 
-def _line(problem: Exception, path: Path) -> str:
+def _line(problem: BaseException, path: Path) -> str:
     """The line of the plugin that an error is about, as `:12`."""
     if isinstance(problem, SyntaxError) and problem.lineno is not None:
         return f":{problem.lineno}"

@@ -1,7 +1,7 @@
-"""Chi-square tests of what a sampler emits, and samplers with planted faults.
+"""Chi-square tests of a sampler's output, and samplers with planted faults.
 
-The rounds of `emit` use the project's own noise, draws and distributions; only the acceptance
-rule is exchanged. Shared by tests and `scripts/proofs/sampling.py`; knows no pass mark.
+Rounds use the project's noise, draws and distributions; only the acceptance rule is replaced.
+Shared by tests and `scripts/proofs/sampling.py`; knows no limits of significance.
 Legend: N rounds, K proposals, V vocabulary.
 """
 
@@ -40,8 +40,8 @@ TEMPERATURES = [0.5, 0.8, 1.0, 1.5]
 def chi_square(counts: Tensor, probs: Tensor) -> float:
     """p-value of `counts` [R, V] when row r is a multinomial draw from `probs[r]`.
 
-    Bins that expect fewer than 5 are merged within their row, and into its smallest other bin if
-    they still expect fewer. A count where the probability is zero gives 0.
+    Bins that expect fewer than 5 are merged within their row. If the merged bin still expects
+    fewer, it joins the row's smallest other bin. A count at probability zero gives 0.
     """
     counts, probs = counts.double(), probs.double()
     if bool(((counts > 0) & (probs == 0)).any()):
@@ -67,7 +67,7 @@ def chi_square(counts: Tensor, probs: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Round:
-    """Everything a rule may look at; shapes as in `rejection_sample_reference`."""
+    """Everything that a rule may read; shapes as in `rejection_sample_reference`."""
 
     drafts: Tensor
     lens: Tensor
@@ -91,8 +91,8 @@ class Pair:
 
 
 def random_pair(number: int) -> Pair:
-    """Pair `number` of a fixed endless list: every temperature with every filter, drafts
-    from half like the target to nearly alike."""
+    """Pair `number` of a fixed endless list: every temperature with every filter, and drafts that
+    are between half like the target and nearly equal to it."""
     generator = torch.Generator().manual_seed(1000 + number)
     top_k, top_p = FILTERS[number % 5]
     params = SamplingParams(
@@ -119,8 +119,8 @@ def tied_pair(number: int) -> Pair:
 
 
 def lookup_pair(number: int) -> Pair:
-    """A pair whose draft is certain of one token in each row, as prompt lookup is: the target's
-    likeliest in half of the rows, and one drawn from its distribution in the others."""
+    """A pair whose draft is certain of one token in each row, like prompt lookup. The token is the
+    target's likeliest in half of the rows, and drawn from its distribution in the others."""
     pair = random_pair(number)
     generator = torch.Generator().manual_seed(3000 + number)
     drawn = torch.multinomial(pair.p, 1, generator=generator).squeeze(1)
@@ -138,15 +138,15 @@ class Rule:
     """Rejection sampling step by step; each fault changes one step."""
 
     def drawn(self, pair: Pair) -> Tensor:
-        """Table that drafts are drawn from."""
+        """The table that drafts are drawn from."""
         return pair.q
 
     def claimed(self, pair: Pair) -> Tensor:
-        """Table that the acceptance test is told."""
+        """The table that the acceptance test uses as q."""
         return pair.q
 
     def later_noise(self, noise: Noise, k: int) -> Noise:
-        """Noise [N, K] of the second round, which begins one position further."""
+        """Noise [N, K] of the second round, which begins one position later."""
         return Noise(noise.draft[:, 1:], noise.accept[:, 1:], noise.sample[:, 1:])
 
     def accept(self, r: Round) -> Tensor:
@@ -165,7 +165,7 @@ class Rule:
         return sample_categorical_reference(weights, noise)
 
     def __call__(self, r: Round) -> tuple[Tensor, Tensor]:
-        """Tokens [N, K + 1], padded with -1, and how many drafts were accepted [N]."""
+        """Tokens [N, K + 1], padded with -1, and the numbers of accepted drafts [N]."""
         width = r.drafts.shape[1]
         row, place = torch.arange(len(r.lens)), torch.arange(width + 1)
         weights, accepted = self.bonus(r), torch.zeros_like(r.lens)
@@ -373,7 +373,7 @@ FAULTS: list[Rule] = [
     DropLastAccepted(),
 ]
 
-# For proposals that are not drawn, where q is one-hot at each.
+# Faults for proposals that are not drawn, for which q is one-hot.
 LOOKUP_FAULTS: list[Rule] = [
     TargetAsDraft(),
     FlatDraft(),
@@ -406,7 +406,7 @@ def play(pair: Pair, rule: Rule, before: Tensor, lens: Tensor, noise: Noise) -> 
     state = torch.stack(states, 1)
     drafts, q, p = state[:, 1:], claimed[state[:, :-1]], pair.p[state]
     place = torch.arange(state.shape[1])
-    # As the engine leaves them: rows past a sequence's length are zero.
+    # Rows past a sequence's length are zero, as in the engine.
     q = q.masked_fill_((place[:-1] >= lens[:, None])[..., None], 0.0)
     p = p.masked_fill_((place > lens[:, None])[..., None], 0.0)
     return Round(drafts, lens, q, p, noise)
@@ -422,11 +422,11 @@ def pair_noise(pair: Pair, k: int, count: int) -> Noise:
 
 
 def trial(pair: Pair, rule: Rule, k: int, noise: Noise) -> dict[str, float]:
-    """p-values of what `rule` emits in rounds of k.
+    """p-values of the tokens that `rule` emits in rounds of k.
 
-    "token i": the i-th emitted token, after the one before it, of the rounds that accepted all up
-    to there; token k is the bonus token. "joint": the first two tokens, for which a round that
-    emits only one is followed by the next, whose proposals have mixed lengths 0..k.
+    "token i": the i-th emitted token, given the previous one, over rounds that accepted all tokens
+    up to there; token k is the bonus token. "joint": the first two tokens; if a round emits only
+    one, the next round follows, with proposals of mixed lengths 0..k.
     """
     count, vocab = len(noise.draft), len(pair.p)
     before = torch.zeros(count, dtype=torch.int64)
@@ -466,12 +466,12 @@ def acceptance(pair: Pair, k: int, noise: Noise) -> float:
 
 
 def adjusted(values: dict[str, float]) -> float:
-    """The p-value of several tests together, by Bonferroni."""
+    """The joint p-value of several tests, by Bonferroni."""
     return min(1.0, min(values.values()) * len(values))
 
 
 def warped(logits: Tensor, params: SamplingParams) -> Tensor:
-    """The distribution that transformers' own logits processors give for rows [N, V]."""
+    """The distribution of rows [N, V] by transformers' own logits processors."""
     ids = torch.zeros(len(logits), 1, dtype=torch.int64)
     logits = TemperatureLogitsWarper(params.temperature)(ids, logits)
     if params.top_k:
@@ -498,7 +498,7 @@ def exact_joint(folder: Path, prompt: list[int], params: SamplingParams, depth: 
 def engine_counts(
     engine: Engine, prompt: list[int], k: int, params: SamplingParams, depth: int, count: int
 ) -> Tensor:
-    """How often the running engine writes every continuation of `depth` tokens, flat."""
+    """Counts of every continuation of `depth` tokens that the running engine writes, flat."""
     vocab = engine.target.vocab_size
     result = engine.run([Request(i, tuple(prompt)) for i in range(count)], k, params)
     assert all(s.finish_reason == "length" for s in result.seqs)
@@ -509,7 +509,7 @@ def engine_counts(
 
 
 class Planted(Rejection):
-    """An acceptance rule for the engine that decides as `rule` does. lens: of each round so far."""
+    """An acceptance rule for the engine that decides like `rule`. lens: of each round so far."""
 
     def __init__(self, rule: Callable[[Round], tuple[Tensor, Tensor]]) -> None:
         self.rule = rule
@@ -531,7 +531,7 @@ class Planted(Rejection):
             more = vocab - c.q.logits.shape[-1]
             q = to_probs(F.pad(c.q.logits, (0, more), value=float("-inf")), params)
         p, place = to_probs(target.logits, params), torch.arange(c.token_ids.shape[1] + 1)
-        # As rules that faults are planted in expect them: zero past a sequence's length.
+        # Rules with planted faults expect rows past a sequence's length to be zero.
         q = q.masked_fill((place[:-1] >= c.lens[:, None])[..., None], 0.0)
         p = p.masked_fill((place > c.lens[:, None])[..., None], 0.0)
         tokens, accepted = self.rule(Round(c.token_ids, c.lens, q, p, noise))
@@ -539,7 +539,7 @@ class Planted(Rejection):
 
 
 def save_eight(folder: Path) -> tuple[Path, Path]:
-    """A target and a draft of 8 tokens, small enough for many thousand runs."""
+    """A target and a draft with 8 tokens, small enough for many thousand runs."""
     sizes = {"vocab_size": 8, "hidden_size": 32, "num_hidden_layers": 1}
     return (
         save_tiny(folder / "target", "llama", seed=0, **sizes),
@@ -550,9 +550,9 @@ def save_eight(folder: Path) -> tuple[Path, Path]:
 def engine_trial(
     engine: Engine, target: Path, prompt: list[int], k: int, params: SamplingParams, count: int
 ) -> dict[str, float]:
-    """p-values of the first tokens, jointly, of `count` runs of one prompt.
+    """p-values of the joint distribution of the first tokens over `count` runs of one prompt.
 
-    All new tokens but the last, which a sequence never proposes.
+    The last new token does not count, because it is never proposed.
     """
     vocab, depth = engine.target.vocab_size, params.max_new_tokens - 1
     counts = engine_counts(engine, prompt, k, params, depth, count)

@@ -1,8 +1,8 @@
 """The round, written a second time: ragged passes over sequences, with everything on the host.
 
-It shares with the product the models' passes over spans, the random numbers and `to_probs`; it has
-its own proposing, scoring and verification, over probabilities. `with_oracle` gives an engine whose
-rounds are these. Legend: B sequences, K the longest proposal of a round, V vocabulary.
+It shares the models' passes over spans, the random numbers and `to_probs` with the product. Its
+proposing, scoring and verification are separate, and work on probabilities. `with_oracle` makes an
+engine with these rounds. Legend: B sequences, K longest proposal of a round, V vocabulary.
 """
 
 import time
@@ -42,7 +42,7 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a rule is told, and what may be planted in its place: see `RaggedRounds.decide`."""
+    """The input of a rule; tests may plant a rule of their own, see `RaggedRounds.decide`."""
 
     proposal: Proposal
     target_probs: torch.Tensor  # fp32 [B, K + 1, V]
@@ -50,7 +50,7 @@ class Decision:
 
 
 def extended(seq: Sequence, more: list[int]) -> Sequence:
-    """A stand-in that holds further tokens, over the same blocks."""
+    """A stand-in for `seq` with more tokens, over the same blocks."""
     return Sequence(seq.index, seq.tokens + more, 0, 0, seq.block_table)
 
 
@@ -60,17 +60,17 @@ def fit(logits: torch.Tensor, vocab: int) -> torch.Tensor:
 
 
 class NgramIndex:
-    """Where every n-gram of a growing list of tokens was first followed by another token."""
+    """Index of a growing list of tokens: the first place of each n-gram with a token after it."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self._sizes = range(longest, shortest - 1, -1)
-        self._first: dict[tuple[int, ...], int] = {}  # n-gram: position of what followed it
+        self._first: dict[tuple[int, ...], int] = {}  # n-gram: position of the token after it
         self._entered = 0  # tokens seen so far
 
     def continuation(self, tokens: list[int], count: int) -> list[int]:
         """Up to `count` tokens that followed the longest suffix of `tokens` that occurred before.
 
-        Of several occurrences the first counts. `tokens` are those of the call before and more.
+        The first of several occurrences counts. tokens: those of the previous call and more.
         """
         for follower in range(max(1, self._entered), len(tokens)):
             for n in self._sizes:
@@ -87,7 +87,7 @@ class NgramIndex:
 def draft_tokens(
     model: PagedModel, seqs: list[Sequence], lens: list[int], noise: Noise, parts: RoundParts
 ) -> Proposal:
-    """The first pass feeds `tokens[draft_kv:]`, each further one the token just drawn."""
+    """Draw proposals. The first pass feeds `tokens[draft_kv:]`, each further one the last draw."""
     k, vocab, params = max(lens), parts.target.vocab_size, parts.params
     token_ids = torch.zeros(len(seqs), k, dtype=torch.int64, device=model.device)
     probs = torch.zeros(len(seqs), k, vocab, device=model.device)
@@ -123,7 +123,7 @@ def look_up(
 
 
 def score(seqs: list[Sequence], proposal: Proposal, parts: RoundParts) -> list[torch.Tensor]:
-    """Logits [k_i + 1, V] of each sequence."""
+    """Logits [k_i + 1, V] for each sequence."""
     spans = []
     for b, seq in enumerate(seqs):
         proposed = proposal.token_ids[b, : proposal.lens[b]].clamp(min=0).tolist()
@@ -134,7 +134,7 @@ def score(seqs: list[Sequence], proposal: Proposal, parts: RoundParts) -> list[t
 
 
 def by_sequence(rows: list[torch.Tensor], k: int) -> torch.Tensor:
-    """[B, K + 1, ...], zero past each sequence's own."""
+    """Stack rows to [B, K + 1, ...], with zeros past each sequence's rows."""
     whole = rows[0].new_zeros(len(rows), k + 1, *rows[0].shape[1:])
     for b, row in enumerate(rows):
         whole[b, : len(row)] = row
@@ -142,7 +142,7 @@ def by_sequence(rows: list[torch.Tensor], k: int) -> torch.Tensor:
 
 
 def verify(d: Decision) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens [B, K + 1] and accepted [B], by rejection sampling over probabilities."""
+    """Tokens [B, K + 1] and accepted counts [B], by rejection sampling over probabilities."""
     lens = torch.tensor(d.proposal.lens, dtype=torch.int32, device=d.target_probs.device)
     tokens, accepted = rejection_sample_reference(
         d.proposal.token_ids.clamp(min=0),
@@ -159,7 +159,7 @@ def verify(d: Decision) -> tuple[torch.Tensor, torch.Tensor]:
 def verify_greedy(
     proposal: Proposal, best: torch.Tensor, stands: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """best: int64 [B, K + 1], the target's choices. stands: bool [B, K]."""
+    """Greedy rounds. best: int64 [B, K + 1], the target's choices. stands: bool [B, K]."""
     tokens, accepted = [], []
     for b, length in enumerate(proposal.lens):
         drafted, own = proposal.token_ids[b].tolist(), best[b].tolist()
@@ -175,7 +175,7 @@ def verify_greedy(
 
 @dataclass(eq=False)
 class RaggedRounds:
-    """In the place of `engine.graphs.Rounds`: every round is over when it is launched."""
+    """Replaces `engine.graphs.Rounds`; a round is finished when `launch` returns."""
 
     parts: RoundParts
     num_slots: int
@@ -264,7 +264,7 @@ class RaggedRounds:
     def _own(
         logits: list[torch.Tensor], params: SamplingParams, noise: Noise, k: int
     ) -> torch.Tensor:
-        """The target's own token at every place, int64 [B, K + 1]."""
+        """The token that the target draws at every place, int64 [B, K + 1]."""
         if params.is_greedy:
             return by_sequence([greedy_pick(row) for row in logits], k)
         drawn = [
@@ -287,7 +287,7 @@ class RaggedRounds:
 
 @dataclass
 class OracleCache:
-    """In the place of `engine.rounds.RoundCache`."""
+    """Replaces `engine.rounds.RoundCache`."""
 
     batch_size: int
     decide: Any
@@ -299,7 +299,7 @@ class OracleCache:
 
 
 def with_oracle(engine: Engine, decide: Any = verify) -> Engine:
-    """The same models and caches with ragged rounds; decide: a rule planted in their place."""
+    """The same models and caches with ragged rounds. decide: the rule for sampled rounds."""
     other = copy(engine)
     other._rounds = OracleCache(engine.batch_size, decide)  # type: ignore[assignment]
     return other

@@ -1,4 +1,4 @@
-"""Run folders made by hand, as the contract has them, with figures that can be checked."""
+"""Run folders made by hand by the contract, with figures that can be checked."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ DRAFT, OTHER = "org/draft-1b", "org/draft-300m"
 
 
 def acceptance(k: int, rate: float, drafts: int = 1000) -> Record:
-    """Counts of `drafts` rounds in which each proposal stands with probability `rate`."""
+    """Counts of `drafts` rounds in which each proposal is accepted with probability `rate`."""
     per_pos = [round(drafts * rate**i) for i in range(1, k + 1)]
     reached = [drafts, *per_pos]
     histogram = [a - b for a, b in zip(reached, [*per_pos, 0], strict=True)]
@@ -75,7 +75,7 @@ def sweep_points(
     drafts: Sequence[tuple[str, float, float]] = ((DRAFT, 0.78, 0.95), (OTHER, 0.6, 0.5)),
     target_ms: float = 4.2,
 ) -> list[Record]:
-    """Points of a sweep; drafts: name, chance that a proposal stands, ms a proposal."""
+    """Points of a sweep. drafts: name, chance that a proposal is accepted, ms a proposal."""
     points: list[Record] = []
     for batch_size in batch_sizes:
         plain = metrics(0, batch_size, 0.0, 0.0, target_ms)
@@ -181,7 +181,7 @@ def as_points(records: Iterable[Record]) -> list[Point]:
 
 
 def sample_record(**fields: Any) -> Record:
-    """A line of samples.jsonl; of a prompt of 12 tokens, each from a round of its own."""
+    """A line of samples.jsonl for 12 tokens, each from a separate round."""
     found = {
         "draft": DRAFT,
         "k": 0,
@@ -244,7 +244,7 @@ def write_folder(
     samples: Iterable[Record] = (),
     torn: str = "",
 ) -> Path:
-    """A run folder. finished: with a summary. torn: what a crash left at the end of points.jsonl"""
+    """Write a run folder. finished: with a summary. torn: a cut line at the end of points.jsonl."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "environment.json").write_text(json.dumps(ENVIRONMENT))

@@ -1,4 +1,4 @@
-"""The rounds of greedy decoding one by one, for what `experiment.predict` says of their number."""
+"""The rounds of greedy decoding one by one, to check the numbers of `experiment.predict`."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,7 @@ from specdec_cli.experiment.predict import Text
 
 
 def greedy_rounds(text: Text, k: int) -> Iterator[tuple[int, int]]:
-    """The rounds that greedy decoding makes: how many tokens each proposes, how many stand."""
+    """The rounds of greedy decoding: numbers of proposed and accepted tokens of each."""
     start = 0
     while start < text.length:
         chain = text.round_at(start, k)

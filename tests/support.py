@@ -30,7 +30,7 @@ from specdec_cli.models.paged import PagedModel
 CPU = torch.device("cpu")
 VOCAB = 97
 
-# initializer_range 0.2 spreads logits over about +-6, so that wrong attention changes tokens.
+# initializer_range 0.2 spreads logits over about +-6, so wrong attention changes tokens.
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -254,8 +254,8 @@ def save_tiny(folder: Path, family: str, seed: int = 0, **changes: Any) -> Path:
     """Write a random checkpoint of `family` to `folder`."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(tiny_config(family, **changes))
-    # Norms of one and biases of zero would hide a loader that forgets them, and so would stored
-    # buffers, such as those of the routers.
+    # Norms of one, biases of zero and stored buffers (such as routers') would hide a loader that
+    # forgets them.
     stored = model.state_dict()
     buffers = [tensor for name, tensor in model.named_buffers() if name in stored]
     with torch.no_grad():
@@ -341,8 +341,8 @@ def make_engine(
 ) -> Engine:
     """An engine over two saved checkpoints.
 
-    ngram: over one, which looks up suffixes of so many tokens, longest and shortest. runs_ahead:
-    with rounds one ahead of what the host has read, captured on CUDA.
+    ngram: use one checkpoint and look up suffixes of these lengths, longest and shortest.
+    runs_ahead: rounds are one ahead of the host, and captured on CUDA.
     """
     parallel = groups.target or ALONE
     target_model = paged_model(
@@ -381,7 +381,7 @@ def ngram_engine(target: Path, longest: int = 3, shortest: int = 1, **options: A
 
 
 def noise_of(indices: list[int], lengths: list[int], k: int, seed: int) -> Noise:
-    """The engine's noise of a round of these prompts, at these numbers of tokens."""
+    """The engine's noise for a round of these prompts, at these numbers of tokens."""
     index, length = torch.tensor(indices), torch.tensor(lengths)
     return round_noise(torch.tensor(seed), index, length, k)
 

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of layers in CONTRIBUTING.md, held against the tree with `ast`."""
+"""The table of layers in CONTRIBUTING.md: every import in the tree is checked with `ast`."""
 
 import ast
 from pathlib import Path
@@ -8,8 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = "specdec_cli"
 
-# A module imports from its own row or below. `x` covers the whole package `x`. A new module finds
-# its row; when none fits, change this table and the one in CONTRIBUTING.md, and say why.
+# A module imports from its own row or below. `x` covers the whole package `x`. A new module needs a
+# row; if none fits, change this table and the one in CONTRIBUTING.md, and say why.
 ROWS = {
     7: "app signals __main__ commands",
     6: "terminal report",
@@ -21,7 +21,7 @@ ROWS = {
     0: "specdec_cli specdec_kernels errors text demo",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}
-# The package alone is its __init__: everything below it is placed by itself.
+# For these, the name covers only the package's __init__; modules below have separate entries.
 PLACED_ONE_BY_ONE = {PACKAGE}
 
 
@@ -47,7 +47,7 @@ def row(module: str) -> int:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, wherever in the file it does so."""
+    """Every module that a file imports, at any place in the file."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -56,7 +56,7 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{path}: write imports in full"
             base = node.module or ""
             submodules = {f"{base}.{alias.name}" for alias in node.names} & FILES.keys()
-            # Both, when a name is not a module: `from pkg import module, function`.
+            # Both count if some name is not a module: `from pkg import module, function`.
             found |= submodules
             if len(submodules) < len(node.names):
                 found.add(base)

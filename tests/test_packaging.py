@@ -1,4 +1,4 @@
-"""What the wheel holds, and what importing the command costs."""
+"""The content of the wheel, and the cost of importing the command."""
 
 import fnmatch
 import subprocess
@@ -19,7 +19,7 @@ def wheel_settings() -> dict[str, object]:
 
 
 def test_kernels_is_a_source_root_and_no_package() -> None:
-    """transformers probes a package called `kernels` and breaks when ours answers."""
+    """transformers looks for a package called `kernels` and breaks if it finds ours."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert (ROOT / "kernels" / "specdec_kernels" / "__init__.py").exists()
 
@@ -31,7 +31,7 @@ def test_settings_ship_two_packages_and_the_recipes() -> None:
 
 
 def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
-    """By its name: pytest's own choice has `dist` and `build` among them."""
+    """pytest's default leaves out folders by name, among them `dist` and `build`."""
     folders = {path.parent.relative_to(ROOT) for path in (ROOT / "tests").rglob("test_*.py")}
     parts = {part for folder in folders for part in folder.parts}
     assert "dist" in parts
@@ -40,7 +40,7 @@ def test_no_folder_of_tests_is_left_out(pytestconfig: pytest.Config) -> None:
 
 
 def test_the_wheel_lists_two_top_level_names() -> None:
-    """The builder's own list of files, without compressing any."""
+    """The list comes from the builder, without compressing any file."""
     wheel = pytest.importorskip("hatchling.builders.wheel")
     builder = wheel.WheelBuilder(str(ROOT))
     files = {item.distribution_path for item in builder.recurse_included_files()}

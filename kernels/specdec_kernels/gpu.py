@@ -1,15 +1,28 @@
-"""GPU limits that determine launch configurations, and powers of two, which tile sizes are."""
+"""GPU limits that determine launch configurations, and powers of two, which tile sizes are.
+
+Where there is no GPU, the limits are an H100's.
+"""
+
+from functools import cache
 
 import torch
 
 # An H100 or H200, for which the launch configurations are tuned.
+CAPABILITY = (9, 0)
 MULTIPROCESSORS = 132
 SHARED_MEMORY = 227 * 1024  # bytes that one program can have
 CACHE_LINE = 128  # bytes
 
 
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, by which tables of launch configurations are found."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else CAPABILITY
+
+
+@cache
 def shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory that one program can have; an H100's where there is no GPU.
+    """Bytes of shared memory that one program can have.
 
     An A100 has 163 KiB, most workstation GPUs and the L40S 99, an H100 and a B200 227.
     """
@@ -19,8 +32,9 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block))
 
 
+@cache
 def multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors; an H100's where there is no GPU."""
+    """Number of multiprocessors."""
     if device.type != "cuda":
         return MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -17,18 +17,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.gpu import capability
+
 COUNTERS = 1 << 16
 EPOCHS = 1 << 14
+# The interpreter runs one program at a time, and knows no inline assembly. Its products of 16-bit
+# numbers are not to be trusted.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _kept: dict[tuple[str, torch.device], Tensor] = {}
 
 
-def dependent_launch(tensor: Tensor) -> bool:
-    """True if a kernel over `tensor` can be launched before its predecessor ends."""
-    return tensor.is_cuda and torch.cuda.get_device_capability(tensor.device)[0] >= 9
+def dependence(tensor: Tensor) -> dict[str, bool]:
+    """The options of a launch over `tensor`, which starts before its predecessor ends if it can.
+
+    DEPENDENT says whether it can, and is a constant of the kernel, for `after_predecessor`.
+    """
+    dependent = tensor.is_cuda and capability(tensor.device)[0] >= 9
+    return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def launch_options(dependent: bool = False) -> dict[str, bool]:
-    """Triton's options for every launch. dependent: result of `dependent_launch`.
+    """Triton's options for every launch. dependent: whether it may start early.
 
     `enable_fp_fusion` was Triton's default through 3.9, which warns on stderr that this will end.
     """
@@ -80,6 +89,26 @@ def prefetch_l2(pointers):
 
 
 @triton.jit
+def load_acquired(pointers, SCOPE: tl.constexpr):
+    """int32 counters at pointers or addresses; what they announce is visible after the load.
+
+    SCOPE: "gpu", or "sys" for memory that several GPUs share.
+    """
+    if INTERPRETED:
+        found = tl.load(pointers)
+    else:
+        found = tl.inline_asm_elementwise(
+            "ld.acquire." + SCOPE + ".global.s32 $0, [$1];",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    return found
+
+
+@triton.jit
 def is_last(counter_ptr, expected):
     """True in the last of `expected` programs that call it; the others' stores are visible to it.
 
@@ -126,15 +155,7 @@ def wait_for(epochs_ptr, epoch):
     """
     behind = tl.full([], -1, tl.int32)  # a difference, since counters wrap around
     while behind < 0:
-        count = tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.s32 $0, [$1];",
-            "=r,l",
-            [epochs_ptr.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-        behind = count - epoch
+        behind = load_acquired(epochs_ptr, "gpu") - epoch
     tl.debug_barrier()
 
 

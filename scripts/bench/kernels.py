@@ -265,7 +265,7 @@ class Batch:
         blocks = -(-context // BLOCK_SIZE)
         self.num_blocks = sequences * blocks + 1
         order = torch.randperm(sequences * blocks, device="cuda", dtype=torch.int32) + 1
-        # The width for a context of 128k tokens.
+        # Wide enough for a context of 128k tokens.
         self.block_tables = torch.zeros(sequences, 8192, dtype=torch.int32, device="cuda")
         self.block_tables[:, :blocks] = order.view(sequences, blocks)
         starts = torch.arange(0, self.rows + 1, queries, dtype=torch.int32, device="cuda")

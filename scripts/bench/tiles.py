@@ -1,6 +1,6 @@
 """Tries tiles of a linear layer with few rows, to choose those of `specdec_kernels.linear.tiles`.
 
-It does not try `one_row_linear_triton`, the kernel for one row of a narrow model.
+It does not try `linear.one_row_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 
@@ -107,7 +107,7 @@ def main() -> None:
         for tiles in found[share[0] :: share[1]] if share else found:
             try:
                 case.run(case.weights[0], tiles)
-            except Exception as error:  # needs more registers or memory than there are
+            except Exception as error:  # needs more registers or shared memory than there are
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:

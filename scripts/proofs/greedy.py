@@ -186,7 +186,7 @@ def main() -> int:
             f"in {time.perf_counter() - started:.0f} s",
             flush=True,
         )
-        # The longest cases first, so that no core waits for one at the end.
+        # The longest cases first, so that no core waits for a long one at the end.
         cases = sorted(
             (
                 Case(k, proposer, b, args.prompts, args.new_tokens)

@@ -74,7 +74,7 @@ def percentile(measure: SumRatio, rng: np.random.Generator) -> list[float]:
 
 
 def bca(measure: SumRatio, rng: np.random.Generator) -> list[float]:
-    """Bias-corrected and accelerated (Efron 1987), by scipy's normal distribution."""
+    """The bias-corrected and accelerated interval (Efron 1987), by scipy's normal distribution."""
     from scipy.stats import norm
 
     logs = resampled(measure, rng, stats.RESAMPLES)

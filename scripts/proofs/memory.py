@@ -49,7 +49,7 @@ def document(what: str, outcome: tuple[int, str, str, float]) -> dict[str, Any]:
 
 
 class Watch(threading.Thread):
-    """Peak memory in use on each GPU as of nvidia-smi, in GiB."""
+    """Peak memory in use on each GPU, as reported by nvidia-smi, in GiB."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -79,7 +79,7 @@ def prompt_length(profile: dict[str, Any], wanted: int) -> tuple[int, int]:
     size, usable = profile["block_size"], profile["num_blocks"] - 1
     k = profile["recipe"]["speculation"]["num_speculative_tokens"]
     at_once = max(1, usable // -(-wanted // size))
-    # Admission of the last sequence leaves one spare block for each.
+    # When the last sequence is admitted, one spare block for each sequence is left.
     return (usable - at_once) // at_once * size - k, at_once
 
 

@@ -1,4 +1,4 @@
-"""Tests failing ranks, signals to the parent and equal tokens over ranks with the real command.
+"""Tests of the real command with several ranks: failing ranks, signals to the parent, equal tokens.
 
     python scripts/proofs/ranks.py [--timeout 8] [--device cpu] [--target-tp 2] [--only WORD]
 
@@ -35,7 +35,7 @@ SIGNAL_S = 5.0
 
 @dataclass(frozen=True)
 class Row:
-    """One run: the fault, the outcome, and whether the outcome is as promised."""
+    """One run: the fault, the outcome, and True if the outcome is as promised."""
 
     name: str
     code: int

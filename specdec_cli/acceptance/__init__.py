@@ -1,1 +1,1 @@
-"""Acceptance rules, a file each. Nothing outside this folder knows the name of one."""
+"""Acceptance rules, a file each. A round knows none of them by name."""

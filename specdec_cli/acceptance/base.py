@@ -1,4 +1,4 @@
-"""What a round needs of an acceptance rule, and how every rule draws without proposals."""
+"""The interface between a round and an acceptance rule, and the draw for rounds of no proposals."""
 
 from typing import Protocol
 
@@ -10,9 +10,9 @@ from specdec_cli.core.types import SamplingParams
 
 class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
-    decision rests on proposals behind the last one accepted; the next round's noise is then
-    another. draws_when_greedy: whether it reads noise even where decoding is greedy. remark: what
-    a reader of any number has to know of a rule that is not lossless.
+    decision depends on proposals past the last accepted one; noise is then keyed by round too.
+    draws_when_greedy: whether it reads noise even in greedy decoding. remark: a note for readers of
+    any number that a rule which is not lossless produced.
     """
 
     @property
@@ -31,25 +31,25 @@ class AcceptanceRule(Protocol):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Decide a round of K >= 1 proposals a sequence, on rank 0, with tensor operations alone.
+        """Decide a round of K >= 1 proposals a sequence, on rank 0, with tensor operations only.
 
-        noise: None where nothing reads it.
+        noise: None if decoding is greedy, unless `draws_when_greedy`.
         """
         ...
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The fate of proposals for `count` output tokens where this rule alone decides it.
+        """Expected acceptance over `count` output tokens, if this rule alone determines it.
 
-        index: of the prompt, of `start` tokens. None where the proposer's own forecast holds.
-        Raises `NoForecast` where there is none.
+        index: the prompt's. start: tokens of the prompt. None if the proposer's forecast holds
+        under this rule. Raises `NoForecast` if neither can tell.
         """
         ...
 
 
 class NoForecast(Exception):
-    """A rule's acceptance cannot be told from the chances of single tokens."""
+    """A rule's acceptance cannot be predicted from the chances of single tokens."""
 
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:

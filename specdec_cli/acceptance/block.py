@@ -1,6 +1,6 @@
 """Block verification (Sun et al., arXiv 2403.10444): proposals are judged jointly.
 
-Lossless like rejection sampling, and in expectation accepts as many proposals or more.
+The rule is lossless like rejection sampling, and in expectation accepts as many proposals or more.
 """
 
 from specdec_kernels import ops
@@ -13,10 +13,10 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Block:
-    """The longest prefix of the proposals stands that passes a test of its joint probability.
+    """Accept the longest prefix of the proposals that passes a test of its joint probability.
 
-    A later prefix may pass where an earlier one does not, so a decision rests on proposals behind
-    the last one accepted. Greedy decoding is the one-hot case, in which both rules agree.
+    A longer prefix may pass even if a shorter one does not, so a decision depends on proposals past
+    the last accepted one. In greedy decoding the rule equals rejection sampling.
     """
 
     is_lossless = True
@@ -51,7 +51,7 @@ class Block:
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The proposer's own where decoding is greedy; single tokens do not tell a joint test."""
+        """None in greedy decoding; otherwise chances of single tokens do not predict this rule."""
         if params.is_greedy:
             return None
         raise NoForecast

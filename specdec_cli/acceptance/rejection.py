@@ -11,8 +11,8 @@ from specdec_cli.core.types import SamplingParams
 class Rejection:
     """Accept d_i iff u_i * q(d_i) < p(d_i); at the first rejection draw from norm(max(p - q, 0)).
 
-    With every proposal accepted, draw from the target's next distribution. Greedy decoding is the
-    one-hot case, for which the target's choices are enough.
+    If every proposal is accepted, draw from the target's next distribution. Greedy decoding is the
+    one-hot case, which needs only the target's choices.
     """
 
     is_lossless = True

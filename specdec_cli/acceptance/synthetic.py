@@ -1,6 +1,8 @@
-"""Acceptance by given rates, to time drafts that do not exist yet."""
+"""Acceptance at given rates, to time drafts that do not exist yet."""
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 
 import torch
 from specdec_kernels import ops
@@ -17,10 +19,10 @@ _LONGEST_PROPOSAL = 1024
 
 @dataclass(frozen=True, eq=False)
 class SyntheticAcceptance:
-    """Accept by given rates, whatever the models say.
+    """Accept at given rates, independent of the models.
 
     All the work of drafting and scoring is done; the text is not the target's.
-    conditional: chance that the proposal at each place is accepted when those before it were.
+    conditional: chance that the proposal at each place is accepted if those before it were.
     """
 
     conditional: tuple[float, ...]
@@ -32,16 +34,16 @@ class SyntheticAcceptance:
 
     @classmethod
     def from_rates(cls, marginal: tuple[float, ...]) -> "SyntheticAcceptance":
-        """From the share of drafts accepted up to each place, which never rises."""
+        """Make a rule from the shares of drafts accepted up to each place, which never rise."""
         earlier = (1.0, *marginal)
         return cls(tuple(m / e if e else 0.0 for e, m in zip(earlier, marginal, strict=False)))
 
     @classmethod
     def from_length(cls, length: float, k: int) -> "SyntheticAcceptance":
-        """From the mean tokens a round at proposal length k, with one rate for all places.
+        """Make a rule from the mean tokens a round at proposal length k, with one rate everywhere.
 
-        Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1); the same a
-        then serves every proposal length.
+        Solves (1 - a^(k+1)) / (1 - a) = length for a (Leviathan et al., equation 1). The same a is
+        used for every proposal length.
         """
         low, high = 0.0, 1.0
         for _ in range(60):
@@ -50,7 +52,7 @@ class SyntheticAcceptance:
         return cls((high,) * _LONGEST_PROPOSAL)
 
     def rates(self, k: int) -> tuple[float, ...]:
-        """The conditional rates of k places. Raises `UsageError` when fewer were given."""
+        """The conditional rates of k places. Raises `UsageError` if fewer were given."""
         if k > len(self.conditional):
             raise UsageError(
                 f"{k} tokens are proposed a round and there are {len(self.conditional)} "
@@ -66,7 +68,7 @@ class SyntheticAcceptance:
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        """Accept the proposal at each place by its rate; the token that follows is the target's."""
+        """Accept the proposal at each place by its rate, then draw a token from the target."""
         assert noise is not None
         c, logits = candidates, target.logits.flatten(0, 1)
         stats = None if params.is_greedy else softmax_stats(logits, params)
@@ -77,21 +79,21 @@ class SyntheticAcceptance:
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The very numbers that rounds draw, beside the rates."""
+        """The rates, and the same random numbers that rounds draw."""
         rates = torch.tensor(self.rates(k), dtype=torch.float32)
         seed, at, length = (torch.tensor(n) for n in (params.seed, index, start))
         noise = round_noise(seed, at[None], length[None], count)
         return Forecast(draws=tuple(noise.accept[0].tolist()), rates=tuple(rates.tolist()))
 
     def _on_device(self, k: int, device: torch.device) -> torch.Tensor:
-        """fp32 [K]; made by the first round of a length, which no graph captures."""
+        """Rates, fp32 [K]; made by the first round of a length, which is not captured."""
         if (k, device) not in self._made:
             self._made[k, device] = torch.tensor(self.rates(k), device=device)
         return self._made[k, device]
 
 
 def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
-    """By the recipe's rates, or by its mean length at the recipe's k."""
+    """The rule with the recipe's rates, or with its mean length at the recipe's k."""
     rates, length = (
         speculation.synthetic_acceptance_rates,
         speculation.synthetic_acceptance_length,
@@ -100,3 +102,23 @@ def from_recipe(speculation: SpeculationSection) -> SyntheticAcceptance:
         return SyntheticAcceptance.from_rates(rates)
     assert length is not None, "the recipe's schema saw to it"
     return SyntheticAcceptance.from_length(length, speculation.num_speculative_tokens)
+
+
+def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
+    """A mean length belongs to the recipe's own k, so it becomes rates, of `k` places."""
+    rates = speculation.synthetic_acceptance_rates
+    if rates is None:
+        conditional = from_recipe(
+            speculation
+            if speculation.num_speculative_tokens
+            else speculation.model_copy(update={"num_speculative_tokens": k})
+        ).rates(k)
+        rates = tuple(accumulate(conditional, mul))
+    if len(rates) < k:
+        raise UsageError(
+            f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {k}",
+            "give a rate for every position, or synthetic_acceptance_length",
+        )
+    return speculation.model_copy(
+        update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+    )

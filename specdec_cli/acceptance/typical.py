@@ -1,6 +1,6 @@
 """Typical acceptance (Cai et al., "Medusa", arXiv 2401.10774, section 3.3.2): lossy.
 
-What is accepted is likely enough by the target, not distributed as the target's own text is.
+Accepted tokens are likely enough under the target, but not distributed as the target's text is.
 """
 
 import torch
@@ -17,8 +17,8 @@ from specdec_cli.recipe import SpeculationSection
 class Typical:
     """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
 
-    H is the entropy of p, after temperature, top-k and top-p, in nats: where the target is unsure,
-    less likely tokens stand. Greedy decoding accepts the target's own choices alone.
+    H is the entropy of p, after temperature, top-k and top-p, in nats. If the target is unsure,
+    less likely tokens are accepted. Greedy decoding accepts only the target's choices.
     """
 
     is_lossless = False
@@ -45,12 +45,12 @@ class Typical:
         stats = softmax_stats(logits, params)
         own = draw(logits, stats, params, noise.sample.flatten()).view(target.logits.shape[:2])
         stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
-        # `ops.accept` lets a proposal stand whose noise is below its place's rate.
+        # `ops.accept` accepts a proposal if its noise is below its place's rate.
         rates = torch.full((k,), 0.5, device=stands.device)
         return Verdict(*ops.accept(c.token_ids, own, c.lens, (~stands).float(), rates))
 
     def stands(self, probs: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        """Whether each proposal is typical. probs: fp32 [B, K, V]. token_ids: int64 [B, K]."""
+        """Test of each proposal, bool [B, K]. probs: fp32 [B, K, V]. token_ids: int64 [B, K]."""
         entropy = torch.special.entr(probs).sum(dim=-1)
         p = probs.gather(-1, token_ids.clamp(min=0)[..., None])[..., 0]
         least = (self.alpha * (-entropy).exp()).clamp(max=self.threshold)
@@ -59,7 +59,7 @@ class Typical:
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
-        """The proposer's own where decoding is greedy; sampled, its chances are not this rule's."""
+        """None in greedy decoding; else the proposer's chances are not those of this rule."""
         if params.is_greedy:
             return None
         raise NoForecast

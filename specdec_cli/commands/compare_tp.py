@@ -11,56 +11,32 @@ from typing import Annotated
 
 import typer
 
-import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
+from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import say_error, waiting
-from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.commands.status import say_kept, show, waiting, warn
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
 
 TargetTPs = Annotated[
     str | None,
-    typer.Option(
-        "--target-tp",
-        metavar="LIST",
-        help="Ranks of the target, such as 1,2,4. Default: the recipe's.",
-    ),
+    option("--target-tp", "LIST", "Ranks of the target, such as 1,2,4. Default: the recipe's."),
 ]
-DraftTPs = Annotated[
-    str | None,
-    typer.Option(
-        "--draft-tp",
-        metavar="LIST",
-        help="Ranks of the draft, such as 1,2,4. Default: every divisor of the target's.",
-    ),
-]
-BatchSizes = Annotated[
-    str | None,
-    typer.Option("--batch-size", metavar="LIST", help="Batch sizes, such as 1,8."),
-]
-Batches = Annotated[
-    int | None,
-    typer.Option(
-        "--batches",
-        metavar="N",
-        min=1,
-        help="Use only the prompts of the first N batches at each batch size.",
-    ),
-]
-Resume = Annotated[
-    bool, typer.Option("--resume", help="Continue the comparison in the folder of -o.")
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be measured; start no ranks.")
-]
+_DRAFT_TPS = "Ranks of the draft, such as 1,2,4. Default: every divisor of the target's."
+DraftTPs = Annotated[str | None, option("--draft-tp", "LIST", _DRAFT_TPS)]
+BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
+_BATCHES = "Use only the prompts of the first N batches at each batch size."
+Batches = Annotated[int | None, option("--batches", "N", _BATCHES, min=1)]
+Resume = Annotated[bool, option("--resume", None, "Continue the comparison in the folder of -o.")]
+DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; start no ranks.")]
 
 
+@shared()
 def compare_tp(
-    ctx: typer.Context,
-    recipe: options.RecipeArgument = None,
+    asked: Asked,
     target_tp: TargetTPs = None,
     draft_tp: DraftTPs = None,
     dataset: inputs.Dataset = None,
@@ -71,92 +47,30 @@ def compare_tp(
     system: inputs.System = None,
     resume: Resume = False,
     dry_run: DryRun = False,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    ignore_eos: options.IgnoreEos = None,
     batch_size: BatchSizes = None,
-    seed: options.Seed = None,
-    num_blocks: options.NumBlocks = None,
-    block_size: options.BlockSize = None,
-    sets: options.Set = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    allow_pickle: options.AllowPickle = False,
-    plugin: options.Plugin = None,
-    as_json: options.Json = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
 ) -> None:
     """Find the number of the target's ranks on which the draft is fastest.
 
     Each pair of degrees runs in processes of its own, with k = 0 beside it. A pair that fails does
     not end the others. Without a recipe the bundled demo pair runs.
     """
-    place: Place = ctx.obj
+    place = asked.place
     if place.seat is not None:
         raise UsageError(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    plugins = options.load_plugins(plugin)
-    chosen = options.given(ctx, "dataset", "target_tp", "draft_tp", "batch_size")
-    resolved = options.resolve(recipe, sets, chosen | inputs.dataset_options(dataset))
+    resolved = asked.resolve(inputs.dataset_options(dataset))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
     prompts, resolved = inputs.from_data(
-        resolved, dataset, sets, limit, chat, system, skip_bad=skip_bad
+        resolved, dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
     )
-    if resume and output is None:
+    if resume and asked.output is None:
         raise UsageError("--resume needs the comparison's folder", "name it with -o DIR")
-    options.set_up_logging(quiet=quiet, verbose=verbose)
-    code = _compare(
-        place,
-        resolved,
-        prompts,
-        degrees,
-        sizes,
-        batches,
-        (trust_remote_code, allow_pickle, plugins),
-        resume=resume,
-        dry_run=dry_run,
-        as_json=as_json,
-        output=output,
-        quiet=quiet,
-        verbose=verbose,
-    )
-    raise typer.Exit(code)
-
-
-def _compare(
-    place: Place,
-    resolved: "specdec_cli.recipe.Recipe",
-    prompts: "list[specdec_cli.prompts.Prompt]",
-    degrees: tuple[list[int], list[int]],
-    sizes: list[int],
-    batches: int | None,
-    permissions: tuple[bool, bool, tuple[str, ...]],
-    *,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
-    output: Path | None,
-    quiet: bool,
-    verbose: bool,
-) -> ExitCode:
-    """Plan, run the pairs, keep and show the results. Returns the exit code.
-
-    degrees: the target's and the draft's. sizes: batch sizes.
-    """
+    output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet), contextlib.ExitStack() as scratch:
         with importing():
-            from specdec_cli.engine.plan import Permissions
             from specdec_cli.experiment.compare.comparison_plan import (
                 describe_plan,
                 open_folder,
@@ -168,8 +82,7 @@ def _compare(
             from specdec_cli.experiment.run_folder import RunFolder
             from specdec_cli.experiment.settings_file import earlier_environment, read_warnings
 
-        allowed = Permissions(*permissions)
-        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, allowed)
+        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, asked.permissions())
         warnings = warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:
@@ -182,11 +95,10 @@ def _compare(
         else:
             folder = RunFolder(Path(scratch.enter_context(tempfile.TemporaryDirectory())))
         kept = scratch.pop_all()
-    for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+    warn(warnings)
     if dry_run:
-        typer.echo(to_json(document) if as_json else document["text"])
-        return ExitCode.OK
+        typer.echo(to_json(document) if asked.as_json else document["text"])
+        return
 
     from specdec_cli.experiment.compare.parent import (
         document_of,
@@ -200,13 +112,12 @@ def _compare(
     view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
     with kept:
         try:
-            codes = run_pairs(plan, records, folder, ranks_program(place, quiet, verbose), view)
+            codes = run_pairs(plan, records, folder, ranks_program(asked), view)
         except (KeyboardInterrupt, SystemExit):
             if output is not None:
                 view.close()
                 done = sum(not records.open_sizes(pair) for pair in plan.to_run)
-                typer.echo(f"{done} of {len(plan.to_run)} pairs are kept in {output}", err=True)
-                typer.echo("go on with the same command and --resume", err=True)
+                say_kept(f"{done} of {len(plan.to_run)} pairs", output)
             raise
         finally:
             view.close()
@@ -217,14 +128,9 @@ def _compare(
         if output is not None:
             write_summary(folder, document)
             write_pictures(output, quiet=quiet)
-    for warning in document["warnings"][len(warnings) :]:
-        typer.echo(f"warning: {warning}", err=True)
-    if as_json:
-        typer.echo(to_json(document))
-    else:
-        print_results(document)
-    say_error(document)
-    return code
+    warn(document["warnings"][len(warnings) :])
+    show(document, print_results, as_json=asked.as_json)
+    raise typer.Exit(code)
 
 
 def compare_tp_ranks(
@@ -248,7 +154,8 @@ def compare_tp_ranks(
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
             from specdec_cli.experiment.records import Point
-            from specdec_cli.terminal.compare import point_line, say
+            from specdec_cli.terminal.compare import point_line
+            from specdec_cli.terminal.render import say
 
         def tell(point: Point) -> None:
             if not quiet and not sys.stderr.isatty():
@@ -270,8 +177,8 @@ def degrees_of(
     return targets, drafts or sorted(divisors)
 
 
-def ranks_program(place: Place, quiet: bool, verbose: bool) -> list[str]:
+def ranks_program(asked: Asked) -> list[str]:
     """The command line of a rank, which starts in the same way as this process."""
-    start = place.program[: place.program.index("compare-tp")]
-    flags = ["-q"] * quiet + ["-v"] * verbose
-    return [*start, RANKS_COMMAND, *flags]
+    program = asked.place.program
+    flags = ["-q"] * asked.quiet + ["-v"] * asked.verbose
+    return [*program[: program.index("compare-tp")], RANKS_COMMAND, *flags]

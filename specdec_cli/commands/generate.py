@@ -16,135 +16,73 @@ import typer
 import specdec_cli.experiment
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
+from specdec_cli.commands.joining import joined
+from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.launch.world import Place, World, join
+from specdec_cli.launch.world import World
 from specdec_cli.text import is_unicode
 
 _PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
 
 Prompts = Annotated[
-    list[str] | None,
-    typer.Option("--prompt", metavar="TEXT", help="Text of a prompt; may be repeated."),
+    list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.")
 ]
-PromptFile = Annotated[
-    str | None,
-    typer.Option(
-        "--prompt-file",
-        metavar="FILE",
-        help="File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet.",
-    ),
-]
+_PROMPT_FILE = "File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet."
+PromptFile = Annotated[str | None, option("--prompt-file", "FILE", _PROMPT_FILE)]
 
 
+@shared()
 def generate(
-    ctx: typer.Context,
-    recipe: options.RecipeArgument = None,
+    asked: Asked,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
     chat: inputs.Chat = None,
     system: inputs.System = None,
     limit: options.Limit = None,
     skip_bad: options.SkipBad = False,
-    target: options.Target = None,
-    draft: options.Draft = None,
-    target_tp: options.TargetTP = None,
-    draft_tp: options.DraftTP = None,
-    num_speculative_tokens: options.NumSpeculativeTokens = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    ignore_eos: options.IgnoreEos = None,
-    batch_size: options.BatchSize = None,
-    seed: options.Seed = None,
-    num_blocks: options.NumBlocks = None,
-    block_size: options.BlockSize = None,
-    sets: options.Set = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    allow_pickle: options.AllowPickle = False,
-    plugin: options.Plugin = None,
-    as_json: options.Json = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
     Prompts come from --prompt, --prompt-file, standard input if it is piped, or the recipe's
     data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
-    from specdec_cli.models.ahead import check_ahead
     from specdec_cli.prompts import as_conversations
 
-    options.set_up_logging(quiet=quiet, verbose=verbose)
-    plugins = options.load_plugins(plugin)
     source = _Source(prompt or [], prompt_file, limit, skip_bad)
-    chosen = {"prompt_file": source.recipe_path, **options.given(ctx, "prompt_file")}
-    resolved = options.resolve(recipe, sets, chosen)
+    resolved = asked.resolve({"prompt_file": source.recipe_path})
     use_chat, opening = inputs.chat_of(chat, system, resolved.data)
 
     def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
-        found, data = _prompts(source, resolved.data, options.parse_sets(sets or ()))
+        found, data = _prompts(source, resolved.data, options.parse_sets(asked.sets or ()))
         if data is not None:
             data = data.model_copy(update={"chat": use_chat, "system": opening})
         return as_conversations(found, use_chat, opening), data
 
-    place: Place = ctx.obj
-    if place.rank is None or place.rank.tells_user:
-        options.warn_of_unused(
-            resolved, has_draft=draft is not None, num_proposed=num_speculative_tokens
-        )
-    num_ranks, timeout_s = resolved.target.tensor_parallel_size, resolved.run.timeout_s
-    if place.must_start(num_ranks):
-        prompts_and_data = read()
-        check_ahead(resolved)
-        raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=prompts_and_data))
-    with join(place, num_ranks, device=resolved.run.device, timeout_s=timeout_s) as world:
-        prompts, data = world.inputs(read)
-        code = _write(
-            world,
-            resolved.model_copy(update={"data": data}),
-            prompts,
-            _Asked(
-                permissions=(trust_remote_code, allow_pickle, plugins),
-                is_single=bool(prompt) and len(prompts) == 1,
-                as_json=as_json,
-                output=output,
-                quiet=quiet,
-            ),
-        )
+    asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
+    with joined(asked.place, [resolved], read) as (world, (prompts, data)):
+        named = resolved.model_copy(update={"data": data})
+        is_single = bool(prompt) and len(prompts) == 1
+        code = _write(world, named, prompts, asked, is_single=is_single)
     raise typer.Exit(code)
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """Options beside recipe and prompts.
-
-    permissions: to run a model's own code, and to load pickled weights. is_single: the only prompt
-    is on the command line, so the run fails if that prompt cannot run.
-    """
-
-    permissions: tuple[bool, bool, tuple[str, ...]]
-    is_single: bool
-    as_json: bool
-    output: Path | None
-    quiet: bool
 
 
 def _write(
     world: World,
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
-    asked: _Asked,
+    asked: Asked,
+    *,
+    is_single: bool,
 ) -> ExitCode:
-    """Run the prompts and show the results on rank 0; returns the exit code."""
-    ready = _get_ready(world, resolved, prompts, asked)
+    """Run the prompts and show the results on rank 0; returns the exit code.
+
+    is_single: the only prompt is on the command line, so the run fails if it cannot run.
+    """
+    ready = _get_ready(world, resolved, prompts, asked, is_single=is_single)
     written = _run(world, ready, asked)
     outputs = written.outputs
-    if asked.is_single and outputs[0].error is not None:
+    if is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
             ready.folder.forget("samples.jsonl")
@@ -163,18 +101,19 @@ def _get_ready(
     world: World,
     resolved: "specdec_cli.recipe.Recipe",
     prompts: "list[specdec_cli.prompts.Prompt]",
-    asked: _Asked,
+    asked: Asked,
+    *,
+    is_single: bool,
 ) -> "specdec_cli.experiment.generation.Ready":
     """Check everything, create the run folder, load the models."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing():
             from specdec_cli.engine.build import build
-            from specdec_cli.engine.plan import Permissions
             from specdec_cli.experiment.generation import Ready, prepare
             from specdec_cli.experiment.results import environment
 
-        job = prepare(resolved, prompts, Permissions(*asked.permissions))
-        if asked.is_single and (problem := job.too_long(0)):
+        job = prepare(resolved, prompts, asked.permissions())
+        if is_single and (problem := job.too_long(0)):
             raise UsageError(problem, "shorten the prompt")
         where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
         folder = None
@@ -187,7 +126,7 @@ def _get_ready(
 
 
 def _run(
-    world: World, ready: "specdec_cli.experiment.generation.Ready", asked: _Asked
+    world: World, ready: "specdec_cli.experiment.generation.Ready", asked: Asked
 ) -> "specdec_cli.experiment.generation.Written":
     """Run the prompts; each output is shown and on disk as soon as it comes."""
     from specdec_cli.engine.run import Emission
@@ -252,8 +191,8 @@ def _summarise(
     print_summary(
         written.metrics,
         baseline(ready.engine, job, written.outputs) if compared else None,
+        _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        remarks=_remarks(job),
         is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 

@@ -5,33 +5,18 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Annotated, Any
 
-import typer
 from typer.core import TyperCommand
 
 import specdec_cli
 from specdec_cli.commands import options
 from specdec_cli.errors import UsageError
 
-Chat = Annotated[
-    bool | None,
-    typer.Option(
-        "--chat/--no-chat",
-        help="Render prompts with the target's chat template. Default: only lines with messages.",
-        show_default=False,
-    ),
-]
-System = Annotated[
-    str | None,
-    typer.Option(
-        "--system", metavar="TEXT", help="System message of every conversation; implies --chat."
-    ),
-]
-Dataset = Annotated[
-    str | None,
-    typer.Option(
-        "--dataset", metavar="PATH[:SPLIT[:COLUMN]]", help="Prompts that replace the recipe's data."
-    ),
-]
+_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
+Chat = Annotated[bool | None, options.option("--chat/--no-chat", None, _CHAT, show_default=False)]
+_SYSTEM = "System message of every conversation; implies --chat."
+System = Annotated[str | None, options.option("--system", "TEXT", _SYSTEM)]
+_DATASET = "Prompts that replace the recipe's data."
+Dataset = Annotated[str | None, options.option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET)]
 
 
 class OneSource(TyperCommand):

@@ -7,7 +7,7 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import say_error, waiting
+from specdec_cli.commands.status import show, waiting, warn
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
 
@@ -38,18 +38,12 @@ def merge(
         raise UsageError("merge needs an output folder", "name a new one with -o DIR")
     options.set_up_logging(quiet=quiet, verbose=verbose)
     with waiting("merging", quiet=quiet):
-        from specdec_cli.experiment.results import to_json
         from specdec_cli.experiment.sweep.document import exit_code
         from specdec_cli.experiment.sweep.merge import merge_folders
         from specdec_cli.terminal.sweep import print_results
 
         document, records = merge_folders(folders, output)
-    for warning in document["warnings"]:
-        typer.echo(f"warning: {warning}", err=True)
+    warn(document["warnings"])
     write_pictures(output, quiet=quiet)
-    if as_json:
-        typer.echo(to_json(document))
-    else:
-        print_results(document)
-    say_error(document)
+    show(document, print_results, as_json=as_json)
     raise typer.Exit(exit_code(document, records))

@@ -4,10 +4,12 @@ Knows option names and the dotted keys that they set. Does not know which values
 recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
+import inspect
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -15,10 +17,23 @@ import typer
 
 import specdec_cli
 from specdec_cli.errors import UsageError
+from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, is_unicode, one_line
 
-_MODELS, _TEXT, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
+_MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
+_K = "num_speculative_tokens"
 _MAX_COUNT = 2**31 - 1  # the limit in the recipe's schema, which is too heavy to import here
+
+
+def option(
+    flags: str, metavar: str | None, help: str, panel: str | None = None, **more: Any
+) -> Any:
+    """An option for `Annotated`. flags: its spellings, apart by spaces. metavar: None for a flag.
+
+    more: further arguments of `typer.Option`.
+    """
+    return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
+
 
 RecipeArgument = Annotated[
     str | None,
@@ -28,172 +43,19 @@ RecipeArgument = Annotated[
         show_default=False,
     ),
 ]
-Target = Annotated[
-    str | None,
-    typer.Option("--target", metavar="MODEL", help="Target model.", rich_help_panel=_MODELS),
-]
-Draft = Annotated[
-    str | None,
-    typer.Option("--draft", metavar="MODEL", help="Draft model.", rich_help_panel=_MODELS),
-]
-TargetTP = Annotated[
-    int | None,
-    typer.Option("--target-tp", metavar="N", help="Ranks of the target.", rich_help_panel=_MODELS),
-]
-DraftTP = Annotated[
-    int | None,
-    typer.Option(
-        "--draft-tp",
-        metavar="N",
-        help="Ranks of the draft; must divide the target's.",
-        rich_help_panel=_MODELS,
-    ),
-]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        "--dtype",
-        metavar="TYPE",
-        help="Data type of both models: auto, float32, bfloat16 or float16.",
-        rich_help_panel=_MODELS,
-    ),
-]
-TrustRemoteCode = Annotated[
-    bool,
-    typer.Option(
-        "--trust-remote-code",
-        help="Run Python code from a model's repository.",
-        rich_help_panel=_MODELS,
-    ),
-]
-AllowPickle = Annotated[
-    bool,
-    typer.Option(
-        "--allow-pickle",
-        help="Load pickled weights, which can run code.",
-        rich_help_panel=_MODELS,
-    ),
-]
-Plugin = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--plugin",
-        metavar="FILE.py",
-        help="Run a Python file that adds methods, acceptance rules or length policies; may be "
-        "repeated.",
-        rich_help_panel=_MODELS,
-    ),
-]
-NumSpeculativeTokens = Annotated[
-    int | None,
-    typer.Option(
-        "-k",
-        "--num-speculative-tokens",
-        metavar="K",
-        help="Proposed tokens per round; 0 decodes without a draft.",
-        rich_help_panel=_TEXT,
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        metavar="T",
-        help="Sampling temperature; 0 is greedy.",
-        rich_help_panel=_TEXT,
-    ),
-]
-TopK = Annotated[
-    int | None,
-    typer.Option(
-        "--top-k", metavar="N", help="Keep the N likeliest tokens; 0 is all.", rich_help_panel=_TEXT
-    ),
-]
-TopP = Annotated[
-    float | None,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        help="Keep the smallest set of tokens with probability P; 1 is all.",
-        rich_help_panel=_TEXT,
-    ),
-]
-MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-new-tokens", metavar="N", help="Most tokens per prompt.", rich_help_panel=_TEXT
-    ),
-]
-IgnoreEos = Annotated[
-    bool | None,
-    typer.Option(
-        "--ignore-eos/--no-ignore-eos",
-        help="Continue past the end-of-text token.",
-        show_default=False,
-        rich_help_panel=_TEXT,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        "--device", metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", rich_help_panel=_RUN
-    ),
-]
-BatchSize = Annotated[
-    int | None,
-    typer.Option(
-        "--batch-size", metavar="N", help="Prompts decoded together.", rich_help_panel=_RUN
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option("--seed", metavar="N", help="Seed of all random numbers.", rich_help_panel=_RUN),
-]
-NumBlocks = Annotated[
-    int | None,
-    typer.Option(
-        "--num-blocks", metavar="N", help="KV cache blocks, else what fits.", rich_help_panel=_RUN
-    ),
-]
-BlockSize = Annotated[
-    int | None,
-    typer.Option("--block-size", metavar="N", help="Tokens per block.", rich_help_panel=_RUN),
-]
 Limit = Annotated[
     int | None,
-    typer.Option(
-        "--limit",
-        metavar="N",
-        min=1,
-        max=_MAX_COUNT,
-        help="Use only the first N prompts.",
-        rich_help_panel=_RUN,
-    ),
+    option("--limit", "N", "Use only the first N prompts.", _RUN, min=1, max=_MAX_COUNT),
 ]
 SkipBad = Annotated[
     bool,
-    typer.Option(
-        "--skip-bad",
-        help="Skip lines that hold no valid prompt, and report how many.",
-        rich_help_panel=_RUN,
-    ),
+    option("--skip-bad", None, "Skip lines that hold no valid prompt, and report how many.", _RUN),
 ]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Set any key of the recipe, such as cache.block_size=32; may be repeated.",
-        rich_help_panel=_OUTPUT,
-    ),
-]
+_SET = "Set any key of the recipe, such as cache.block_size=32; may be repeated."
+Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", _SET, _OUTPUT)]
 Json = Annotated[
     bool,
-    typer.Option(
-        "--json",
-        help="Print exactly one JSON document on stdout, also on failure.",
-        rich_help_panel=_OUTPUT,
-    ),
+    option("--json", None, "Print exactly one JSON document on stdout, also on failure.", _OUTPUT),
 ]
 
 
@@ -218,75 +80,183 @@ def _folder(text: str, name: str) -> Path:
 
 Output = Annotated[
     Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        parser=folder,
-        help="Keep the results in this run folder.",
-        rich_help_panel=_OUTPUT,
-    ),
+    option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),
 ]
-Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="No progress.", rich_help_panel=_OUTPUT)]
-Verbose = Annotated[
-    bool,
-    typer.Option("-v", "--verbose", help="Log more, and show tracebacks.", rich_help_panel=_OUTPUT),
-]
+Quiet = Annotated[bool, option("-q --quiet", None, "No progress.", _OUTPUT)]
+Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 
-# Parameter of a command function -> (option as users write it, recipe key that it sets). The parts
-# of --dataset have names of their own.
+_PLUGIN = (
+    "Run a Python file that adds methods, acceptance rules or length policies; may be repeated."
+)
+
+# Recipe keys by the name of the parameter that sets them; `*` stands for both models.
+_KEYS: Final[Mapping[str, str]] = {
+    "target": "target.model",
+    "draft": "draft.model",
+    "target_tp": "target.tensor_parallel_size",
+    "draft_tp": "draft.tensor_parallel_size",
+    _K: "speculation.num_speculative_tokens",
+    "dtype": "*.dtype",
+    "device": "run.device",
+    "temperature": "sampling.temperature",
+    "top_k": "sampling.top_k",
+    "top_p": "sampling.top_p",
+    "max_new_tokens": "sampling.max_new_tokens",
+    "ignore_eos": "sampling.ignore_eos",
+    "batch_size": "run.batch_size",
+    "seed": "run.seed",
+    "num_blocks": "cache.num_blocks",
+    "block_size": "cache.block_size",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
+    "prompt_file": "data.path",
+    "dataset": "data.path",
+    "dataset_split": "data.split",
+    "dataset_column": "data.column",
+    "synthetic_acceptance_rates": "speculation.synthetic_acceptance_rates",
+    "synthetic_acceptance_length": "speculation.synthetic_acceptance_length",
+}
+# Parameter of a command function -> (option as users write it, recipe key that it sets).
 OPTION_KEYS: Final[Mapping[str, tuple[str, str]]] = {
-    "target": ("--target", "target.model"),
-    "draft": ("--draft", "draft.model"),
-    "target_tp": ("--target-tp", "target.tensor_parallel_size"),
-    "draft_tp": ("--draft-tp", "draft.tensor_parallel_size"),
-    "num_speculative_tokens": ("--num-speculative-tokens", "speculation.num_speculative_tokens"),
-    "dtype": ("--dtype", "*.dtype"),
-    "device": ("--device", "run.device"),
-    "temperature": ("--temperature", "sampling.temperature"),
-    "top_k": ("--top-k", "sampling.top_k"),
-    "top_p": ("--top-p", "sampling.top_p"),
-    "max_new_tokens": ("--max-new-tokens", "sampling.max_new_tokens"),
-    "ignore_eos": ("--ignore-eos", "sampling.ignore_eos"),
-    "batch_size": ("--batch-size", "run.batch_size"),
-    "seed": ("--seed", "run.seed"),
-    "num_blocks": ("--num-blocks", "cache.num_blocks"),
-    "block_size": ("--block-size", "cache.block_size"),
-    "gpu_memory_utilization": ("--gpu-memory-utilization", "cache.gpu_memory_utilization"),
-    "prompt_file": ("--prompt-file", "data.path"),
-    "dataset": ("--dataset", "data.path"),
-    "dataset_split": ("--dataset", "data.split"),
-    "dataset_column": ("--dataset", "data.column"),
-    "synthetic_acceptance_rates": (
-        "--synthetic-acceptance-rates",
-        "speculation.synthetic_acceptance_rates",
-    ),
-    "synthetic_acceptance_length": (
-        "--synthetic-acceptance-length",
-        "speculation.synthetic_acceptance_length",
-    ),
+    name: ("--dataset" if name.startswith("dataset") else f"--{name.replace('_', '-')}", key)
+    for name, key in _KEYS.items()
 }
 
+# The options of all commands with a recipe that set a key of it, by panel of the help: parameter,
+# type and name of the value, help.
+_KEY_OPTIONS: Final = {
+    _MODELS: (
+        ("target", str, "MODEL", "Target model."),
+        ("draft", str, "MODEL", "Draft model."),
+        ("target_tp", int, "N", "Ranks of the target."),
+        ("draft_tp", int, "N", "Ranks of the draft; must divide the target's."),
+        ("dtype", str, "TYPE", "Data type of both models: auto, float32, bfloat16 or float16."),
+    ),
+    _RUN: (
+        ("device", str, "DEVICE", "auto, cpu, cuda or cuda:N."),
+        ("batch_size", int, "N", "Prompts decoded together."),
+        ("seed", int, "N", "Seed of all random numbers."),
+        ("num_blocks", int, "N", "KV cache blocks, else what fits."),
+        ("block_size", int, "N", "Tokens per block."),
+    ),
+    _DECODING: (
+        (_K, int, "K", "Proposed tokens per round; 0 decodes without a draft."),
+        ("temperature", float, "T", "Sampling temperature; 0 is greedy."),
+        ("top_k", int, "N", "Keep the N likeliest tokens; 0 is all."),
+        ("top_p", float, "P", "Keep the smallest set of tokens with probability P; 1 is all."),
+        ("max_new_tokens", int, "N", "Most tokens per prompt."),
+        ("ignore_eos", bool, None, "Continue past the end-of-text token."),
+    ),
+}
+_SPELLINGS = {_K: "-k --num-speculative-tokens", "ignore_eos": "--ignore-eos/--no-ignore-eos"}
 
-def given(ctx: typer.Context, *but: str) -> dict[str, Any]:
-    """The given options that set a recipe key, by their names in `OPTION_KEYS`.
 
-    but: options that the command reads itself, such as lists. The result has the order of
-    `OPTION_KEYS`, not that of the command line.
+def _key_parameters() -> Iterator[inspect.Parameter]:
+    """`_KEY_OPTIONS` as parameters that typer reads."""
+    for panel, rows in _KEY_OPTIONS.items():
+        for name, kind, metavar, told in rows:
+            flags = _SPELLINGS.get(name, OPTION_KEYS[name][0])
+            made = option(flags, metavar, told, panel, show_default=False)
+            shown = Annotated[kind | None, made]  # type: ignore[valid-type]
+            yield inspect.Parameter(
+                name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None, annotation=shown
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks for: the options that all commands with a recipe share.
+
+    place: the origin of this process. given: the shared options that set a key of the recipe.
     """
-    values = {name: ctx.params.get(name) for name in OPTION_KEYS if name not in but}
-    return {name: value for name, value in values.items() if value is not None}
+
+    place: Place
+    given: Mapping[str, Any]
+    recipe: RecipeArgument = None
+    sets: Set = None
+    trust_remote_code: Annotated[
+        bool,
+        option("--trust-remote-code", None, "Run Python code from a model's repository.", _MODELS),
+    ] = False
+    allow_pickle: Annotated[
+        bool, option("--allow-pickle", None, "Load pickled weights, which can run code.", _MODELS)
+    ] = False
+    plugin: Annotated[list[str] | None, option("--plugin", "FILE.py", _PLUGIN, _MODELS)] = None
+    as_json: Json = False
+    output: Output = None
+    quiet: Quiet = False
+    verbose: Verbose = False
+
+    @property
+    def is_heard(self) -> bool:
+        """Whether this process tells the user: the parent speaks for the ranks that it started."""
+        return self.place.rank is None or self.place.rank.tells_user
+
+    def permissions(self) -> "specdec_cli.engine.plan.Permissions":
+        """What a model may do. Imports torch."""
+        import specdec_cli.engine.plan
+
+        plugins = tuple(os.path.abspath(file) for file in self.plugin or ())
+        return specdec_cli.engine.plan.Permissions(
+            self.trust_remote_code, self.allow_pickle, plugins
+        )
+
+    def resolve(
+        self, own: Mapping[str, object], sets: Sequence[str] = ()
+    ) -> "specdec_cli.recipe.Recipe":
+        """The recipe of the command line. own: the command's own options, as for `resolve`.
+
+        sets: further values of `--set`.
+        """
+        return resolve(self.recipe, [*(self.sets or ()), *sets], {**self.given, **own})
+
+    def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
+        """Warn the user about proposal options that have no effect with the recipe's method."""
+        from specdec_cli.recipe.choices.registry import NONE, needs_draft
+
+        method, k = resolved.speculation.method, self.given.get(_K)
+        if not self.is_heard:
+            return
+        if has_draft and resolved.draft is not None and not needs_draft(method):
+            typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
+        elif k and method == NONE:
+            why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
+            typer.echo(f"warning: -k {k} has no effect: {why}", err=True)
 
 
-def load_plugins(files: Sequence[str] | None) -> tuple[str, ...]:
-    """Run the plugins of a command line, before its recipe is read: their absolute paths."""
-    if not files:
-        return ()
-    from specdec_cli.plugin import load
+def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the shared options, which it receives as its first argument, an `Asked`.
 
-    for file in files:
-        load(file)
-    return tuple(os.path.abspath(file) for file in files)
+    An option that the command declares itself takes the place of the shared one of that name.
+    without: shared options that it does not have.
+    """
+
+    def decorate(run: Callable[..., None]) -> Callable[..., None]:
+        _, *own = inspect.signature(run).parameters.values()
+        hidden = {*without, *(parameter.name for parameter in own)}
+        keys = [parameter for parameter in _key_parameters() if parameter.name not in hidden]
+        place, _, recipe, *others = inspect.signature(Asked).parameters.values()
+
+        def command(ctx: typer.Context, **values: Any) -> None:
+            theirs = {parameter.name: values.pop(parameter.name) for parameter in own}
+            given = {parameter.name: values.pop(parameter.name) for parameter in keys}
+            asked = Asked(ctx.obj, given, **values)
+            set_up_logging(quiet=asked.quiet, verbose=asked.verbose)
+            if asked.plugin:  # before the recipe is read, which may name what they add
+                from specdec_cli.plugin import load
+
+                for file in asked.plugin:
+                    load(file)
+            run(asked, **theirs)
+
+        context = place.replace(name="ctx", annotation=typer.Context)
+        command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [context, recipe, *own, *keys, *others]
+        )
+        command.__annotations__ = {}  # typer would prefer them to the signature's
+        command.__doc__ = run.__doc__
+        return command
+
+    return decorate
 
 
 def resolve(
@@ -295,29 +265,24 @@ def resolve(
     """The recipe of a command line, by precedence: option > `--set` > recipe > default.
 
     `options` maps names of `OPTION_KEYS` to values; None stands for an option that was not given.
+    `--draft` may also name a method that needs no draft model.
     """
     import specdec_cli.recipe
+    from specdec_cli.recipe.choices.registry import without_draft
 
     overrides = parse_sets(sets or ())
     origins = dict.fromkeys(overrides, "--set")
-    for name, value in options.items():
-        flag, key = OPTION_KEYS[name]
-        if value is not None:
+    proposer = options.get("draft")
+    if isinstance(proposer, str) and without_draft(proposer):
+        overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
+        overrides |= {"draft": None, "speculation.method": proposer}
+        origins |= {"draft": "--draft", "speculation.method": "--draft"}
+        options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
+    for name, (flag, key) in OPTION_KEYS.items():
+        if (value := options.get(name)) is not None:
             overrides[key] = value
             origins[key] = flag
     return specdec_cli.recipe.load_recipe(recipe, overrides, origins)
-
-
-def warn_of_unused(
-    resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool, num_proposed: int | None = None
-) -> None:
-    """Warn about proposal options that have no effect with the recipe's method."""
-    method = resolved.speculation.method
-    if has_draft and method != "draft_model":
-        typer.echo(f"warning: --draft is not used: speculation.method is {method}", err=True)
-    elif num_proposed and method == "none":
-        why = "speculation.method is none" if resolved.draft else "the recipe has no draft"
-        typer.echo(f"warning: -k {num_proposed} has no effect: {why}", err=True)
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:

@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-import typer
-
+from specdec_cli.commands.status import warn
 from specdec_cli.errors import SetupError
 
 
@@ -17,4 +16,4 @@ def write_pictures(folder: Path, *, quiet: bool) -> None:
         write_report(content_of(read_folder(folder)), folder, ("html", "png"))
     except SetupError as problem:
         if not quiet:
-            typer.echo(f"warning: no plots: {problem.message}", err=True)
+            warn([f"no plots: {problem.message}"])

@@ -1,8 +1,9 @@
 """Messages of a command on stderr beside its results. Imports nothing heavy."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -10,11 +11,30 @@ import typer
 from specdec_cli.text import inert
 
 
-def say_error(document: Mapping[str, Any]) -> None:
-    """Write the error of a document in which nothing was measured, if it has one."""
+def warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def show(
+    document: Mapping[str, Any], print_results: Callable[[Any], None], *, as_json: bool
+) -> None:
+    """Write a document, as JSON or in words, and the error if nothing was measured."""
+    from specdec_cli.experiment.results import to_json
+
+    if as_json:
+        typer.echo(to_json(document))
+    else:
+        print_results(document)
     if "error" in document:
         typer.echo(inert(f"error: {document['error']['message']}"), err=True)
         typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
+
+
+def say_kept(what: str, output: Path) -> None:
+    """Say what the folder of an interrupted run keeps."""
+    typer.echo(f"{what} are kept in {output}", err=True)
+    typer.echo("go on with the same command and --resume", err=True)
 
 
 class Stages:

@@ -15,62 +15,34 @@ import typer
 import specdec_cli
 from specdec_cli.commands import inputs, options
 from specdec_cli.commands.importing import importing
+from specdec_cli.commands.joining import joined
+from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import say_error, waiting
+from specdec_cli.commands.status import say_kept, show, waiting, warn
 from specdec_cli.errors import ExitCode, RunError, UsageError
-from specdec_cli.launch.world import Place, World, join
+from specdec_cli.launch.world import World
 
-Ks = Annotated[
-    str,
-    typer.Option("--k", metavar="LIST", help="Proposal lengths, such as 0-8 or 1,2,4; 0 is added."),
-]
-Drafts = Annotated[
-    list[str] | None,
-    typer.Option("--draft", metavar="MODEL", help="Draft model; may be repeated."),
-]
-BatchSizes = Annotated[
-    str | None,
-    typer.Option("--batch-size", metavar="LIST", help="Batch sizes, such as 1,8."),
-]
-PredictOnly = Annotated[
-    bool,
-    typer.Option("--predict-only", help="Measure k = 0 and the largest k, and predict the others."),
-]
-Rates = Annotated[
-    str | None,
-    typer.Option(
-        "--synthetic-acceptance-rates",
-        metavar="LIST",
-        help="Accept proposals at these rates by position, such as 0.8,0.6,0.5.",
-    ),
-]
-Length = Annotated[
-    float | None,
-    typer.Option(
-        "--synthetic-acceptance-length",
-        metavar="L",
-        help="Accept proposals so that a round at the recipe's k has L tokens on average.",
-    ),
-]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the sweep in the folder of -o.")]
-Shard = Annotated[
-    str | None,
-    typer.Option(
-        "--shard",
-        metavar="I/N",
-        help="Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task.",
-    ),
-]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be measured; load no weights.")
-]
+_KS = "Proposal lengths, such as 0-8 or 1,2,4; 0 is added."
+Ks = Annotated[str, option("--k", "LIST", _KS)]
+Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
+BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
+_PREDICT = "Measure k = 0 and the largest k, and predict the others."
+PredictOnly = Annotated[bool, option("--predict-only", None, _PREDICT)]
+_RATES = "Accept proposals at these rates by position, such as 0.8,0.6,0.5."
+Rates = Annotated[str | None, option("--synthetic-acceptance-rates", "LIST", _RATES)]
+_LENGTH = "Accept proposals so that a round at the recipe's k has L tokens on average."
+Length = Annotated[float | None, option("--synthetic-acceptance-length", "L", _LENGTH)]
+Resume = Annotated[bool, option("--resume", None, "Continue the sweep in the folder of -o.")]
+_SHARD = "Take prompts I, I + N, I + 2N ... (I from 0). Default in a Slurm array: by task."
+Shard = Annotated[str | None, option("--shard", "I/N", _SHARD)]
+DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured; load no weights.")]
 
 _LARGEST = 1024
 
 
+@shared("num_speculative_tokens")
 def sweep_k(
-    ctx: typer.Context,
-    recipe: options.RecipeArgument = None,
+    asked: Asked,
     ks: Ks = "0-8",
     dataset: inputs.Dataset = None,
     limit: options.Limit = None,
@@ -83,104 +55,65 @@ def sweep_k(
     resume: Resume = False,
     shard: Shard = None,
     dry_run: DryRun = False,
-    target: options.Target = None,
     draft: Drafts = None,
-    target_tp: options.TargetTP = None,
-    draft_tp: options.DraftTP = None,
-    dtype: options.Dtype = None,
-    device: options.Device = None,
-    temperature: options.Temperature = None,
-    top_k: options.TopK = None,
-    top_p: options.TopP = None,
-    max_new_tokens: options.MaxNewTokens = None,
-    ignore_eos: options.IgnoreEos = None,
     batch_size: BatchSizes = None,
-    seed: options.Seed = None,
-    num_blocks: options.NumBlocks = None,
-    block_size: options.BlockSize = None,
-    sets: options.Set = None,
-    trust_remote_code: options.TrustRemoteCode = False,
-    allow_pickle: options.AllowPickle = False,
-    plugin: options.Plugin = None,
-    as_json: options.Json = False,
-    output: options.Output = None,
-    quiet: options.Quiet = False,
-    verbose: options.Verbose = False,
 ) -> None:
     """Find the fastest proposal length, and the best draft, on a dataset, with error bars.
 
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs.
     """
-    from specdec_cli.models.ahead import check_ahead
-
-    lengths = parse_ks(ks)
-    place: Place = ctx.obj
-    # The parent speaks for the ranks that it started.
-    is_heard = place.rank is None or place.rank.tells_user
+    lengths, output = parse_ks(ks), asked.output
     part = shard_of(shard, os.environ)
-    if part is not None and shard is None and not quiet and is_heard:
+    if part is not None and shard is None and not asked.quiet and asked.is_heard:
         typer.echo(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    own = ("draft", "batch_size", "synthetic_acceptance_rates", "synthetic_acceptance_length")
-    chosen = options.given(ctx, "dataset", *own) | inputs.dataset_options(dataset)
+    own, sets = inputs.dataset_options(dataset), list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
             "--synthetic-acceptance-rates and --synthetic-acceptance-length exclude each other",
             "leave one of them out",
         )
-    all_sets = list(sets or ())
     if rates is not None or synthetic_acceptance_length is not None:
-        all_sets.append("speculation.acceptance=synthetic")
+        sets.append("speculation.acceptance=synthetic")
         # The option replaces whichever of the two the recipe has.
-        chosen["synthetic_acceptance_rates"] = rates
-        chosen["synthetic_acceptance_length"] = synthetic_acceptance_length
+        own["synthetic_acceptance_rates"] = rates
+        own["synthetic_acceptance_length"] = synthetic_acceptance_length
         if rates is not None:  # one rate for each position of the largest k
-            chosen["num_speculative_tokens"] = max(lengths)
+            own["num_speculative_tokens"] = max(lengths)
         other = "length" if rates is not None else "rates"
-        all_sets.append(f"speculation.synthetic_acceptance_{other}=null")
+        sets.append(f"speculation.synthetic_acceptance_{other}=null")
     drafts: Sequence[str | None] = draft or [None]
-    plugins = options.load_plugins(plugin)
-    recipes = [options.resolve(recipe, all_sets, chosen | {"draft": name}) for name in drafts]
+    recipes = [asked.resolve(own | {"draft": name}, sets) for name in drafts]
     sizes = options.parse_counts(batch_size, "--batch-size") or [recipes[0].run.batch_size]
-    if is_heard:
-        options.warn_of_unused(recipes[0], has_draft=bool(draft))
+    asked.warn_of_unused(recipes[0], has_draft=bool(draft))
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
-    options.set_up_logging(quiet=quiet, verbose=verbose)
 
     def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
         found, first = inputs.from_data(
-            recipes[0], dataset, sets, limit, chat, system, skip_bad=skip_bad
+            recipes[0], dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
         )
         return found, first.data
 
-    num_ranks, timeout_s = recipes[0].target.tensor_parallel_size, recipes[0].run.timeout_s
-    with _saying_what_is_kept(output if is_heard and not dry_run else None):
-        if place.must_start(num_ranks):
-            prompts_and_data = read()
-            for resolved in recipes:
-                check_ahead(resolved)
-            raise typer.Exit(place.start(num_ranks, timeout_s=timeout_s, inputs=prompts_and_data))
-        with join(place, num_ranks, device=recipes[0].run.device, timeout_s=timeout_s) as world:
-            prompts, data = world.inputs(read)
-            code = _sweep(
-                world,
-                [r.model_copy(update={"data": data}) for r in recipes],
-                prompts,
-                (lengths, sizes),
-                (trust_remote_code, allow_pickle, plugins),
-                predict_only=predict_only,
-                shard=part,
-                resume=resume,
-                dry_run=dry_run,
-                as_json=as_json,
-                output=output,
-                quiet=quiet,
-            )
+    with (
+        _saying_what_is_kept(output if asked.is_heard and not dry_run else None),
+        joined(asked.place, recipes, read) as (world, (prompts, data)),
+    ):
+        code = _sweep(
+            world,
+            [r.model_copy(update={"data": data}) for r in recipes],
+            prompts,
+            (lengths, sizes),
+            asked,
+            predict_only=predict_only,
+            shard=part,
+            resume=resume,
+            dry_run=dry_run,
+        )
     raise typer.Exit(code)
 
 
@@ -189,23 +122,20 @@ def _sweep(
     recipes: "Sequence[specdec_cli.recipe.Recipe]",
     prompts: "list[specdec_cli.prompts.Prompt]",
     points: tuple[Sequence[int], Sequence[int]],
-    permissions: tuple[bool, bool, tuple[str, ...]],
+    asked: Asked,
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,
     resume: bool,
     dry_run: bool,
-    as_json: bool,
-    output: Path | None,
-    quiet: bool,
 ) -> ExitCode:
     """Plan and measure; rank 0 keeps and shows the results. Returns the exit code.
 
     points: proposal lengths and batch sizes.
     """
+    output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet):
         with importing():
-            from specdec_cli.engine.plan import Permissions
             from specdec_cli.experiment.preparing import few_prompts
             from specdec_cli.experiment.results import to_json
             from specdec_cli.experiment.settings_file import read_warnings
@@ -220,19 +150,13 @@ def _sweep(
             from specdec_cli.experiment.sweep.sweep_records import SweepRecords
             from specdec_cli.terminal.sweep import print_results, watcher
 
+        allowed = asked.permissions()
         plan = plan_sweep(
-            recipes,
-            prompts,
-            *points,
-            Permissions(*permissions),
-            predict_only=predict_only,
-            shard=shard,
+            recipes, prompts, *points, allowed, predict_only=predict_only, shard=shard
         )
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
         records, folder = SweepRecords(), None
-        if dry_run:
-            document = describe_plan(plan, warnings)
-        elif output is not None:
+        if not dry_run and output is not None:
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
                 warnings += [one for one in read_warnings(output) if one not in warnings]
@@ -240,10 +164,10 @@ def _sweep(
             found = world.once(records.without_folder)
             records = records if world.is_first else found
     with world.outside():
-        for warning in warnings:
-            typer.echo(f"warning: {warning}", err=True)
+        warn(warnings)
         if dry_run:
-            typer.echo(to_json(document) if as_json else document["text"])
+            planned = describe_plan(plan, warnings)
+            typer.echo(to_json(planned) if asked.as_json else planned["text"])
             return ExitCode.OK
 
     done = sum(map(len, records.samples.values()))
@@ -260,15 +184,10 @@ def _sweep(
         failures = sweep.failures.values()
         document = finish(plan, records, measured, warnings, sweep.clock, folder, failures)
         with world.outside():
-            for warning in document["warnings"][len(warnings) :]:
-                typer.echo(f"warning: {warning}", err=True)
+            warn(document["warnings"][len(warnings) :])
             if folder is not None:
                 write_pictures(folder.path, quiet=quiet)
-            if as_json:
-                typer.echo(to_json(document))
-            else:
-                print_results(document)
-            say_error(document)
+            show(document, print_results, as_json=asked.as_json)
         return exit_code(document, records, failures)
 
     return world.once(end)
@@ -289,8 +208,7 @@ def _saying_what_is_kept(output: Path | None) -> Iterator[None]:
         path = output / "samples.jsonl" if output is not None else None
         if path is not None and path.exists():
             kept = path.read_bytes().count(b"\n")
-            typer.echo(f"{kept} samples are kept in {output}", err=True)
-            typer.echo("go on with the same command and --resume", err=True)
+            say_kept(f"{kept} samples", path.parent)
         raise
 
 

@@ -1,1 +1,1 @@
-"""Nouns below models: sequences, batches, caches, a batch's state, ranks."""
+"""Data types below models: sequences, batches, caches, a batch's state, ranks."""

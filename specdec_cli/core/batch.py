@@ -34,8 +34,8 @@ class ForwardBatch:
 
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
     offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including
-    this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], the packed rows whose
-    logits are wanted, None for all. plan: on a CPU, which reads the lengths anyway.
+    this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], packed rows that need
+    logits, None for all. plan: the gather of keys and values, on a CPU only.
     """
 
     token_ids: torch.Tensor
@@ -93,7 +93,7 @@ def make_batch(
 
 @dataclass(frozen=True, slots=True)
 class Rectangle:
-    """Which tokens of a round's pass a batch is about: Q of each slot.
+    """The tokens of one pass of a round: Q for each slot.
 
     They lie at positions length + offset + 0..Q-1. Token j of a slot is live iff the slot is
     active, the position is one of the model's 0..max_len-1, and lens >= offset + j + margin.
@@ -112,10 +112,10 @@ class Rectangle:
 
 
 class LiveRows(NamedTuple):
-    """Places of what a pass over live tokens alone gives among what a whole one would give.
+    """Row numbers that the outputs of a pass over live tokens would have in a padded pass.
 
-    logits: int64 [M], among [B * Q], or [B] where only the last tokens' are wanted. tokens: int64
-    [T], among [B * Q].
+    logits: int64 [M], among [B * Q], or among [B] if only the last tokens need logits. tokens:
+    int64 [T], among [B * Q].
     """
 
     logits: torch.Tensor
@@ -125,8 +125,8 @@ class LiveRows(NamedTuple):
 def live_batch(
     what: Rectangle, state: BatchState, block_size: int, num_ids: int
 ) -> tuple[ForwardBatch, LiveRows]:
-    """A pass over the live tokens of `what` alone, for a CPU: there reading tensors costs nothing,
-    and feeding padding would.
+    """A pass over the live tokens of `what` only, for a CPU. There reading tensors on the host is
+    free, and padding would cost time.
 
     num_ids: size of the model's vocabulary; token ids are clamped into it.
     """
@@ -141,10 +141,10 @@ def live_batch(
     query_start, contexts = [0], [0] * batch
     for b in range(batch):
         first = lengths[b] + what.offset
-        # Live are the first `count` of the tokens, less those before the text or in the cache.
+        # The first `count` tokens are live, except those before the text or in the cache.
         count = min(width, lens[b] - what.offset - what.margin + 1, what.max_len - first)
         skip = max(0, -first, cached[b] - first)
-        is_unused = what.last_only and lens[b] == 0  # nobody looks at its logits
+        is_unused = what.last_only and lens[b] == 0  # its logits are not read
         if not active[b] or count <= skip or is_unused:
             query_start.append(len(fed))
             continue

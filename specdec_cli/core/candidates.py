@@ -1,4 +1,4 @@
-"""The nouns of a round on the device: noise, proposals, the target's answer and the decision.
+"""The data types of a round on the device: noise, proposals, the target's output, the decision.
 
 Legend: B sequences, K proposal length, V vocabulary of the target, V' of the draft, at most V,
 F width of the features that a proposer asked for.
@@ -14,10 +14,10 @@ from specdec_cli.core.parallel import TensorParallel
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """Uniform numbers in [0, 1) of one round, fp32.
+    """Uniform random numbers in [0, 1) of one round, fp32.
 
-    draft: [B, K], to draw proposals. accept: [B, K]. sample: [B, K + 1], for the token that follows
-    the accepted proposals, indexed by the position that it takes.
+    draft: [B, K], to draw proposals. accept: [B, K], to accept them. sample: [B, K + 1], for the
+    token after the accepted proposals, indexed by that token's place.
     """
 
     draft: Tensor
@@ -27,7 +27,7 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class TokenDist:
-    """The distributions that proposals were drawn from, as logits: probabilities are never stored.
+    """The distributions that proposals were drawn from, as logits; probabilities are not stored.
 
     logits: [B, K, V']; ids at or past V' have probability 0. stats: fp32 [B, K, 4], see
     `ops.logit_rows`; None on a CPU, which reads the logits again.
@@ -41,8 +41,8 @@ class TokenDist:
 class Candidates:
     """The proposals of one round.
 
-    token_ids: int64 [B, K]; -1 where the draft's logits are not finite. Entries past a sequence's
-    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: None where
+    token_ids: int64 [B, K]; -1 if the draft's logits are not finite. Entries past a sequence's
+    length are valid ids without meaning. lens: int64 [B], k_i of each sequence, 0..K. q: None if
     nothing was drawn (greedy drafts, lookups), and on ranks other than 0.
     """
 
@@ -60,7 +60,7 @@ class Candidates:
 
 @dataclass(frozen=True, slots=True)
 class TargetOutput:
-    """The target's answer to one round's proposals.
+    """The target's output for one round's proposals.
 
     logits: [B, K + 1, V], after the last token and after each proposal; rows past k_i have no
     meaning. features: [B, K + 1, F], the hidden states that the proposer asked for, or None.
@@ -74,9 +74,9 @@ class TargetOutput:
 class Verdict:
     """The decision of one round.
 
-    token_ids: int64 [B, K + 1]: the accepted proposals, one token of the target's own, and entries
-    without meaning. num_accepted: int64 [B]; -1 where the target's logits are not finite, -2 where
-    the draft's are not.
+    token_ids: int64 [B, K + 1]: the accepted proposals, one token from the target, and entries
+    without meaning. num_accepted: int64 [B]; -1 if the target's logits are not finite, -2 if the
+    draft's are not.
     """
 
     token_ids: Tensor

@@ -1,4 +1,4 @@
-"""Drawing the proposals of one round, token by token, from whatever model a proposer has.
+"""Drawing the proposals of one round, token by token, from the logits of any proposer's model.
 
 Legend: B sequences, K proposal length, V' vocabulary of the draft.
 """
@@ -12,20 +12,20 @@ from specdec_cli.core.candidates import Candidates, TokenDist
 from specdec_cli.core.sampling import draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Says of drawn tokens, int64 [B], and the logits that they were drawn from, [B, V'], whether
-# drafting stops behind them: bool [B].
+# Arguments: drawn tokens, int64 [B], and the logits that they were drawn from, [B, V']. Result:
+# bool [B], True for a sequence whose drafting stops after its token.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(slots=True, eq=False)
 class Drafting:
-    """One round's drafting: what a proposer may propose, and what it has drawn so far.
+    """One round's drafting: its limits, and the tokens drawn so far.
 
     k: K, the most tokens of any sequence; the same in every round of a graph. caps: int64 [B], the
-    most tokens of each sequence, 0..K. vocab_size: of the target; draft ids past it are cut off.
-    noise: fp32 [B, K], None where decoding is greedy. keeps_dist: whether this rank verifies, and
-    so needs what tokens were drawn from. stop: ends a sequence's drafting behind a token that then
-    stays proposed. To drop a token because of its own draw would change the text.
+    most tokens of each sequence, 0..K. vocab_size: the target's; draft ids past it are cut off.
+    noise: fp32 [B, K], None if decoding is greedy. keeps_dist: keep the distributions that tokens
+    were drawn from, for a rank that verifies. stop: ends a sequence's drafting after a token, which
+    stays proposed. Dropping a token because of its own draw would change the text.
     """
 
     k: int
@@ -35,7 +35,7 @@ class Drafting:
     noise: torch.Tensor | None = None
     keeps_dist: bool = True
     stop: Stop | None = None
-    lens: torch.Tensor = field(init=False)  # int64 [B], as far as is known: caps, or where it stops
+    lens: torch.Tensor = field(init=False)  # int64 [B], so far: caps, or fewer after a stop
     _tokens: list[torch.Tensor] = field(default_factory=list, init=False)
     _logits: list[torch.Tensor] = field(default_factory=list, init=False)
     _stats: list[torch.Tensor] = field(default_factory=list, init=False)
@@ -45,9 +45,9 @@ class Drafting:
 
     @property
     def is_over(self) -> bool:
-        """Whether no sequence takes another token.
+        """True when no sequence takes another token.
 
-        The device is never asked: on CUDA drafting always lasts K tokens, as a graph has to.
+        On CUDA drafting always draws K tokens: a graph needs that, and the host does not wait.
         """
         step = len(self._tokens)
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
@@ -55,7 +55,7 @@ class Drafting:
     def draw(self, logits: torch.Tensor) -> torch.Tensor:
         """The next token of each sequence, int64 [B], drawn from `logits` [B, V' or more].
 
-        -1 where a row is not finite, which verification reports.
+        A row that is not finite gives -1, which verification reports.
         """
         step = len(self._tokens)
         logits = logits[:, : self.vocab_size]
@@ -73,7 +73,7 @@ class Drafting:
         return token
 
     def candidates(self) -> Candidates:
-        """The proposals drawn so far, of K places."""
+        """The proposals drawn so far, padded to K places."""
         if not self._tokens:
             return self.nothing()
         rest = self.k - len(self._tokens)  # 0 on CUDA
@@ -86,5 +86,5 @@ class Drafting:
         return Candidates(token_ids, self.lens, q)
 
     def nothing(self) -> Candidates:
-        """Room for K proposals: those of a rank that takes no part in drafting."""
+        """Empty proposals of K places, for a rank that takes no part in drafting."""
         return Candidates(self.caps.new_zeros(len(self.caps), self.k), self.caps)

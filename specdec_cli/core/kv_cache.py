@@ -1,7 +1,7 @@
 """Paged storage for keys and values, and the allocator of its blocks.
 
 Knows nothing of sequences or models: a cache is tensors by layer, a block is an id. Block 0 is
-the trash block: padding and rejected tokens write there and nobody reads it.
+the trash block: padding is written there, and nothing reads it.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ TRASH_BLOCK = 0
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one attention layer caches for a token: heads on this rank, and the K and V widths."""
+    """Cache shape of one attention layer: KV heads on this rank, and widths of keys and values."""
 
     num_kv_heads: int
     key_dim: int
@@ -54,7 +54,7 @@ class KVCache:
 
     @torch.inference_mode()
     def clear(self) -> None:
-        """Zero everything."""
+        """Set all keys and values to zero."""
         for pair in self.layers:
             for pool in pair:
                 pool.zero_()
@@ -63,8 +63,8 @@ class KVCache:
 class BlockAllocator:
     """Hands out block ids 1..num_blocks-1; block 0 is never handed out.
 
-    A block is free or used, never both: `extend` asserts that as many are free as `missing` says,
-    `shrink` that what it releases is used.
+    A block is free or used, never both. `extend` asserts that enough blocks are free, `shrink` that
+    the blocks it releases are used.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:

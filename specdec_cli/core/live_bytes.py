@@ -1,7 +1,7 @@
-"""How many bytes of tensors a piece of code keeps alive at once, on any device.
+"""The bytes of tensors that a piece of code keeps alive at once, on any device.
 
-Counts storages that operators made while it watched and that somebody still holds; works on meta,
-where nothing is computed. An allocator's rounding is not seen.
+Counts storages that operators create inside the context and that are still referenced. Works on
+the meta device, where nothing is computed. Does not see an allocator's rounding.
 """
 
 import weakref
@@ -23,7 +23,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-        # Packed weights have no storage, and nothing that is made is a part of them.
+        # Packed weights have no storage, and no result is a view of them.
         old = {t.untyped_storage()._cdata for t in before if not t.is_mkldnn}
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
@@ -33,7 +33,7 @@ class LiveBytes(TorchDispatchMode):
 
     def _note(self, storage: torch.UntypedStorage, old: set[int]) -> None:
         key = storage._cdata
-        if key in self._known or key in old:  # known, or made before anybody watched
+        if key in self._known or key in old:  # counted already, or made before the context
             return
         size = storage.nbytes()
         self._now += size

@@ -1,8 +1,8 @@
-"""Which ranks share a model, as a value that is handed to whoever needs it.
+"""The ranks that share a model, as a value that is passed to the code that needs it.
 
-Nothing here is ambient: a target and a draft of another degree live side by side, each with a group
-of its own. Knows no models. The collectives hold no host wait and have fixed shapes, so CUDA graphs
-can hold them; every rank of a group has to call them in the same order.
+There is no global state, so a target and a draft of another degree can live side by side, each with
+its own group. Knows no models. Collectives of tensors have fixed shapes and no host wait, so CUDA
+graphs can hold them. Every rank of a group has to call them in the same order.
 """
 
 import os
@@ -27,8 +27,8 @@ _CPU = torch.device("cpu")
 class TensorParallel:
     """One rank's place among the `size` ranks that share a model.
 
-    rank: 0..size-1 within the group. group: None with one rank, where every method gives back what
-    it was given. device: where tensors of this rank lie.
+    rank: 0..size-1 within the group. group: None with one rank; then every method returns its
+    argument. device: of this rank's tensors.
     """
 
     rank: int = 0
@@ -38,11 +38,11 @@ class TensorParallel:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that decides."""
+        """True on rank 0, which decides for all ranks."""
         return self.rank == 0
 
     def share(self, width: int) -> tuple[int, int]:
-        """This rank's part start..stop of `width` entries; the last ranks' may be smaller."""
+        """This rank's part start..stop of `width` entries; the last ranks' parts may be smaller."""
         most = -(-width // self.size)
         return min(width, self.rank * most), min(width, (self.rank + 1) * most)
 
@@ -53,9 +53,9 @@ class TensorParallel:
         return x
 
     def all_gather(self, x: Tensor, width: int) -> Tensor:
-        """Put the ranks' shares of the last dimension together: [..., share] to [..., width].
+        """Join the ranks' parts of the last dimension: [..., part] to [..., width].
 
-        What `share(width)` says must be what x holds.
+        x must hold the part that `share(width)` gives.
         """
         if self.group is None:
             return x
@@ -63,7 +63,7 @@ class TensorParallel:
         if x.shape[-1] < most:
             x = torch.nn.functional.pad(x, (0, most - x.shape[-1]))
         rows = x.numel() // most
-        # One dimension below the other: all that gloo takes.
+        # Parts lie one below the other, the only layout that gloo takes.
         out = x.new_empty(self.size * rows, most)
         if rows:
             _all_gather(out, x.reshape(rows, most).contiguous(), group=self.group)
@@ -89,7 +89,7 @@ ALONE = TensorParallel()
 
 
 class Groups(NamedTuple):
-    """This rank's places; None for a model that it holds no part of."""
+    """This rank's place in each model's group; None for a model that it holds no part of."""
 
     target: TensorParallel | None
     draft: TensorParallel | None
@@ -106,10 +106,10 @@ def make_groups(
 ) -> Groups:
     """Groups of a target and of a draft on the first `draft_tp` of its ranks.
 
-    They are separate communicators, since a rank may be in the middle of one model's pass while
-    others are in the other's. Every process of the world has to call this, with the same arguments
-    but for the device. ranks: the processes that take part; the first `target_tp` of the world when
-    not given. Raises ValueError when the draft's degree does not divide the target's.
+    They are separate communicators, since ranks may be in passes of different models at one time.
+    Every process of the world has to call this, with the same arguments except the device. ranks:
+    the processes that take part, by default the first `target_tp` of the world. Raises ValueError
+    when the draft's degree does not divide the target's.
     """
     if target_tp % draft_tp:
         raise ValueError(f"draft TP {draft_tp} does not divide target TP {target_tp}")
@@ -120,7 +120,7 @@ def make_groups(
 
 def _place(members: list[int], device: torch.device) -> TensorParallel | None:
     own = dist.get_rank() if dist.is_initialized() else 0
-    # A communicator is made by the whole world, also by those who are not in it.
+    # The whole world takes part in making a communicator, also processes outside it.
     group = dist.new_group(members) if len(members) > 1 else None
     if own not in members:
         return None
@@ -128,13 +128,13 @@ def _place(members: list[int], device: torch.device) -> TensorParallel | None:
 
 
 def world_size() -> int:
-    """Processes that were started together; 1 where nobody joined them."""
+    """Number of processes of torch.distributed's world; 1 without one."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 @contextmanager
 def found_alike() -> Iterator[None]:
-    """What a model's files or a host lack, all ranks of that host find: none is to be named."""
+    """Mark a `SetupError` as common to all ranks, which then names none, if they share one host."""
     try:
         yield
     except SetupError as problem:
@@ -143,7 +143,7 @@ def found_alike() -> Iterator[None]:
 
 
 def local_rank() -> int:
-    """This process among those of its host, as torchrun counts them."""
+    """Index of this process on its host, as set by torchrun."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -1,8 +1,8 @@
 """Memory that the GPUs of a group read from each other, for sums and logits of some rows.
 
-On two H200s a sum of up to 64 rows takes NCCL 8 to 16 us, and one read over NVLink 4 to 7
-(docs/performance.md). Whether a group has such memory is agreed, since all of its ranks have to
-meet in the same way.
+On two H200s NCCL sums up to 64 rows in 8 to 16 us, and reads over NVLink take 4 to 7
+(docs/performance.md). All ranks of a group agree on using such memory, since their collectives have
+to match.
 """
 
 import logging
@@ -17,19 +17,19 @@ from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
 
-# What a rank reads of the others for one sum, at most. NCCL is quicker with more: on four H200s
-# both take as long for some 90 rows of 8192 numbers of 16 bits.
+# Most bytes that a rank reads from the others for one sum. With more, NCCL is faster: on four H200s
+# both take the same time for about 90 rows of 8192 numbers of 16 bits.
 _MAX_SUM_BYTES = 4 * 2**20
 
-# torch numbers a process's meetings over shared memory, of whatever group: ranks that have met
-# differently often wait for each other without end. So they are counted here, too.
+# torch counts a process's rendezvous over shared memory across all groups. Ranks with different
+# counts wait for each other forever, so this module counts them too.
 _meetings: list[str] = []
 
 
 class Shared(NamedTuple):
-    """What the ranks of a model share. sums: for `ops.reduce_add_norm`; with more than `sum_rows`
-    rows NCCL is quicker. logits: for `ops.gather_columns`, quicker with any rows; None where the
-    vocabulary cannot be divided evenly."""
+    """Memory that the ranks of a model share. sums: for `ops.reduce_add_norm`; with more than
+    `sum_rows` rows NCCL is faster. logits: for `ops.gather_columns`, faster for any number of rows;
+    None if the vocabulary does not divide evenly."""
 
     sums: Peers
     sum_rows: int
@@ -39,11 +39,11 @@ class Shared(NamedTuple):
 def shared_memory(
     parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
 ) -> Shared | None:
-    """Room for MAX_ROWS rows on every rank; None where the GPUs cannot read each other.
+    """Shared memory for MAX_ROWS rows on every rank; None if the GPUs cannot read each other.
 
-    None too where some ranks of the group have met in another before, as a draft's have before a
-    target of more ranks is loaded. width: of the residual stream. Every rank of the group has to
-    call this.
+    None also if some ranks of the group have met in another group before, as a draft's ranks have
+    before a target with more ranks is loaded. width: of the residual stream. Every rank of the
+    group has to call this.
     """
     if parallel.size == 1 or parallel.device.type != "cuda":
         return None
@@ -60,12 +60,12 @@ def shared_memory(
 
 
 def sum_rows(size: int, width: int, dtype: torch.dtype) -> int:
-    """Up to how many rows of a residual stream `size` ranks add up faster than NCCL."""
+    """Largest number of rows of a residual stream that `size` ranks add up faster than NCCL."""
     return min(MAX_ROWS, max(1, _MAX_SUM_BYTES // ((size - 1) * width * dtype.itemsize)))
 
 
 def compare_meetings(parallel: TensorParallel) -> None:
-    """Raise RuntimeError, on all ranks alike, unless they can meet."""
+    """Raise RuntimeError on all ranks if their counts of rendezvous differ."""
     if len(set(parallel.gather_objects(len(_meetings)))) > 1:
         raise RuntimeError("some of the ranks have met in another group before")
 
@@ -95,7 +95,7 @@ def _allocate(
     handle = symmetric.rendezvous(held, parallel.group)
     held.zero_()
     torch.cuda.synchronize(device)
-    parallel.gather_objects(0)  # nobody announces anything before all flags are zero
+    parallel.gather_objects(0)  # no rank may set a flag before all flags are zero
     starts = [handle.get_buffer(rank, (1,), torch.uint8).data_ptr() for rank in range(size)]
     addresses = torch.tensor(starts, dtype=torch.int64, device=device)
     return Peers(

@@ -1,4 +1,4 @@
-"""From a distribution's logits to tokens, and the random numbers that draw them."""
+"""Sampling tokens from logits, and the random numbers for it."""
 
 from enum import IntEnum
 
@@ -11,7 +11,7 @@ from specdec_cli.core.types import SamplingParams
 
 
 class Purpose(IntEnum):
-    """What a random number decides; part of its counter, so that no number serves twice."""
+    """The use of a random number; part of its counter, so that no number is used twice."""
 
     DRAFT = 0
     ACCEPT = 1
@@ -36,25 +36,25 @@ def round_noise(
 ) -> Noise:
     """The noise of a round of sequences with these prompt indices and token counts, int64 [B].
 
-    A number is a function of the seed, the prompt's index, the position of the token that is
-    decided and the purpose. Batch, order, preemption and shards do not enter, so they cannot change
-    what is sampled. seed: int64 scalar. by_round: the number of tokens before the round enters,
-    too: a rule that looks at proposals behind the last one accepted has used their numbers up.
+    A number is a function of the seed, the prompt's index, the position of the token that it
+    decides, and the purpose. Batch, order, preemption and shards do not enter, so they cannot
+    change what is sampled. seed: int64 scalar. by_round: the number of tokens before the round
+    enters too, for rules that look past the last accepted proposal and so use its numbers up.
     """
     noise = ops.uniform_rows(seed, index, length, len(Purpose), k + 1, by_round)
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
 
 
 def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows | None:
-    """What drawing and verification on CUDA have to know about rows of `logits` [R, V].
+    """Statistics of the rows of `logits` [R, V], for drawing and verification on CUDA.
 
-    None on a CPU, where each operation reads the logits by itself.
+    None on a CPU, where each operation reads the logits itself.
     """
     return ops.logit_rows(logits, *params.filters) if logits.is_cuda else None
 
 
 def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
-    """First maximum of each row of `logits` [..., V]: int64 [...]; -1 where it is not finite."""
+    """First maximum of each row of `logits` [..., V]: int64 [...]; -1 if the row is not finite."""
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
 
 
@@ -64,9 +64,9 @@ def draw(
     params: SamplingParams,
     noise: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One token of each row of `logits` [R, V]: int64 [R]; -1 where it is not finite.
+    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
 
-    stats: from `softmax_stats`. noise: fp32 [R], not read where decoding is greedy.
+    stats: from `softmax_stats`. noise: fp32 [R], not read if decoding is greedy.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)

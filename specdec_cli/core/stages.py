@@ -1,3 +1,3 @@
-"""The stages of a round, as every record, table and drawing names them. Imports nothing."""
+"""Names of a round's stages, used by every record, table and drawing. Imports nothing."""
 
 STAGES = ("draft", "broadcast", "verify", "sample")  # in their order within a round

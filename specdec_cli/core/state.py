@@ -1,7 +1,7 @@
-"""A batch on the device: a slot for each sequence, with all that a round reads and moves.
+"""A batch on the device: a slot for each sequence, with all state that a round reads and changes.
 
-The host has the truth about sequences, at most one round late. It writes slots when sequences
-come, go or grow, and never in between. Legend: B slots, MB block-table columns.
+The host's view of sequences is at most one round late. The host writes slots only when sequences
+come, go or get blocks. Legend: B slots, MB block-table columns.
 """
 
 from dataclasses import dataclass, field
@@ -19,8 +19,8 @@ _FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five othe
 class Texts:
     """The tokens of sequences, for proposers that look them up; rounds append to them.
 
-    tokens: int32 [R, L], never reallocated, so graphs can hold it. What lies behind a sequence's
-    own tokens has no meaning.
+    tokens: int32 [R, L], never reallocated, so graphs can hold it. Entries after a sequence's
+    tokens have no meaning.
     """
 
     tokens: torch.Tensor
@@ -33,8 +33,8 @@ class Texts:
     def enter(self, seqs: list[Sequence]) -> list[int]:
         """The row of each of `seqs`, at most R.
 
-        Sequences that were not in the call before are written, over rows of those that left. No
-        round may be in flight.
+        Sequences that the previous call did not have are written over the rows of those that left.
+        No round may be in flight.
         """
         kept = {s: self._rows[s] for s in seqs if s in self._rows}
         free = iter(set(range(len(self.tokens))) - set(kept.values()))
@@ -57,10 +57,9 @@ class BatchState:
     numbers: the int64 fields in one piece. tail: int64 [B, 2], the last two tokens. length: int64
     [B], tokens of each sequence. limit: int64 [B], the number of tokens at which it ends. index:
     int64 [B], prompt indices. active: bool [B], whether the slot still decodes. block_tables: int32
-    [B, MB]; 0, the trash block, where nothing is held. seed: int64, a scalar. row: int64 [B], the
-    row of `texts` of each sequence, if any.
-    draft_kv: int64 [B], tokens that the proposer's cache held when the slots were loaded; it holds
-    more since.
+    [B, MB]; unused entries are 0, the trash block. seed: int64 scalar. row: int64 [B], each
+    sequence's row of `texts`, if any. draft_kv: int64 [B], tokens that the proposer's cache held
+    when the slots were loaded; it has grown since.
     """
 
     numbers: torch.Tensor
@@ -83,7 +82,7 @@ class BatchState:
         device: torch.device,
         texts: Texts | None = None,
     ) -> Self:
-        # What is loaded lies in one piece, so that one copy brings it.
+        # The fields that `load` writes lie in one piece, so that one copy brings them.
         numbers = torch.zeros(_FIELDS, batch_size, dtype=torch.int64, device=device)
         return cls(
             numbers=numbers,
@@ -108,7 +107,7 @@ class BatchState:
         return len(self.length)
 
     def load(self, seqs: list[Sequence], seed: int) -> None:
-        """Put `seqs` into the first slots; the others fall idle."""
+        """Put `seqs` into the first slots; the other slots become idle."""
         idle = self.num_slots - len(seqs)
         rows = self.texts.enter(seqs) if self.texts is not None else [0] * len(seqs)
         tails = [[*[0, *s.tokens[-2:]][-2:]] for s in seqs] + [[0, 0]] * idle
@@ -144,7 +143,7 @@ class BatchState:
             self.block_tables.index_put_((slot, column), block.to(torch.int32))
 
     def stop(self, slot: int) -> None:
-        """Let a slot fall idle: its blocks may belong to another sequence from now on."""
+        """Make a slot idle: its blocks may belong to another sequence from now on."""
         self.active[slot].fill_(False)
 
 

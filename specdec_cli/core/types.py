@@ -1,6 +1,6 @@
-"""The nouns that the engine's modules share, on the host.
+"""Data types that the engine's modules share, on the host.
 
-Knows no text: a sequence is token ids. The nouns on the device are in `core.candidates`.
+Knows no text: a sequence is token ids. The types on the device are in `core.candidates`.
 """
 
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ FinishReason = Literal["length", "eos", "stop", "error"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn, and when a sequence ends; the same for every sequence of a run.
+    """Settings of sampling and of a sequence's end, for all sequences of a run.
 
-    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are looked for in
-    the text, see `engine.detokenize`.
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
+    text, see `engine.detokenize`.
     """
 
     temperature: float = 0.0
@@ -37,11 +37,10 @@ class SamplingParams:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One prompt and what has been written after it.
+    """One prompt and the tokens written after it.
 
-    `target_kv` and `draft_kv` say how many leading tokens have valid keys and values in each
-    cache. Both caches are addressed by the one `block_table`. Rolling back rejected tokens is
-    moving these two integers; no data moves.
+    target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache. One
+    `block_table` addresses both caches. Rolling back rejected tokens moves only these two integers.
     """
 
     index: int  # global prompt index: with the seed, the key of every random number
@@ -75,19 +74,19 @@ class Sequence:
 
     @property
     def needs_prefill(self) -> bool:
-        """Whether more than the last token is missing from the target's cache."""
+        """True if more than the last token is missing from the target's cache."""
         return self.target_kv < len(self.tokens) - 1
 
     @property
     def ttft_ms(self) -> float | None:
-        """From admission to the first token; None before it."""
+        """Milliseconds from admission to the first token; None before it."""
         if self.first_token_at is None or self.admitted_at is None:
             return None
         return (self.first_token_at - self.admitted_at) * 1e3
 
     @property
     def tpot_ms(self) -> float | None:
-        """Per token after the first; None before the end, or where there is only one."""
+        """Milliseconds per token after the first; None before the end, or with only one token."""
         if self.first_token_at is None or self.finished_at is None or self.num_new_tokens < 2:
             return None
         return (self.finished_at - self.first_token_at) * 1e3 / (self.num_new_tokens - 1)
@@ -95,8 +94,8 @@ class Sequence:
     def room(self, draft_max_len: int) -> int:
         """Most tokens that may be proposed now.
 
-        One short of what remains, because a round always adds one token of the target's own; and
-        none past the draft's own context length.
+        A round always adds one token from the target, so this is one less than the tokens that
+        remain. No proposal lies past the draft's context length.
         """
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))

@@ -47,10 +47,10 @@ def build(
     """Load the models, size and allocate the caches, and wire the engine.
 
     longest_prompt: tokens of the longest prompt to come; with `max_new_tokens` it bounds the
-    cache. on_stage: called with each of `plan.stages` as it begins. loaded_target: of an engine
-    that is no longer used, whose weights serve again; its cache is given up.
+    cache. on_stage: called with each of `plan.stages` as it begins. loaded_target: the target of
+    an engine that is no longer used. Its weights are used again and its cache is given up.
 
-    Raises `SetupError` for damaged checkpoints, for what cannot be compiled and when memory runs
+    Raises `SetupError` when a checkpoint is damaged, a model cannot be compiled, or memory runs
     out.
     """
     recipe = plan.recipe
@@ -83,9 +83,9 @@ def load_models(
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
 ) -> list[PagedModel]:
-    """The models that this rank holds a part of, target first, with caches of no use yet.
+    """The models that this rank holds a part of, target first, with caches of zero blocks.
 
-    Arguments as for `build`.
+    The arguments are those of `build`.
     """
     device = plan.device
     if device.type == "cuda":
@@ -110,12 +110,12 @@ def load_models(
         models.append(PagedModel(module, cache, is_narrower, fused, held.hidden_layers))
         if role in plan.compiled:
             models[-1].compiled = CompiledForward(module, role, on_compile=on_stage)
-    release(device)  # what was larger before it was split or merged
+    release(device)  # weights as they were before they were split or merged
     return models
 
 
 def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
-    """An engine over `models`, with caches of `num_blocks` blocks in place of those they had."""
+    """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
     for model in models:
@@ -137,7 +137,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
         rule=rule_of(recipe.speculation) if plan.k else None,
-        policy=policy_of(recipe.speculation.length) if plan.k else None,
+        policy=policy_of(recipe.speculation) if plan.k else None,
         is_captured=plan.no_cuda_graphs is None
         and not (proposer is not None and proposer.runs_on_host),
         runs_ahead=device.type == "cuda",
@@ -146,7 +146,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
 
 
 def measured(plan: Plan, models: list[PagedModel], need: CacheNeed) -> RankMemory:
-    """Where this rank's memory goes once the largest passes that `need` allows have run.
+    """This rank's memory by use, measured by running the largest passes that `need` allows.
 
     The models are left without caches. All ranks have to call this. Raises as `build` does.
     """
@@ -167,11 +167,11 @@ def _choose_num_blocks(
     rough: int,
     on_stage: Callable[[str], None],
 ) -> int:
-    """Blocks to allocate now that the weights are loaded: what fits on the rank with least room,
-    and never more than the run can use.
+    """Blocks to allocate now that the weights are loaded: as many as fit on the rank with the least
+    room, and never more than the run can use.
 
-    rough: an estimate of what passes will take. Nothing is measured where memory is plentiful, nor
-    on a CPU, whose budget does not depend on it.
+    rough: estimated bytes of the passes. Nothing is measured where memory is plentiful, nor on a
+    CPU, where the budget does not depend on the passes.
     """
     if plan.device.type != "cuda":
         mine = rank_memory(plan, models, on_host(0, sum(weight_bytes(models))))
@@ -188,8 +188,8 @@ def _choose_num_blocks(
 
 
 def _check_host_room(plan: Plan, num_blocks: int) -> None:
-    """Raise `SetupError` on all ranks where caches on a host would not fit on one: the system gives
-    out more memory than there is, and ends who uses it."""
+    """Raise `SetupError` on all ranks if the caches do not fit in host memory on one of them. The
+    system would grant more memory than there is, and end the process that uses it."""
     wanted, free = num_blocks * sum(block_bytes_of(plan)), available_memory() // local_world_size()
     short = (wanted, free) if wanted > free else None
     for found in plan.parallel.gather_objects(short):
@@ -202,11 +202,11 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
 
 
 def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
-    """Compile kernels, which happens at their first launch, and capture rounds: it would count as
-    the first prompts' time."""
+    """Compile kernels, which happens at their first launch, and capture rounds. Otherwise the time
+    of both would count as the first prompts'."""
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
-    # Passes of few tokens, of many, and of as many as there will be have kernels of their own. One
-    # that does not fit is left out by the engine.
+    # Kernels differ between passes of few tokens, of many, and of as many as the run will have. The
+    # engine leaves out a request that does not fit.
     lengths = sorted({_WARM_UP_PROMPT, min(longest_prompt, plan.recipe.run.prefill_chunk + 1)})
     try:
         for length in lengths:
@@ -218,7 +218,7 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
 
 
 def out_of_memory(plan: Plan) -> SetupError:
-    """The error for running out of memory, with what was asked for."""
+    """The error for running out of memory, with the sizes of the weights and the free memory."""
     weights = " + ".join(f"{d.spec.role} {d.weight_bytes / 2**20:,.0f} MiB" for d in plan.held)
     where = str(plan.device)
     if plan.device.type == "cuda":

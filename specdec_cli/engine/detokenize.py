@@ -1,6 +1,6 @@
 """Turning token ids into text as they arrive, and finding stop strings in it.
 
-Needs of a tokenizer only `decode(ids)`. Knows nothing of the engine.
+Needs only `decode(ids)` of a tokenizer. Knows nothing of the engine.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ class Decoder(Protocol):
 class TextStream:
     """Text of a growing list of tokens, in pieces that never split a character.
 
-    Decodes a short window at each step, so the cost of a token does not grow with the text. The
-    window begins where a character does: some decoders turn every byte of a run that starts
-    inside one into a replacement character.
+    Each step decodes a short window, so the cost of a token does not grow with the text. The
+    window begins at the start of a character. From the middle of one, some decoders turn every
+    byte of a run into a replacement character.
     """
 
     def __init__(self, tokenizer: Decoder, context: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class StopFinder:
         self._tail = ""
 
     def feed(self, tokens: Sequence[int]) -> int | None:
-        """How many of `tokens` to keep: up to the one that completes a stop string, or None."""
+        """Number of `tokens` up to the one that completes a stop string; None without one."""
         for count, token in enumerate(tokens, start=1):
             piece = self._stream.feed(token)
             text = self._tail + piece

@@ -1,9 +1,9 @@
-"""What passes will take of a GPU's memory, from shapes alone.
+"""Memory that passes will take on a device, estimated from shapes alone.
 
-Weights and cache blocks follow exactly from the configs; here is what does not. The largest tensors
-of a pass that are alive at once are known for fused layers, and found by a pass on the meta device
-for transformers' own. The constants are round figures; docs/memory.md compares estimates with
-measurements.
+Weights and cache blocks follow exactly from the configs; the rest is estimated here. The largest
+tensors that are alive at once in a pass are known for fused layers. For transformers' own layers a
+pass on the meta device finds them. The constants are round figures; docs/memory.md compares
+estimates with measurements.
 """
 
 from dataclasses import dataclass
@@ -25,15 +25,17 @@ from specdec_cli.engine.profile import (
 )
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
+from specdec_cli.methods.base import MethodBytes, RoundSize
+from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.models.rotary_tables import num_turns
 
-# What cuBLAS keeps for each stream on Hopper, and half-empty segments of small allocations.
+# cuBLAS' workspace for each stream on Hopper, and half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
-# What a captured round holds beside the tensors of its pool.
+# Memory of a captured round beside the tensors of its pool.
 _PER_GRAPH = 16 * 2**20
 # The CUDA context and kernels; with several ranks, NCCL's and symmetric buffers too.
 CONTEXT_BYTES = 768 * 2**20
@@ -41,40 +43,39 @@ COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
-    """As in `engine.profile.RankMemory`."""
+    """Bytes of activations and of graphs, as in `engine.profile.RankMemory`."""
 
     activation: int
     graphs: int
 
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
-    """What the largest passes that `need` allows will take on this rank."""
+    """Memory that the largest passes that `need` allows will take on this rank."""
     chunk = min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
     is_cuda = plan.device.type == "cuda"
     each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in plan.held]
-    # On CUDA blocks of one model's sizes seldom serve the other.
+    # On CUDA one model's freed blocks are seldom of a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
-        prefill = max(prefill, _eager_bytes(plan, need.batch_size))
+        prefill = max(prefill, _eager_bytes(plan, need))
     if not is_cuda:
         return PassBytes(prefill, 0)
     prefill += _PER_STREAM + cache_rounding(plan)
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
-    # Captured rounds share a pool, and those that warm them up leave as much to their stream.
-    graphs = 2 * (_captured_bytes(plan, need.batch_size) + _PER_STREAM)
-    graphs += len(slot_counts(need.batch_size)) * _PER_GRAPH
-    if plan.k and plan.draft is None:  # the texts that n-grams are looked up in, int32
-        graphs += 4 * need.batch_size * min(plan.max_model_len, need.num_blocks * need.block_size)
-    return PassBytes(prefill, graphs)
+    # Captured rounds share a pool; warm-up rounds leave as much again in their stream's.
+    method = _method_bytes(plan, need)
+    in_round = _passes_bytes(plan, need.batch_size) + method.in_round
+    graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
+    return PassBytes(prefill, graphs + method.held)
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What every rank of a run is to have.
+    """The device and the memory that each rank of a run is assumed to have.
 
-    name: of its device. total_bytes: of its GPU, or its share of the host. other_bytes: taken
-    before anything is loaded. available_bytes: of a CPU rank's share of the host.
+    total_bytes: the GPU's memory, or a CPU rank's share of the host's. other_bytes: memory in use
+    before anything is loaded. available_bytes: a CPU rank's share of available host memory.
     """
 
     name: str
@@ -84,7 +85,7 @@ class Machine:
 
 
 def this_machine(device: torch.device, num_ranks: int) -> Machine:
-    """A device that is here, as it is now; one host has all the ranks."""
+    """A device of this host, in its present state; all ranks are on this host."""
     if device.type != "cuda":
         return Machine(
             "cpu",
@@ -97,7 +98,7 @@ def this_machine(device: torch.device, num_ranks: int) -> Machine:
 
 
 def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
-    """A GPU that nobody else uses."""
+    """A GPU that no other process uses."""
     return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
 
 
@@ -106,7 +107,7 @@ def _talk(num_ranks: int) -> int:
 
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
-    """What `engine.measure.measure_rank` would find, from configs alone."""
+    """Estimate of the result of `engine.measure.measure_rank`, from configs alone."""
     weights = [_weight_bytes(model, plan) for model in plan.held]
     if weights[1:]:
         weights[1] -= plan.shared_bytes
@@ -135,16 +136,16 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
 
 
 class DraftShare(NamedTuple):
-    """What a draft takes of one rank: bytes of its weights, and of a block."""
+    """A draft's memory on one rank: bytes of its weights, and of one block of its cache."""
 
     weight_bytes: int
     block_bytes: int
 
 
 def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
-    """What the planned draft would take of each rank if it were split over `degree` of them.
+    """Memory that the planned draft would take on each rank if `degree` ranks shared it.
 
-    Raises `SetupError` where it cannot be.
+    Raises `SetupError` when the draft cannot be split like that.
     """
     assert plan.draft is not None
     found = [DraftShare(0, 0)] * plan.parallel.size
@@ -159,8 +160,8 @@ def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
 
 
 def _weight_bytes(model: Description, plan: Plan) -> int:
-    """Of parameters and, for fused layers, of the table of rotary embeddings and of what a CPU
-    keeps in two forms."""
+    """Bytes of parameters. For fused layers also those of the rotary tables and of the weights that
+    a CPU keeps in two forms."""
     found = model.weight_bytes
     if is_fusable(model.module) and model.spec.role not in plan.compiled:
         turns = num_turns(model.module) * model.layers[0].key_dim
@@ -170,23 +171,30 @@ def _weight_bytes(model: Description, plan: Plan) -> int:
     return found
 
 
-def _eager_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a round without graphs: of its passes, and of sampling."""
-    found, rows = _captured_bytes(plan, batch), batch * (plan.k + 1)
+def _eager_bytes(plan: Plan, need: CacheNeed) -> int:
+    """Bytes of the largest tensors of a round without graphs, in passes and sampling."""
+    batch = need.batch_size
+    rows = batch * (plan.k + 1)
+    found = _passes_bytes(plan, batch) + _method_bytes(plan, need).in_round
     if plan.device.type == "cuda" or _is_greedy(plan):
         return found
-    # A CPU draws from distributions in fp32: the proposals', the target's and their sources.
+    # A CPU samples from fp32 distributions: the draft's, the target's, and tensors made on the way.
     return found + 4 * plan.target.vocab_size * (batch * plan.k + 4 * rows)
 
 
-def _captured_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a captured round: of its passes, and what sampling keeps."""
-    found = _passes_bytes(plan, batch)
-    if not _is_greedy(plan) and plan.draft is not None and plan.parallel.is_first:
-        # Each step's logits, and all stacked.
-        vocab = min(plan.draft.vocab_size, plan.target.vocab_size)
-        found += 2 * batch * plan.k * vocab * plan.draft.dtype.itemsize
-    return found
+def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
+    if not plan.k:
+        return MethodBytes()
+    size = RoundSize(
+        batch_size=need.batch_size,
+        k=plan.k,
+        longest=min(plan.max_model_len, need.num_blocks * need.block_size),
+        vocab_size=plan.target.vocab_size,
+        is_greedy=_is_greedy(plan),
+        is_first=plan.parallel.is_first,
+        draft=plan.draft,
+    )
+    return METHODS[plan.recipe.speculation.method].forecast_bytes(size)
 
 
 def _is_greedy(plan: Plan) -> bool:
@@ -194,7 +202,7 @@ def _is_greedy(plan: Plan) -> bool:
 
 
 def _passes_bytes(plan: Plan, batch: int) -> int:
-    """The largest tensors of a round's scoring pass, and of its draft's."""
+    """Bytes of the largest tensors of a round's scoring pass and draft passes."""
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan.target, "target" in plan.compiled, rows, rows)
     if plan.k and plan.draft is not None and plan.draft in plan.held:
@@ -206,7 +214,7 @@ def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: 
     """Bytes of the tensors that are alive at once at a pass's peak."""
     itemsize = model.dtype.itemsize
     ranks = model.parallel.size
-    # Split over ranks the head's shares are gathered, and put side by side.
+    # With several ranks the head's parts are gathered, and then joined.
     logits = logit_rows * model.vocab_size * itemsize * (1 if ranks == 1 else 3)
     if is_fusable(model.module) and not is_compiled:
         layer = _fused_layer(model)
@@ -216,15 +224,15 @@ def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: 
 
 
 def _hidden_bytes(model: Description, tokens: int) -> int:
-    """Bytes of the hidden states that a pass returns: [T, L * H], kept while it runs."""
+    """Bytes of the hidden states [T, L * H] that a pass returns, which it keeps while it runs."""
     numbers = tokens * len(model.hidden_layers) * int(model.module.config.hidden_size)
     return numbers * model.dtype.itemsize
 
 
 class _LayerNumbers(NamedTuple):
-    """Numbers a token that a fused layer holds at once; see `models.fused`.
+    """Numbers per token that a fused layer holds at once; see `models.fused`.
 
-    common: throughout. attention: of decoding. gathered: of attention in prefill.
+    common: throughout. attention: in attention while decoding. gathered: in attention in prefill.
     """
 
     common: int
@@ -242,29 +250,29 @@ def _fused_layer(model: Description) -> _LayerNumbers:
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.layers[0]
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
-    # Where what is added has a norm of its own, it is there beside the sum.
+    # A post-norm's output is alive beside the sum that it is added to.
     streams = hidden * (4 if family.has_post_norms else 3)
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
         attention=max(hidden + qkv + 2 * mixed, mixed + streams),
-        # Rotated; then queries, keys and values for each of their heads, and the result, twice.
+        # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
         gathered=hidden + 2 * qkv + 5 * mixed,
         mlp=max(hidden + 3 * inner, inner + streams),
     )
 
 
 def _prefill_bytes(model: Description, is_compiled: bool, tokens: int, is_cuda: bool) -> int:
-    """Bytes that the largest pass without logits needs."""
+    """Bytes that the largest pass without logits takes."""
     if not is_cuda or is_compiled or not is_fusable(model.module):
         return _pass_bytes(model, is_compiled, tokens, 0)
     layer = _fused_layer(model)
-    # Blocks of attention's sizes and of the MLP's are not joined by the allocator: both count.
+    # The allocator does not reuse attention's blocks for the MLP, so both count.
     numbers = tokens * (layer.common + layer.gathered + layer.mlp)
     return _hidden_bytes(model, tokens) + numbers * model.dtype.itemsize
 
 
 class _Stub:
-    """Attention that returns what has its output's shape."""
+    """Stand-in for attention: returns a tensor of its output's shape."""
 
     def attend(
         self,
@@ -280,7 +288,7 @@ class _Stub:
 
 @torch.inference_mode()
 def _live_bytes(model: Description, tokens: int) -> int:
-    """The peak of a pass through transformers' own layers, run on meta with stand-in weights."""
+    """Bytes at the peak of a pass through transformers' own layers, run on the meta device."""
     module: Any = model.module
     attach(module, _Stub())
     ids = torch.zeros(1, tokens, dtype=torch.int64, device="meta")
@@ -288,7 +296,7 @@ def _live_bytes(model: Description, tokens: int) -> int:
     try:
         with LiveBytes() as live:
             module(input_ids=ids, position_ids=ids, use_cache=False, logits_to_keep=none)
-    except (RuntimeError, TypeError):  # an operator without a form for meta
+    except (RuntimeError, TypeError):  # an operator that the meta device lacks
         widest = max(int(weight.shape[-2]) for weight in module.parameters() if weight.dim() >= 2)
         narrow = min(widest, 16 * int(module.config.hidden_size))  # not the vocabulary
         return int(tokens * 8 * narrow * model.dtype.itemsize)

@@ -1,8 +1,7 @@
 """The rounds of one number of slots: run eagerly, or captured as CUDA graphs and replayed.
 
-On CUDA the device never waits for the host: while it runs a round, the host reads the one before,
-and whatever the host changes takes its place in the device's queue behind the round under way.
-Knows nothing of scheduling.
+On CUDA the device never waits for the host. While it runs a round, the host reads the previous one.
+The host's changes are queued behind the round in flight. Knows nothing of scheduling.
 """
 
 import time
@@ -24,10 +23,10 @@ _WARM_UP_ROUNDS = 2
 class Outcome:
     """The decision of one round, as the host reads it.
 
-    seqs: by slot, as they were when the round was launched; one that has finished since has run a
-    ghost round, which means nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens:
-    proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the round before, or
-    since this one's launch. read_at: the host's clock.
+    seqs: the sequence in each slot at launch. For one that has finished since, this was a ghost
+    round, and its entries mean nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens:
+    proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the previous round
+    was read, or since this one's launch if that was later. read_at: on the host's clock.
     """
 
     seqs: list[Sequence]
@@ -49,7 +48,7 @@ class _Flight:
 
 
 class _Round:
-    """Rounds of one K over the slots of `state`: what runs one, and where it leaves its record."""
+    """Rounds of one K over the slots of `state`: a callable that runs one, and its record."""
 
     def __init__(
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
@@ -77,10 +76,10 @@ class _Round:
 class Rounds:
     """Rounds over one batch of slots, by K, on this rank.
 
-    lengths: every K. is_captured: run them as CUDA graphs. runs_ahead: whether the host launches a
-    round before it has read the one before. pool: the memory of captured rounds' own
-    tensors, from `torch.cuda.graph_pool_handle`, or None for one of their own. Rounds may share it
-    when no two are ever in flight together, since none leaves anything there.
+    lengths: every K, rising. is_captured: run them as CUDA graphs. runs_ahead: whether the host
+    launches a round before it has read the previous one. pool: memory for the tensors of captured
+    rounds, from `torch.cuda.graph_pool_handle`; None for a separate one. Rounds can share a pool
+    if no two are in flight at once, since a round leaves nothing there.
     """
 
     IN_FLIGHT = 2  # rounds launched and not yet read, at most
@@ -103,7 +102,7 @@ class Rounds:
         self._flights: deque[_Flight] = deque()
         self._num_launched = 0
         self._read_at = 0.0
-        # The longest first: the shorter ones then find room in what it took.
+        # The longest first: the shorter ones then fit into the memory it reserved.
         self._by_k = {
             k: _Round(parts, state, k, is_captured, pool) for k in sorted(lengths, reverse=True)
         }
@@ -128,7 +127,7 @@ class Rounds:
         self.state.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
 
     def stop(self, seq: Sequence) -> None:
-        """Let a sequence's slot fall idle from the next round on."""
+        """Deactivate a sequence's slot from the next round on."""
         self.state.stop(next(i for i, s in enumerate(self.seqs) if s is seq))
 
     def launch(self, k: int) -> None:
@@ -148,7 +147,7 @@ class Rounds:
         self._num_launched += 1
 
     def collect(self) -> Outcome:
-        """Read the oldest round in flight, waiting for it where it is still under way."""
+        """Read the oldest round in flight; wait for it if it is still running."""
         flight = self._flights.popleft()
         if flight.done is not None:
             flight.done.synchronize()
@@ -169,14 +168,14 @@ class Rounds:
         )
 
     def discard(self) -> None:
-        """Let what is in flight end, unread."""
+        """Wait for the rounds in flight to end, without reading them."""
         while self._flights:
             flight = self._flights.popleft()
             if flight.done is not None:
                 flight.done.synchronize()
 
     def close(self) -> None:
-        """Give up the graphs: NCCL does not end while one that holds its sums is alive."""
+        """Give up the graphs: NCCL does not end while one that holds its collectives is alive."""
         self.discard()
         for made in self._by_k.values():
             if made.graph is not None:
@@ -184,7 +183,7 @@ class Rounds:
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    """`run` as a CUDA graph. It is run a few times before, which compiles its kernels."""
+    """`run` as a CUDA graph. Before the capture it runs a few times, which compiles its kernels."""
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):

@@ -1,8 +1,8 @@
 """The engine: rounds over a changing set of sequences.
 
-The only module that changes a sequence. Knows no text; stop strings are found by an object that
-is handed in. With several ranks each runs the same rounds on the same sequences: what is proposed
-and what is decided is rank 0's, and everything else follows from it.
+The only module that appends to a sequence. Knows no text: requests bring the object that finds stop
+strings. With several ranks each runs the same rounds on the same sequences. Proposals and decisions
+are rank 0's, and everything else follows from them.
 """
 
 import time
@@ -38,8 +38,8 @@ class Engine:
 
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
-    runs_ahead: launch a round before the one before has been read: for a device that runs by
-    itself. parallel: the ranks that the target is split over.
+    runs_ahead: launch a round before the previous one has been read, for devices that run
+    asynchronously. parallel: the ranks that the target is split over.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Give up the rounds that were captured, and the memory that they hold."""
+        """Give up the captured rounds and the memory that they hold."""
         self._rounds.close()
 
     def run(
@@ -96,7 +96,7 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with those at once, and after each round with what the round wrote.
+        is called with such requests at once, and after each round with the round's tokens.
         """
         run = self.start(requests, k, params)
         refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
@@ -185,12 +185,12 @@ class Engine:
             run.rounds.load(seqs, run.params.seed)
         is_first = not run.rounds.in_flight
         run.rounds.launch(self._next_k(run))
-        # The host stays one round behind a device that runs by itself.
+        # The host stays one round behind a device that runs asynchronously.
         return [] if is_first and run.rounds.runs_ahead else self._collect(run)
 
     @staticmethod
     def _rounds_for(run: Run, count: int) -> Rounds:
-        """Those of the fewest slots that take `count` sequences."""
+        """The rounds with the fewest slots that hold `count` sequences."""
         return next(r for r in run.by_slots if r.num_slots >= count)
 
     def _next_k(self, run: Run) -> int:
@@ -200,10 +200,10 @@ class Engine:
         return self.policy.next_k(lengths, run.last, self.costs, run.rounds.num_slots)
 
     def _must_settle(self, run: Run) -> bool:
-        """Whether the round in flight has to be applied before anything else is done.
+        """True if the round in flight has to be applied before anything else is done.
 
-        So it is when sequences are to come or to be preempted, for which the host has to know
-        where all of them stand, when fewer slots would do for those that are left, and when another
+        Admission and preemption need it, because the host has to know every sequence's length. It
+        is also true when fewer slots suffice for the sequences that are left, and when another
         round would find every sequence finished.
         """
         if not run.rounds.in_flight:
@@ -218,7 +218,7 @@ class Engine:
         )
 
     def _collect(self, run: Run) -> list[Emission]:
-        """Apply the oldest round in flight; what finished sequences did in it does not count."""
+        """Apply the oldest round in flight, except to sequences that have finished since."""
         done = run.rounds.collect()
         live = [b for b, seq in enumerate(done.seqs) if seq.finish_reason is None]
         if not live:
@@ -229,16 +229,16 @@ class Engine:
         return self._apply(run, done, live)
 
     def _clear_caches(self) -> None:
-        """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""
+        """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()
 
     def _missing(self, run: Run) -> tuple[list[Span], list[Span]]:
-        """One prefill chunk of the target's, and the proposer's part of it.
+        """One prefill chunk: the target's spans, and the proposer's.
 
-        The last token of each sequence is left to the first round, which so proposes from the very
-        first output token on, as transformers' assisted generation does. A proposer also lacks
+        The last token of each sequence is left to the first round. That round can so propose the
+        very first output token, as in transformers' assisted generation. A proposer also lacks
         tokens after rounds that proposed nothing.
         """
         budget = self.prefill_chunk
@@ -263,7 +263,7 @@ class Engine:
         return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag
 
     def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
-        """Feed a chunk, see `_missing`. start: of the step, on the host's clock, seconds."""
+        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock."""
         features = self.target.forward(targets, [0] * len(targets)).hidden if targets else None
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
@@ -272,7 +272,7 @@ class Engine:
         for span in proposers:
             span.seq.draft_kv = span.stop
         if self.target.device.type == "cuda":
-            # Not inside a round: the pass's own time is wanted, not that of queueing it.
+            # No round is running: this measures the pass itself, not the time to queue it.
             torch.cuda.synchronize(self.target.device)
         seconds = time.perf_counter() - start
         run.clock.prefill_seconds += seconds
@@ -281,7 +281,7 @@ class Engine:
             seq.prefill_seconds += seconds / len(seqs)
 
     def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
-        """Append what was decided, move both cache lengths, finish or trim each sequence.
+        """Append the decided tokens, move both cache lengths, finish or trim each sequence.
 
         live: the slots whose sequences count.
         """
@@ -361,7 +361,7 @@ class Engine:
 
 
 def _check_finite(counts: list[int]) -> None:
-    """Raise `RunError` where a count of accepted proposals is one that says "not finite"."""
+    """Raise `RunError` if a count is negative, which marks logits that are not finite."""
     if (worst := min(counts)) < 0:
         raise RunError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "

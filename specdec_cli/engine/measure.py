@@ -1,8 +1,7 @@
-"""Measuring where a rank's memory goes: a rehearsal of the largest passes over small caches.
+"""Measuring a rank's memory by use: a rehearsal of the largest passes over small caches.
 
-A prefill chunk, and rounds of a full batch with every proposal, are run by an engine of the run's
-own making; what they leave reserved, and what they reserve at their peak, is what the caches cannot
-have.
+An engine like the run's feeds a prefill chunk and runs rounds of a full batch with all proposals.
+The caches cannot have the memory that these keep reserved, or that they reserve at their peak.
 """
 
 import gc
@@ -18,13 +17,13 @@ from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host
 from specdec_cli.engine.run import Request
 from specdec_cli.models.paged import PagedModel
 
-SEGMENT = 2 * 2**20  # what torch rounds a large allocation on CUDA up to
+SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple of this
 
 
 def measure_rank(
     plan: Plan, models: list[PagedModel], need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
-    """Run the largest passes that `need` allows and see where this rank's memory goes.
+    """Run the largest passes that `need` allows and measure this rank's memory by use.
 
     wire: makes an engine over `models` with caches of so many blocks. The models are left without
     caches. All ranks have to call this.
@@ -56,8 +55,8 @@ def measure_rank(
 
 
 def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
-    """A full batch whose prompts fill one prefill chunk, as far as sequences may be that long, and
-    the blocks that it takes."""
+    """A full batch whose prompts fill one prefill chunk, or as much of it as the longest sequence
+    allows; and the number of blocks that the batch takes."""
     longest_prompt = max(1, need.longest - need.k - 2)  # a round of all proposals still has room
     left = prefill_chunk
     lengths = []
@@ -71,7 +70,7 @@ def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
 
 
 def weight_bytes(models: list[PagedModel]) -> tuple[int, int]:
-    """Bytes of the target's weights, and of those of the draft that it does not borrow."""
+    """Bytes of the target's weights, and of the draft's without those it borrows."""
     target = models[0].storages
     draft = models[1].storages if models[1:] else {}
     own = draft.keys() - target.keys()
@@ -79,7 +78,7 @@ def weight_bytes(models: list[PagedModel]) -> tuple[int, int]:
 
 
 def rank_memory(plan: Plan, models: list[PagedModel], overhead: Overhead) -> RankMemory:
-    """This rank's memory, of whose overhead is known."""
+    """This rank's memory by use, given its overhead."""
     target, draft = weight_bytes(models)
     target_block, draft_block = block_bytes_of(plan)
     return RankMemory(
@@ -98,7 +97,7 @@ def rank_memory(plan: Plan, models: list[PagedModel], overhead: Overhead) -> Ran
 
 
 def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) -> Overhead:
-    """What torch reserves for captured rounds and for passes, and what is not torch's."""
+    """Memory that torch reserves for captured rounds and passes, and memory that is not torch's."""
     device = plan.device
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_reserved(device)
@@ -122,12 +121,12 @@ def _on_gpu(plan: Plan, capture: Callable[[], None], run: Callable[[], None]) ->
 
 
 def cache_rounding(plan: Plan) -> int:
-    """What the allocator may add to caches: each layer's keys, and values, are one allocation."""
+    """Bytes that rounding may add to caches: two allocations a layer, for keys and for values."""
     return 2 * sum(len(held.layers) for held in plan.held) * SEGMENT
 
 
 def release(device: torch.device) -> None:
-    """Give back what nobody holds."""
+    """Free unreferenced objects, and return torch's unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

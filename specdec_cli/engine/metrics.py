@@ -1,7 +1,7 @@
-"""What a run measured, in vLLM's names where vLLM has one.
+"""Measurements of a run, in vLLM's names where vLLM has one.
 
-Counting is on the host. Stage times are stamped within rounds, on CUDA by the device's clock; they
-are read with the round's verdict, for which the host has waited anyway.
+The host counts. Stage times are stamped within rounds, on CUDA by the device's clock. They are read
+with the round's verdict, which the host waits for anyway.
 """
 
 from collections.abc import Sequence as Values
@@ -37,8 +37,8 @@ class Acceptance:
     """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
 
     num_drafts: such rounds. num_draft_tokens: tokens proposed. num_accepted_tokens: proposals
-    that stand in the output. *_per_pos: by place in the draft, 1..k; marginal rates are over
-    drafts, conditional ones over the drafts whose earlier proposals were all accepted.
+    kept in the output. *_per_pos: by place in the draft, 1..k. Marginal rates are over all drafts,
+    conditional ones over drafts that reached the place with all earlier proposals accepted.
     mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
     acceptance_histogram: drafts by number accepted, 0..k.
     """
@@ -88,12 +88,12 @@ class Metrics:
     """One run. Times in milliseconds unless the name says seconds.
 
     draft_ms, broadcast_ms, verify_ms, sample_ms, round_ms: means per engine round. broadcast_ms:
-    sending proposals and decisions to the target's other ranks; only rank 0's says anything, since
+    sending proposals and decisions to the target's other ranks. It is meaningful on rank 0 only;
     elsewhere it contains the wait. prefill_ms: mean per prompt.
     ttft_ms: from a prompt's admission to its first token. tpot_ms: per token after the first.
-    num_rounds: of the engine, which sequences share; num_rounds_without_proposal: of sequences, as
-    drafts are. output_tokens_per_second counts prefill and decode time, decode_tokens_per_second
-    decode time only.
+    num_rounds: engine rounds, each of which serves several sequences.
+    num_rounds_without_proposal: sequence-rounds, as drafts are. output_tokens_per_second counts
+    prefill and decode time, decode_tokens_per_second decode time only.
     """
 
     k: int
@@ -126,7 +126,7 @@ class Metrics:
 
 @dataclass(slots=True)
 class RunClock:
-    """Adds up the times of one run: by stage on the device's clock, by round on the host's."""
+    """Sums of one run's times: by stage on the device's clock, by round on the host's."""
 
     device: torch.device
     num_rounds: int = 0
@@ -151,7 +151,7 @@ class RunClock:
 
 
 def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) -> Metrics:
-    """Metrics of a finished run over `seqs`; those that ended in an error count for nothing."""
+    """Metrics of a finished run over `seqs`, without sequences that ended in an error."""
     done = [s for s in seqs if s.finish_reason != "error"]
     rounds = max(1, clock.num_rounds)
     tokens = sum(s.num_new_tokens for s in done)

@@ -22,14 +22,14 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.methods.registry import METHODS
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
 from specdec_cli.recipe import ModelSection, Recipe
+from specdec_cli.recipe.choices.registry import needs_draft, without_draft
 
-# Models below this run on one thread of a CPU. Their products take microseconds: threads gain
-# little and, where another process holds a core, wait for each other (measured: 80 times slower).
+# Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
+# little. If another process holds a core, they wait for each other (measured: 80 times slower).
 _ONE_THREAD_BYTES = 256 * 2**20
 
 
@@ -40,7 +40,7 @@ Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 class Permissions:
     """Permissions that only the command line may give, never a recipe.
 
-    plugins: files that were run, for processes that are started later.
+    plugins: files that were run, to be run again in processes that are started later.
     """
 
     trust_remote_code: bool = False
@@ -52,11 +52,10 @@ class Permissions:
 class Plan:
     """A pair that passed every check and has not loaded any weights yet.
 
-    `draft` is None when no draft model is to propose. groups: this rank's place among those that
-    share each model; on a rank that holds no part of the draft, `draft` describes it, and
-    `groups.draft` is None. shared_bytes: weights that are not loaded for
-    the draft, because it borrows the target's. compiled: roles of the models whose padded passes
-    are compiled.
+    draft: None if no draft model proposes. groups: this rank's place among those that share each
+    model. On a rank that holds no part of the draft, `draft` still describes it and `groups.draft`
+    is None. shared_bytes: weights that are not loaded for the draft, because it borrows the
+    target's. compiled: roles of the models whose padded passes are compiled.
     """
 
     recipe: Recipe
@@ -71,28 +70,28 @@ class Plan:
 
     @property
     def k(self) -> int:
-        method = METHODS.get(self.recipe.speculation.method)
-        proposes = method is not None and (self.draft is not None or not method.needs_draft)
-        return self.recipe.speculation.num_speculative_tokens if proposes else 0
+        speculation = self.recipe.speculation
+        proposes = self.draft is not None or without_draft(speculation.method)
+        return speculation.num_speculative_tokens if proposes else 0
 
     @property
     def proposer(self) -> str | None:
         """Name of the recipe's proposer, whatever k: the draft's, the method's, or None."""
-        method = METHODS.get(self.recipe.speculation.method)
-        if method is None or not method.needs_draft:
-            return None if method is None else self.recipe.speculation.method
-        return None if self.recipe.draft is None else self.recipe.draft.model
+        method = self.recipe.speculation.method
+        if needs_draft(method) and self.recipe.draft is not None:
+            return self.recipe.draft.model
+        return method if without_draft(method) else None
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """What the draft borrows of the target's weights."""
+        """The weights of the target that the draft borrows."""
         if self.draft is None or self.recipe.draft is None:
             return ()
         return tuple(dict.fromkeys(self.recipe.draft.share))
 
     @property
     def remark(self) -> str | None:
-        """What a reader of the run's numbers has to know of its acceptance rule, if anything."""
+        """The acceptance rule's remark, shown beside the run's numbers; None when not needed."""
         rule = rule_of(self.recipe.speculation)
         is_moot = self.params.is_greedy and not rule.draws_when_greedy
         return rule.remark if self.k and not is_moot else None
@@ -114,12 +113,12 @@ class Plan:
 
     @property
     def no_cuda_graphs(self) -> str | None:
-        """Why rounds are not replayed as CUDA graphs, or None when they are."""
+        """The reason why rounds are not replayed as CUDA graphs, or None when they are."""
         return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
 
     @property
     def _no_graphs_here(self) -> str | None:
-        """Why rounds could not be, if they were asked for, or None."""
+        """The reason why this device or these models rule out CUDA graphs, or None."""
         if self.device.type != "cuda":
             return "the device is a CPU"
         for model in self.models:
@@ -130,7 +129,7 @@ class Plan:
 
     @property
     def stages(self) -> list[str]:
-        """What `build` does one after the other, as it says it."""
+        """The stages of `build` in order, in the words it reports."""
         found = [f"loading the {m.spec.role}" for m in self.held]
         if self.device.type == "cuda":
             found.append("compiling kernels and capturing rounds")
@@ -143,8 +142,8 @@ class Plan:
 
     @property
     def no_compile(self) -> str | None:
-        """Why no model can be compiled, or None: what is compiled are passes that graphs replay, in
-        one piece."""
+        """The reason why no model can be compiled, or None. Only passes inside captured rounds are
+        compiled, each as one piece."""
         if self._no_graphs_here is not None:
             return self._no_graphs_here
         if self.no_cuda_graphs is not None:
@@ -153,7 +152,7 @@ class Plan:
 
     @property
     def execution(self) -> dict[str, str]:
-        """How passes are run, and why, for the record of a run's environment."""
+        """The way that passes run, with reasons, for the record of a run's environment."""
         how = {
             "compile": f"on: {', '.join(self.compiled)}"
             if self.compiled
@@ -195,10 +194,10 @@ class Plan:
 def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     """Check a recipe against this machine and its models, reading configs and tokenizers only.
 
-    Raises `UsageError` for what the recipe asks and this version does not do, `SetupError` for
-    models or devices that are missing or do not fit together.
+    Raises `UsageError` if the recipe asks for something unsupported, `SetupError` for models or
+    devices that are missing or do not fit together.
 
-    With several ranks every one of them calls this, in a world that somebody else has started.
+    With several ranks, each of them calls this in a world that is already running.
     """
     _check_world(recipe)
     with found_alike():
@@ -209,10 +208,10 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
 def plan_all_ranks(
     recipe: Recipe, permissions: Permissions, device: torch.device, describe: Describe = describe
 ) -> list[Plan]:
-    """The plans of every rank of a world that need not exist, on devices that need not either.
+    """The plans of every rank of a world. Neither the world nor its devices need to exist.
 
-    describe: `models.loader.describe`, or one that remembers. Raises as `plan` does. Nothing can be
-    loaded from what it returns: there are no groups.
+    describe: `models.loader.describe`, or one that remembers. Raises as `plan` does. Models cannot
+    be loaded from these plans, since they have no process groups.
     """
     size = recipe.target.tensor_parallel_size
     draft_size = recipe.draft.tensor_parallel_size if recipe.draft is not None else 1
@@ -246,10 +245,9 @@ def _plan_on(
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
     draft, shared_bytes = None, 0
-    method = METHODS.get(recipe.speculation.method)
-    wants_draft = method is not None and method.needs_draft
+    wants_draft = needs_draft(recipe.speculation.method)
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
-        # Ranks that hold no part of it judge it too, so that all of them refuse it, or none.
+        # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
         draft = describe(_spec("draft", recipe.draft, permissions), device, part)
         names = (target.spec.name, draft.spec.name)
@@ -278,8 +276,8 @@ def _plan_on(
 
 
 def _check_world(recipe: Recipe) -> None:
-    """Raises `UsageError` unless there are as many processes as the target is to have ranks, and
-    each can have a device of its own."""
+    """Raise `UsageError` unless there is one process for each of the target's ranks, and each can
+    have a device to itself."""
     wanted, found = recipe.target.tensor_parallel_size, world_size()
     if wanted != found:
         raise UsageError(
@@ -301,9 +299,9 @@ def _groups(recipe: Recipe, device: torch.device) -> Groups:
 
 
 def resolve_device(wanted: str) -> torch.device:
-    """`auto` is a GPU where there is one: the first, or one for each process of a host.
+    """The device of this process. `auto` is a GPU if there is one, else the CPU.
 
-    Raises `SetupError` for a device that is not.
+    Each process of a host takes another GPU. Raises `SetupError` for a device that is missing.
     """
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -336,7 +334,7 @@ def block_bytes_of(plan: Plan) -> tuple[int, int]:
 
 
 def allowance_of(plan: Plan) -> Allowance:
-    """How much memory the recipe lets a run use."""
+    """The memory that the recipe lets a run use."""
     cache = plan.recipe.cache
     return Allowance(cache.gpu_memory_utilization, cache.cpu_bytes)
 
@@ -361,6 +359,6 @@ def _tokenizer(model: Description) -> Tokenizer:
 
 
 def _use_one_thread() -> None:
-    """Unless the user has chosen a number of threads."""
+    """Run torch on one thread, unless the user has chosen a number of threads."""
     if not {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         torch.set_num_threads(1)

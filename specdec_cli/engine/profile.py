@@ -1,7 +1,7 @@
-"""How many KV blocks fit on each rank beside both models, and never more than the run can use.
+"""KV blocks that fit on each rank beside both models, and that a run can use.
 
-Budgets are measured or estimated elsewhere; here is what they are made of and how they are split.
-Knows devices and counts; no models.
+`engine.measure` and `engine.estimate` find the numbers. This module defines a budget's parts and
+splits budgets into blocks. Knows devices and counts; no models.
 """
 
 import os
@@ -18,7 +18,7 @@ _CGROUP = "/sys/fs/cgroup"
 
 @dataclass(frozen=True, slots=True)
 class CacheNeed:
-    """What a run asks of the cache.
+    """The size of a run, as far as the cache depends on it.
 
     longest: tokens of its longest sequence. k: largest proposal length.
     """
@@ -30,7 +30,7 @@ class CacheNeed:
 
     @property
     def blocks_per_sequence(self) -> int:
-        """Room for the longest sequence and two rounds."""
+        """Blocks for the longest sequence and two rounds."""
         return -(-(self.longest + 2 * (self.k + 1)) // self.block_size)
 
     @property
@@ -41,12 +41,12 @@ class CacheNeed:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Where one rank's memory goes, in bytes.
+    """One rank's memory by use, in bytes.
 
-    activation_bytes: what passes need at their peak, with the allocator's rounding. graph_bytes:
-    what captured rounds hold. other_bytes: what is not torch's: other processes, the CUDA context,
-    kernels, and buffers of communication. kv_budget_bytes: what is left for both caches of the part
-    of the memory that may be used. A rank that holds nothing of the draft has zeros for it.
+    activation_bytes: the peak of passes, with the allocator's rounding. graph_bytes: memory that
+    captured rounds hold. other_bytes: memory that is not torch's: other processes, the CUDA
+    context, kernels and communication buffers. kv_budget_bytes: the rest of the memory that may be
+    used, for both caches. The draft's numbers are zero on a rank that holds no part of it.
     """
 
     rank: int
@@ -63,17 +63,17 @@ class RankMemory:
 
     @property
     def block_bytes(self) -> int:
-        """Of one block of both caches."""
+        """Bytes of one block in both caches together."""
         return self.target_block_bytes + self.draft_block_bytes
 
     @property
     def fits(self) -> int:
-        """Blocks that fit here, whatever the other ranks hold."""
+        """Blocks that fit on this rank alone."""
         return self.kv_budget_bytes // self.block_bytes
 
     @property
     def held_bytes(self) -> int:
-        """What is taken before the first block."""
+        """Bytes in use before the first block."""
         return (
             self.target_weight_bytes
             + self.draft_weight_bytes
@@ -84,13 +84,13 @@ class RankMemory:
 
     @property
     def free_bytes(self) -> int:
-        """What is left when the budget is used whole."""
+        """Bytes left when the whole budget is used."""
         return max(0, self.total_bytes - self.held_bytes - self.kv_budget_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """The same number of blocks for every rank: as many as fit where the fewest do."""
+    """The same number of blocks for every rank: as many as fit on the rank with the least room."""
 
     ranks: tuple[RankMemory, ...]
 
@@ -100,15 +100,15 @@ class Split:
 
     @property
     def num_blocks(self) -> int:
-        """Block 0, which holds nothing, included."""
+        """Blocks of each rank, including block 0, which holds nothing."""
         return self.limiting.fits
 
     def stranded_bytes(self, rank: RankMemory) -> int:
-        """What `rank` has for caches and cannot use, because another rank has less."""
+        """Bytes of the cache budget that `rank` cannot use, because another rank has less."""
         return rank.kv_budget_bytes - self.num_blocks * rank.block_bytes
 
     def check(self, block_size: int) -> None:
-        """Raises `NoRoomError` with the numbers when not even the smallest cache fits."""
+        """Raise `NoRoomError` with the numbers when not even the smallest cache fits."""
         least = self.limiting
         if least.fits >= 2:
             return
@@ -117,7 +117,7 @@ class Split:
             f"no room for a KV cache on {where}: {mib(least.kv_budget_bytes)} MiB are left for it "
             f"and one block of {block_size} tokens takes {mib(least.block_bytes)} MiB"
         )
-        if not least.device.startswith("cpu"):  # whose budget does not depend on the rest
+        if not least.device.startswith("cpu"):  # a CPU's budget does not depend on the rest
             message += (
                 f"; of {mib(least.total_bytes)} MiB, weights take "
                 f"{mib(least.target_weight_bytes)} (target) and {mib(least.draft_weight_bytes)} "
@@ -133,7 +133,7 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Overhead:
-    """What a rank's memory holds beside weights and caches, in bytes; see `RankMemory`."""
+    """A rank's memory beside weights and caches, in bytes; see `RankMemory`."""
 
     total_bytes: int
     activation_bytes: int
@@ -143,13 +143,13 @@ class Overhead:
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """How much of a device's memory the recipe lets a run use."""
+    """The part of a device's memory that the recipe lets a run use."""
 
     gpu_memory_utilization: float
     cpu_bytes: int | None
 
     def kv_budget(self, device: torch.device, overhead: Overhead, weight_bytes: int) -> int:
-        """Bytes for both caches on this rank, whose weights are loaded."""
+        """Bytes for both caches on this rank, once its weights are loaded."""
         if device.type == "cuda":
             return self.gpu_budget(overhead, weight_bytes)
         return self.host_budget(available_memory(), local_world_size())
@@ -167,7 +167,7 @@ class Allowance:
 
 
 def on_host(activation_bytes: int, weight_bytes: int) -> Overhead:
-    """A CPU rank's even share of its host; activations come out of what caches do not get."""
+    """A CPU rank's even share of its host. Activations use memory outside the caches' budget."""
     ranks = local_world_size()
     total = total_memory() // ranks
     taken = (total_memory() - available_memory()) // ranks
@@ -181,14 +181,14 @@ def room_now(device: torch.device, allowance: Allowance) -> int:
 
 
 def total_memory() -> int:
-    """The host's memory in bytes, or what a control group leaves of it."""
+    """The host's memory in bytes, or the control group's limit if that is lower."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _group_number("memory.max")
     return whole if limit is None else min(whole, limit)
 
 
 def available_memory() -> int:
-    """Available host memory in bytes: Linux' own estimate, else half of all there is."""
+    """Available host memory in bytes: Linux' estimate, else half of all there is."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     try:
         with open("/proc/meminfo", encoding="ascii") as lines:

@@ -1,11 +1,11 @@
 """One round on device state: propose, score, decide, commit.
 
-Tensor operations alone, of fixed shapes, with nothing for the host to read or choose: so CUDA
+A round is made of tensor operations of fixed shapes. The host reads and chooses nothing. So CUDA
 captures a round as one graph, and a CPU runs the same code eagerly. Knows no proposer, acceptance
 rule or length policy by name. Legend: B slots, K proposal length, n tokens of a sequence.
 
-After a round that accepted a of k proposals a sequence has n + a + 1 tokens, of which the target's
-cache holds n + a: every pass feeds what its cache lacks, so rollback is moving a length.
+After a round that accepted a of k proposals a sequence has n + a + 1 tokens, and the target's cache
+holds n + a of them. Every pass feeds the tokens its cache lacks, so rollback only moves a length.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
-# The stage that ends at each stamp after the first. One rank sends nothing, and leaves out the
+# The stage that ends at each stamp after the first. A single rank sends nothing and leaves out the
 # stamps of broadcasts.
 STAMPED = (*STAGES, "broadcast", "sample")
 NUM_STAMPS = len(STAMPED) + 1
@@ -34,11 +34,11 @@ NUM_STAMPS = len(STAMPED) + 1
 
 @dataclass(frozen=True, slots=True)
 class RoundParts:
-    """Who does what in every round of a run, on this rank.
+    """The parts that every round of a run uses, on this rank.
 
-    proposer: None where nothing is proposed. max_model_len: the target's context length. eos_ids:
-    int64 [E], ids that end a sequence; empty where they are ignored. parallel: the target's ranks,
-    each of which runs every round; what is proposed and what is decided is rank 0's.
+    proposer: None if nothing is proposed. max_model_len: the target's context length. eos_ids:
+    int64 [E], ids that end a sequence; empty if they are ignored. parallel: the target's ranks.
+    Each of them runs every round; proposals and decisions are rank 0's.
     """
 
     target: PagedModel
@@ -53,7 +53,7 @@ class RoundParts:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What a round leaves for the host, in one tensor so that one copy brings it.
+    """A round's results for the host, in one tensor so that one copy brings them.
 
     flat: int64 [B * (K + 3) + NUM_STAMPS].
     """
@@ -69,12 +69,12 @@ class Record:
 
     @property
     def rows(self) -> torch.Tensor:
-        """[B, K + 3]: the K + 1 tokens, the number of proposals accepted, and of proposals."""
+        """[B, K + 3]: K + 1 tokens, the number of accepted proposals, and that of all proposals."""
         return self.flat[:-NUM_STAMPS].view(self.batch_size, self.k + 3)
 
     @property
     def stamps(self) -> torch.Tensor:
-        """[NUM_STAMPS] nanoseconds on the device's clock; 0 where none was taken."""
+        """[NUM_STAMPS] nanoseconds on the device's clock; 0 for a stamp that was not taken."""
         return self.flat[-NUM_STAMPS:]
 
     def stage_ms(self) -> dict[str, float]:
@@ -90,7 +90,7 @@ class Record:
 
 
 def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> None:
-    """Run one round of every slot with K = k, moving `state` on and filling `record`."""
+    """Run one round of every slot with K = k. Advances `state` and fills `record`."""
     stamps, is_alone = record.stamps, parts.parallel.size == 1
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
@@ -132,7 +132,7 @@ def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
 
 
 def _noise(parts: RoundParts, state: BatchState, k: int) -> Noise | None:
-    """The round's uniform numbers; None when nothing is drawn."""
+    """The round's uniform random numbers; None when nothing is drawn."""
     if parts.params.is_greedy and not (k and parts.rule.draws_when_greedy):
         return None
     by_round = k > 0 and parts.rule.looks_ahead
@@ -164,7 +164,7 @@ def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> Targ
 def _decide(
     parts: RoundParts, candidates: Candidates, target: TargetOutput, noise: Noise | None
 ) -> Verdict:
-    """Rank 0's decision; room for it on other ranks."""
+    """Rank 0's decision; on other ranks, tensors of its shapes to receive it."""
     k = candidates.token_ids.shape[1]
     if not parts.parallel.is_first:
         lens = candidates.lens

@@ -1,5 +1,5 @@
-"""The rounds of an engine, by what they depend on and by number of slots; made when first asked
-for."""
+"""A cache of an engine's rounds, by the run's settings and by number of slots. Rounds are made when
+they are first asked for."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ from specdec_cli.engine.round import RoundParts
 
 
 def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for: a quarter each of the next.
+    """The numbers of slots that rounds are captured for, each a quarter of the next.
 
-    The end of a run, when few sequences are left, then costs about what they cost. More numbers
+    At the end of a run few sequences are left, and rounds of few slots are cheaper. More numbers
     would be slow to compile.
     """
     counts = [batch_size]
@@ -41,7 +41,7 @@ class RoundCache:
     _texts: Texts | None = field(default=None, init=False)  # likewise
 
     def of(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        """Those whose longest proposal has k tokens, by number of slots."""
+        """The rounds whose longest proposal has k tokens, by number of slots, rising."""
         params = parts.params
         key = (k, parts.rule, parts.policy, *params.filters, params.ignore_eos)
         if key not in self._made:
@@ -49,7 +49,7 @@ class RoundCache:
         return self._made[key]
 
     def close(self) -> None:
-        """Give up the rounds that were captured, and the memory that they hold."""
+        """Give up the captured rounds and the memory that they hold."""
         for made in self._made.values():
             for rounds in made:
                 rounds.close()
@@ -57,7 +57,7 @@ class RoundCache:
         self._pool = self._texts = None
 
     def _make(self, parts: RoundParts, k: int) -> tuple[Rounds, ...]:
-        # Padding lies up to k tokens past the longest sequence; its columns hold block 0.
+        # Padding reaches up to k tokens past the longest sequence; its columns hold block 0.
         held = min(self.allocator.blocks_for(parts.max_model_len), self.allocator.num_usable)
         columns = held + self.allocator.blocks_for(k + 1)
         device = parts.target.device
@@ -69,7 +69,7 @@ class RoundCache:
             texts = self._texts or Texts.empty(self.batch_size, longest + 1, device)
             self._texts = texts
         lengths = parts.policy.lengths(k) if k else (0,)
-        # The largest first: the smaller ones then find room in what it took.
+        # The largest first: the smaller ones then fit into the memory it reserved.
         made = [
             Rounds(
                 parts,

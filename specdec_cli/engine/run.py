@@ -1,4 +1,4 @@
-"""What the engine is given and gives back: requests, a run's state and its outcome."""
+"""The engine's inputs and outputs: requests, a run's state and its result."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Values
@@ -13,7 +13,7 @@ from specdec_cli.lengths.base import LastRounds
 
 
 class StopFinder(Protocol):
-    """Says how many of a sequence's new tokens to keep, or None to go on."""
+    """Finder of stop strings: `feed` returns how many new tokens to keep, or None to go on."""
 
     def feed(self, tokens: Values[int]) -> int | None: ...
 
@@ -22,7 +22,7 @@ class StopFinder(Protocol):
 class Request:
     """One prompt. `index` is global: with the seed it keys the random numbers.
 
-    stop_finder: makes a finder, which each run has a new one of: it remembers what it has seen.
+    stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
     """
 
     index: int
@@ -34,7 +34,7 @@ class Request:
 class Emission:
     """Tokens that one round added to one sequence; the first `num_accepted` were proposals.
 
-    Empty for a sequence that could not run.
+    A sequence that could not run has an emission without tokens.
     """
 
     seq: Sequence
@@ -44,9 +44,9 @@ class Emission:
 
 @dataclass(slots=True)
 class Run:
-    """One pass over a list of prompts: what `Engine.step` advances.
+    """The state of one pass over a list of prompts; `Engine.step` advances it.
 
-    k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: those in use.
+    k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: the ones in use.
     """
 
     k: int
@@ -62,7 +62,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """Every sequence of a run in the order of its prompts, and what was measured."""
+    """Every sequence of a run in the order of its prompts, and the run's metrics."""
 
     seqs: list[Sequence]
     metrics: Metrics

@@ -1,8 +1,8 @@
-"""Which sequences run, and which blocks they hold.
+"""The choice of sequences that run, and of the blocks that they hold.
 
-Slots are refilled from the waiting prompts in their order; when blocks run out the youngest
-running sequence gives up its own and is computed again later. Scheduling never shortens a
-proposal, so it cannot change what is sampled. Knows no models and no tokens' meaning.
+Waiting prompts fill free slots in order. When blocks run out, the youngest running sequence gives
+up its blocks and is computed again later. Scheduling never shortens a proposal, so it cannot change
+what is sampled. Knows no models, and not what a token means.
 """
 
 from collections import deque
@@ -14,8 +14,8 @@ from specdec_cli.core.types import Sequence
 class Scheduler:
     """Admission, reservation and preemption over one allocator.
 
-    Never deadlocks: a sequence that could not run alone is refused by `add`, and the oldest
-    running sequence is never preempted for a younger one, so it always gets on.
+    Never deadlocks: `add` refuses a sequence that could not run alone, and the oldest running
+    sequence is never preempted for a younger one, so it always advances.
     """
 
     def __init__(self, allocator: BlockAllocator, batch_size: int, k: int, draft_max_len: int):
@@ -42,11 +42,11 @@ class Scheduler:
         return not self.waiting and not self.running
 
     def proposal_len(self, seq: Sequence) -> int:
-        """k_i of the sequence's next round; depends on nothing but the sequence."""
+        """k_i of the sequence's next round; it does not depend on other sequences."""
         return min(self.k, seq.room(self.draft_max_len))
 
     def admit(self) -> list[Sequence]:
-        """Move waiting sequences into free slots while their blocks are to be had."""
+        """Move waiting sequences into free slots while there are blocks for them."""
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self.batch_size:
             seq = self.waiting[0]
@@ -59,7 +59,7 @@ class Scheduler:
         return admitted
 
     def reserve(self) -> list[Sequence]:
-        """Blocks for one round of every running sequence.
+        """Allocate blocks for one round of every running sequence; preempt the youngest if needed.
 
         Returns the sequences that take part, oldest first.
         """
@@ -80,13 +80,13 @@ class Scheduler:
         return taking_part
 
     def can_admit(self) -> bool:
-        """Whether `admit` would admit anything."""
+        """True if `admit` would admit a sequence."""
         if not self.waiting or len(self.running) >= self.batch_size:
             return False
         return self._admission_blocks(self.waiting[0]) <= self.allocator.num_free
 
     def is_short(self, ahead: int) -> bool:
-        """Whether `extend_ahead` lacks blocks."""
+        """True if there are too few free blocks for `extend_ahead`."""
         missing = sum(
             self.allocator.missing(s.block_table, self._length_ahead(s, ahead))
             for s in self.running
@@ -94,7 +94,7 @@ class Scheduler:
         return missing > self.allocator.num_free
 
     def extend_ahead(self, ahead: int) -> list[tuple[Sequence, list[int]]]:
-        """Blocks for a round that begins up to `ahead` tokens past what the host knows.
+        """Allocate blocks for a round that begins up to `ahead` tokens past the host's state.
 
         The caller has checked `is_short`. Returns the blocks that were added to each table.
         """
@@ -115,7 +115,7 @@ class Scheduler:
         self.running.remove(seq)
 
     def release_all(self) -> None:
-        """Give back every block, after a failed run too."""
+        """Give back every block, also after a failed run."""
         for seq in self.running:
             self.allocator.shrink(seq.block_table, 0)
         self.running.clear()
@@ -125,11 +125,11 @@ class Scheduler:
         return len(seq.tokens) + self.proposal_len(seq)
 
     def _admission_blocks(self, seq: Sequence) -> int:
-        # One spare block for each running sequence, or the newcomer would soon be preempted.
+        # One spare block for each running sequence: otherwise the new one would soon be preempted.
         return self.allocator.blocks_for(self._next_length(seq)) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
-        """Most tokens that the cache may have to hold; the last token's are never needed."""
+        """Most tokens that the cache may have to hold; it never needs the last token."""
         n = len(seq.tokens)
         return max(n, min(n + ahead + self.k, seq.max_tokens - 1))
 

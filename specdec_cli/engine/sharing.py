@@ -1,4 +1,4 @@
-"""What a draft borrows of the target's weights: embeddings and head."""
+"""Weights that a draft borrows from the target: embeddings and head."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ def borrowed_weights(
 ) -> dict[str, torch.nn.Parameter]:
     """The target's weights that the draft module is to use, by their names in the draft.
 
-    Weights only, never modules: some families scale inside theirs.
+    Modules are not shared, because those of some families scale their outputs.
     """
     names = {id(module): name for name, module in draft.named_modules()}
     found = {}
@@ -29,7 +29,7 @@ def borrowed_weights(
 def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
     """Bytes of the draft's weights that need not be loaded when it borrows the target's.
 
-    Both are on meta. Raises `SetupError` where shapes or dtypes differ.
+    Both are on meta. Raises `SetupError` if shapes, dtypes or, for the head, degrees differ.
     """
     if "lm_head" in share and draft.parallel.size != target.parallel.size:
         raise SetupError(
@@ -47,8 +47,8 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
                 f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
                 f"shapes and dtypes must agree; take {what} out of draft.share",
             )
-    # A tied weight is still loaded when only one of its two uses is borrowed. Split, a head is a
-    # view of the embedding that is loaded, and a weight of its own beside one that is borrowed.
+    # A tied weight is still loaded if only one of its two uses is borrowed. A split head is a view
+    # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
         id(p): p.numel() * p.element_size() for n, p in own.items() if tied.get(n) not in own

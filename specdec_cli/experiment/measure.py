@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,8 @@ from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission, RunResult
 from specdec_cli.experiment.generation import Job, requests
-from specdec_cli.experiment.records import Key, Sample, given
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.records import Key, Point, Sample, given
 from specdec_cli.launch.world import World
 
 _log = logging.getLogger("specdec")
@@ -29,6 +30,21 @@ _log = logging.getLogger("specdec")
 _BATCHES_A_UNIT = 8
 T = TypeVar("T")
 Guard = Callable[[Key, Callable[[], object]], None]
+
+
+class Watcher:
+    """Receives the progress of a sweep or a comparison; this one says nothing."""
+
+    def begin(self, what: Any) -> None:
+        """A stage of a sweep, by its name, or a pair of a comparison begins."""
+
+    def sample(self, key: Key, sample: Sample) -> None: ...
+
+    def points(self, points: Sequence[Point]) -> None: ...
+
+    def failed(self, pair: Any, batch_size: int, failure: Failure) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def units_of(job: Job, batch_size: int) -> list[Job]:

@@ -21,13 +21,7 @@ from specdec_cli.engine.estimate import (
     estimate_rank,
     this_machine,
 )
-from specdec_cli.engine.plan import (
-    Describe,
-    Permissions,
-    Plan,
-    plan_all_ranks,
-    resolve_device,
-)
+from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.generation import tokenised

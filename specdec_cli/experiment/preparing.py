@@ -1,13 +1,10 @@
 """Preparation that sweeps and comparisons share: the engine's recipe, settings, warnings."""
 
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 import torch
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
-from specdec_cli.errors import UsageError
+from specdec_cli.acceptance.registry import RULES
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.loader import Description
 from specdec_cli.recipe import Recipe
@@ -16,29 +13,13 @@ _FEW_PROMPTS = 20
 
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
-    """The recipe for engine and cache, with the largest k and batch size.
-
-    A mean length of synthetic acceptance belongs to the recipe's own k, so it becomes rates.
-    """
-    speculation = recipe.speculation
-    changes: dict[str, Any] = {"num_speculative_tokens": largest}
-    if speculation.acceptance == "synthetic":
-        rates = speculation.synthetic_acceptance_rates
-        if rates is None:
-            length = speculation.synthetic_acceptance_length
-            assert length is not None, "the recipe's schema saw to it"
-            own_k = speculation.num_speculative_tokens or largest
-            conditional = SyntheticAcceptance.from_length(length, own_k).rates(largest)
-            rates = tuple(accumulate(conditional, mul))
-        if len(rates) < largest:
-            raise UsageError(
-                f"synthetic_acceptance_rates: {len(rates)} are given, and --k goes to {largest}",
-                "give a rate for every position, or synthetic_acceptance_length",
-            )
-        changes |= {"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
+    """The recipe for engine and cache, with the largest k and batch size."""
+    rule = RULES[recipe.speculation.acceptance]
     return recipe.model_copy(
         update={
-            "speculation": speculation.model_copy(update=changes),
+            "speculation": rule.for_k(recipe.speculation, largest).model_copy(
+                update={"num_speculative_tokens": largest}
+            ),
             "run": recipe.run.model_copy(update={"batch_size": batch_size}),
         }
     )

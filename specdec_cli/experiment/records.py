@@ -339,11 +339,15 @@ def read_records(
 
 def parsed(line: bytes, kind: type[R]) -> R | str:
     """The record in a line, or a description of what is wrong; "" if it is no JSON object."""
+    return checked(json_of(line), kind)
+
+
+def json_of(text: bytes | str) -> Any:
+    """The value in a JSON text; None if it is damaged."""
     try:
-        found = json.loads(line)
+        return json.loads(text)
     except (ValueError, RecursionError):
-        found = None
-    return checked(found, kind)
+        return None
 
 
 def checked(found: object, kind: type[R]) -> R | str:

@@ -6,12 +6,13 @@ Knows nothing of what records and documents mean.
 import fcntl
 import logging
 import os
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import UsageError
+from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.records import Record
 from specdec_cli.experiment.results import to_json
 from specdec_cli.recipe import Recipe, dump_recipe
@@ -44,13 +45,11 @@ class RunFolder:
     def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
         folder = cls(path)
         recipe = found_from_anywhere(recipe)
-        try:
+        with _or_unusable(path):
             path.mkdir(parents=True, exist_ok=True)
             _sync_names(path.parent)
             folder._claim()
             earlier = [n for n in _RECORDS if (path / n).exists() and (path / n).stat().st_size]
-        except OSError as problem:
-            raise _unusable(path, problem) from None
         if earlier:
             folder.close()
             raise UsageError(
@@ -67,10 +66,8 @@ class RunFolder:
 
     def refuse_foreign(self, name: str) -> None:
         """Raise `UsageError` if a file is there that no run has written."""
-        try:
+        with _or_unusable(self.path):
             is_there, is_ours = ((self.path / n).exists() for n in (name, "recipe.yaml"))
-        except OSError as problem:
-            raise _unusable(self.path, problem) from None
         if is_there and not is_ours:
             raise self._not_ours(name)
 
@@ -102,43 +99,31 @@ class RunFolder:
 
     def append(self, name: str, *records: Record | dict[str, Any]) -> None:
         """Append records to a .jsonl file in a single write, synced before this returns."""
-        line = "".join(to_json(record) + "\n" for record in records).encode()
-        try:
+        lines = "".join(to_json(record) + "\n" for record in records).encode()
+        if not lines:
+            return
+        with or_setup_error(f"cannot write {self.path / name}"):
             if name not in self._files:
                 # The run goes on: if it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
                 self._files[name] = os.open(self.path / name, flags, 0o644)
                 _sync_names(self.path)
-            written = os.write(self._files[name], line)
-            if written != len(line):
+            written = os.write(self._files[name], lines)
+            if written != len(lines):
                 raise OSError("the disk took only part of a record")
             os.fsync(self._files[name])
-        except OSError as problem:
-            why = problem.strerror or problem
-            raise SetupError(f"cannot write {self.path / name}: {why}") from None
 
     def write(self, name: str, text: str) -> None:
         """Replace a file atomically."""
-        temporary = self.path / f".{name}.tmp"
-        try:
-            with open(temporary, "w", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / name)
+        with or_setup_error(f"cannot write {self.path / name}"):
+            replace_file(self.path / name, text.encode())
             _sync_names(self.path)
-        except OSError as problem:
-            with suppress(OSError):
-                temporary.unlink()
-            raise SetupError(f"cannot write {self.path / name}: {problem.strerror}") from None
 
     def forget(self, name: str) -> None:
         """Remove a file of records that count for nothing."""
-        try:
+        with or_setup_error(f"cannot remove {self.path / name}"):
             (self.path / name).unlink(missing_ok=True)
-        except OSError as problem:
-            raise SetupError(f"cannot remove {self.path / name}: {problem.strerror}") from None
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -146,10 +131,8 @@ class RunFolder:
         self._files.clear()
 
 
-def _unusable(path: Path, problem: OSError) -> SetupError:
-    return SetupError(
-        f"cannot create the folder {path}: {problem.strerror}", "name another with -o"
-    )
+def _or_unusable(path: Path) -> AbstractContextManager[None]:
+    return or_setup_error(f"cannot create the folder {path}", "name another with -o")
 
 
 def found_from_anywhere(recipe: Recipe) -> Recipe:
@@ -194,15 +177,10 @@ def _is_foreign(path: Path) -> bool:
 
 
 def _cut_torn_line(path: Path) -> None:
-    try:
+    with or_setup_error(f"cannot repair {path}"):
         content = path.read_bytes()
         end = content.rfind(b"\n") + 1
         if end < len(content):
             os.truncate(path, end)
-            _log.warning(
-                "%s: cut off %d bytes of a record that a crash left unfinished",
-                path,
-                len(content) - end,
-            )
-    except OSError as problem:
-        raise SetupError(f"cannot repair {path}: {problem.strerror}") from None
+            said = "%s: cut off %d bytes of a record that a crash left unfinished"
+            _log.warning(said, path, len(content) - end)

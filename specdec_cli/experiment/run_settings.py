@@ -9,8 +9,9 @@ from typing import Any
 
 from specdec_cli import text
 from specdec_cli.recipe import Recipe, SpeculationSection
+from specdec_cli.recipe.choices.registry import is_given
 
-_LATER_KEYS = ("length", "typical_threshold", "typical_alpha")
+_LATER_KEYS = ("length", "typical_threshold", "typical_alpha", "options")
 
 
 def settings_values(recipe: Recipe) -> dict[str, Any]:
@@ -50,8 +51,8 @@ class RunSettings:
         return bool(self.recipe["sampling"]["temperature"] == 0.0)
 
     @property
-    def is_synthetic(self) -> bool:
-        return bool(self.recipe["speculation"]["acceptance"] == "synthetic")
+    def has_given_acceptance(self) -> bool:
+        return is_given(self.recipe["speculation"]["acceptance"])
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as read back from JSON: with lists for tuples."""

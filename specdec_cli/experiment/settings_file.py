@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.records import json_of
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import RunSettings
@@ -54,8 +55,8 @@ def read_settings_file(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> Any:
     """The content of a JSON file; None if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return json_of(path.read_bytes())
+    except OSError:
         return None
 
 

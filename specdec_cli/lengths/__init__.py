@@ -1,1 +1,1 @@
-"""Length policies, a file each: how many tokens a round proposes."""
+"""Length policies, a file each. A policy chooses the number of tokens that a round proposes."""

@@ -1,9 +1,9 @@
-"""K of each round by recent acceptance and the measured times of rounds.
+"""K of each round, chosen by recent acceptance and the measured times of rounds.
 
-Rounds of each K are timed first. From then on, the K is taken that promises most tokens a
-millisecond, if the next round fares as the last ones did. K rests on what was written before the
-round, so the text keeps the target's distribution. Times differ between runs, though, and with
-them K: text that is sampled is not the same in every run, while greedy text is.
+Rounds of each K are timed first. Then each round takes the K with the most expected tokens per
+millisecond, given the acceptance of the last rounds. K depends only on earlier rounds, so the text
+keeps the target's distribution. Times differ between runs, and K with them, so sampled text can
+differ between runs. Greedy text does not.
 """
 
 import torch
@@ -12,15 +12,17 @@ from specdec_cli.core.drafting import Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
-from specdec_cli.recipe import LengthSection
+from specdec_cli.recipe import SpeculationSection
 
-_PRIOR_ROUNDS = 2.0  # a place's rate before it is observed counts as so many rounds
+_PRIOR_ROUNDS = 1.0  # the prior of a place's rate counts as so many rounds
 _PRIOR_RATE = 0.6
-_IDLE_ROUNDS = 24  # rounds without proposals after which acceptance is looked at again
+# Weight of a round against the one after it: a text's acceptance changes within some ten rounds.
+_FADING = 0.9
+_IDLE_ROUNDS = 24  # after so many rounds without proposals one is tried again
 
 
 class Adaptive:
-    """choices: the K that rounds may have beside the run's k; those above k are left out."""
+    """choices: values of K for rounds, beside the run's k; those above k are left out."""
 
     is_fixed = False
     stop: Stop | None = None
@@ -48,20 +50,25 @@ class Adaptive:
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:
-    """Tokens a round at each K of 0..k, from the acceptance of the last rounds.
+    """Expected tokens of a round at each K of 0..k, from the acceptance of the last rounds.
 
-    The chance at a place is that of the rounds that reached it, drawn towards the place before it
-    where they are few: so is a place that short rounds never reach.
+    The rate at a place comes from the rounds that reached it. The fewer they are, the closer it
+    stays to the rate of the place before, which covers places that short rounds never reach.
     """
-    rounds = [trial for trials in last.trials for trial in trials]
+    rounds = [
+        (_FADING**age, trial)
+        for age, trials in enumerate(reversed(last.trials))
+        for trial in trials
+    ]
     rate, reach, found = _PRIOR_RATE, 1.0, [1.0]
     for place in range(1, k + 1):
-        reached = [a >= place for proposed, a in rounds if proposed >= place and a >= place - 1]
-        rate = (sum(reached) + _PRIOR_ROUNDS * rate) / (len(reached) + _PRIOR_ROUNDS)
+        reached = [(w, a >= place) for w, (k_i, a) in rounds if k_i >= place and a >= place - 1]
+        stood = sum(w for w, stands in reached if stands)
+        rate = (stood + _PRIOR_ROUNDS * rate) / (sum(w for w, _ in reached) + _PRIOR_ROUNDS)
         reach *= rate
         found.append(found[-1] + reach)
     return found
 
 
-def from_recipe(section: LengthSection) -> Adaptive:
-    return Adaptive(section.choices)
+def from_recipe(speculation: SpeculationSection) -> Adaptive:
+    return Adaptive(speculation.length.choices)

@@ -1,7 +1,7 @@
-"""A sequence's drafting stops behind a token that the draft itself finds unlikely.
+"""A policy that stops a sequence's drafting after a token that the draft finds unlikely.
 
-As transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304): the token stays
-proposed, so that whether a further one is drawn rests on nothing that is left out.
+As in transformers' `assistant_confidence_threshold` (after DISCO, arXiv 2405.04304), the unlikely
+token stays proposed. The decision to stop so depends on no token that is dropped.
 """
 
 import torch
@@ -10,12 +10,12 @@ from specdec_cli.core.drafting import Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
-from specdec_cli.recipe import LengthSection
+from specdec_cli.recipe import SpeculationSection
 
 
 class Confidence:
-    """threshold: the probability, by the draft's softmax at temperature 1, below which a drawn
-    token is the last of its sequence's proposals."""
+    """threshold: a drawn token is its sequence's last proposal if its probability, in the draft's
+    softmax at temperature 1, is lower."""
 
     is_fixed = False
 
@@ -43,5 +43,5 @@ class Confidence:
         return caps
 
 
-def from_recipe(section: LengthSection) -> Confidence:
-    return Confidence(section.threshold)
+def from_recipe(speculation: SpeculationSection) -> Confidence:
+    return Confidence(speculation.length.threshold)

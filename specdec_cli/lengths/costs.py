@@ -5,14 +5,14 @@ from statistics import median
 
 from specdec_cli.core.parallel import TensorParallel
 
-_TRIALS = 4  # rounds of each K, of which the first is not counted: it may still warm up
+_TRIALS = 4  # rounds of each K; the first does not count, since it may still warm up
 
 
 class RoundCosts:
     """Times of rounds by number of slots and K.
 
-    Each rank measures its own; rank 0's are what all of them go by. Whether there are enough
-    depends on counts alone, so that ranks agree without a message when they exchange them.
+    Each rank measures times, and all ranks use rank 0's. The moment when there are enough depends
+    on counts alone, so ranks agree without a message on when to exchange times.
     """
 
     def __init__(self, parallel: TensorParallel) -> None:
@@ -21,18 +21,18 @@ class RoundCosts:
         self._agreed: dict[tuple[int, tuple[int, ...]], dict[int, float]] = {}
 
     def add(self, slots: int, k: int, seconds: float) -> None:
-        """Note a round."""
+        """Record a round's time, for the first `_TRIALS` rounds of its kind."""
         found = self._seconds[slots, k]
         if len(found) < _TRIALS:
             found.append(seconds)
 
     def unmeasured(self, slots: int, lengths: tuple[int, ...]) -> int | None:
-        """A K of `lengths` that has to be run for its time, or None."""
+        """A K of `lengths` that still has to be timed, or None."""
         missing = [k for k in lengths if len(self._seconds[slots, k]) < _TRIALS]
         return missing[-1] if missing else None
 
     def of(self, slots: int, lengths: tuple[int, ...]) -> dict[int, float]:
-        """Milliseconds of a round by K; every rank has to call this when one does."""
+        """Milliseconds of a round by K. If one rank calls this, all have to."""
         key = slots, lengths
         if key not in self._agreed:
             mine = {k: 1e3 * median(self._seconds[slots, k][1:]) for k in lengths}

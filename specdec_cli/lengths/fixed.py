@@ -1,4 +1,4 @@
-"""Every round proposes as many tokens as the recipe says."""
+"""The policy of a fixed length: every round proposes as many tokens as the recipe says."""
 
 import torch
 

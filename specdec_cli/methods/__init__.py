@@ -1,1 +1,1 @@
-"""Proposers, a file each. Nothing outside this folder knows the name of one."""
+"""Proposers, a file each. The engine knows none of them by name."""

@@ -1,12 +1,13 @@
-"""What a round needs of a proposer.
+"""The interface between a round and a proposer.
 
-A proposer works on the device's view of a batch, `BatchState`. One that uses tensors only, and
-never reads their values on the host, is captured into a CUDA graph with the rest of the round.
+A proposer works on the device's view of a batch, `BatchState`. If it uses tensors only, and never
+reads their values on the host, it is captured into a CUDA graph with the rest of the round.
 """
 
+from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,15 +18,16 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
+from specdec_cli.models.loader import Description
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import SpeculationSection
 
 
 @dataclass(frozen=True, slots=True)
 class MethodParts:
-    """What a proposer may be made of, on this rank.
+    """The recipe's section and the models that a proposer may be made from, on this rank.
 
-    draft: the draft model; None where the method has none, or this rank holds no part of it.
+    draft: the draft model; None if the method has none, or this rank holds no part of it.
     draft_max_len: the draft's context length; 0 without a draft.
     """
 
@@ -35,11 +37,50 @@ class MethodParts:
     draft_max_len: int = 0
 
 
+class RoundSize(NamedTuple):
+    """What a method's memory depends on, on this rank.
+
+    longest: tokens of the longest text. vocab_size: of the target. draft: the draft model, on every
+    rank that holds a part of it. is_first: whether this rank verifies.
+    """
+
+    batch_size: int
+    k: int
+    longest: int
+    vocab_size: int
+    is_greedy: bool
+    is_first: bool
+    draft: Description | None = None
+
+
+class MethodBytes(NamedTuple):
+    """Memory beyond weights, caches and passes, in bytes.
+
+    held: from the first round to the last. in_round: at the peak of one round.
+    """
+
+    held: int = 0
+    in_round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """make: a proposer. forecast_bytes: its memory, before anything is loaded."""
+
+    make: Callable[[MethodParts], "Proposer"]
+    forecast_bytes: Callable[[RoundSize], MethodBytes]
+
+
+def text_bytes(size: RoundSize) -> MethodBytes:
+    """Memory of a method without a model that looks texts up: int32 ids on the device."""
+    return MethodBytes(held=4 * size.batch_size * size.longest)
+
+
 class Proposer(Protocol):
-    """max_len: tokens of a sequence past which nothing is proposed. feature_layers: hidden states
-    of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
-    whether `BatchState.texts` is to hold the sequences' tokens. max_lag: most tokens that may be
-    missing from its cache when a round begins; what is missing beyond is prefilled first.
+    """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: hidden
+    states of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
+    whether `BatchState.texts` has to hold the sequences' tokens. max_lag: most tokens that may be
+    missing from its cache when a round begins; if more are missing they are prefilled first.
     runs_on_host: whether it reads device data on the host, so that rounds cannot be captured.
     """
 
@@ -50,18 +91,18 @@ class Proposer(Protocol):
     runs_on_host: bool
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """Take in tokens of prompts. features: [T, F] of the same tokens, or None."""
+        """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """At most `draft.caps` tokens of each sequence."""
+        """Propose at most `draft.caps` tokens for each sequence."""
         ...
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Take in the decision of a round; `state` is still as it was before it."""
+        """Take in a round's decision; `state` has not been advanced yet."""
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """Leading tokens in the proposer's cache after a round that began with n tokens, proposed
-        k >= 1 and accepted some of them."""
+        """Number of leading tokens in the proposer's cache after a round that began with n tokens
+        and accepted `accepted` of k >= 1 proposals."""
         ...
 
     def forecast(
@@ -72,15 +113,15 @@ class Proposer(Protocol):
         k: int,
         params: SamplingParams,
     ) -> Forecast:
-        """The fate of proposals for `output`, had each of its tokens been proposed.
+        """The acceptance to expect of proposals along `output`, a text that is already written.
 
-        k: most tokens a round may propose. With several ranks all of them call this; the answer
-        means something on rank 0.
+        k: most tokens a round may propose. All ranks have to call this; only rank 0's result is
+        valid.
         """
         ...
 
     def check(self) -> None:
-        """Raise for what only the device could see; called as a run ends."""
+        """Raise for errors that only the device could detect; called when a run ends."""
 
     def clear(self) -> None:
-        """Forget keys and values that are not finite: padding reads them, and 0 * NaN is NaN."""
+        """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""

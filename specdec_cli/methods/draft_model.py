@@ -1,7 +1,7 @@
 """Proposing tokens with a draft model (Leviathan et al., arXiv 2211.17192).
 
-Over several ranks, each of the draft's draws the same tokens, since their logits are the same and
-so are the random numbers; rank 0's are the ones that count.
+With several ranks, each rank of the draft draws the same tokens, since logits and random numbers
+are the same on all of them. Rank 0's tokens count.
 """
 
 from collections.abc import Sequence as Values
@@ -14,7 +14,7 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import MethodParts
+from specdec_cli.methods.base import Method, MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.teacher import Teacher, compare
 from specdec_cli.models.paged import PagedModel
 
@@ -22,8 +22,8 @@ from specdec_cli.models.paged import PagedModel
 class DraftModel:
     """Draws k tokens a sequence from the draft model.
 
-    model: None on a rank that holds no part of the draft, which takes rank 0's proposals. max_len:
-    the draft's own context length, past which it proposes nothing.
+    model: None on a rank that holds no part of the draft; it receives rank 0's proposals. max_len:
+    the draft's context length. Nothing is proposed past it.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -41,10 +41,10 @@ class DraftModel:
             self.model.forward(spans, [0] * len(spans))
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """The first pass feeds the last two tokens, each further one the token just drawn.
+        """The first pass feeds the last two tokens, each further pass the token just drawn.
 
-        The draft's cache lacks one of the two, or both after a round whose proposals were all
-        accepted. To write a key again changes nothing.
+        The draft's cache lacks one of these two tokens. After a round that accepted all proposals
+        it lacks both. Writing a key again changes nothing.
         """
         if self.model is None:
             return draft.nothing()
@@ -56,10 +56,10 @@ class DraftModel:
         return draft.candidates()
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """Rejected tokens need no undoing: their keys are written over."""
+        """Do nothing: later tokens overwrite the keys of rejected ones."""
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """The last proposal is drawn, and never fed."""
+        """The cache never holds the last proposal, which is drawn but not fed."""
         return n + min(accepted, k - 1)
 
     def forecast(
@@ -80,5 +80,16 @@ class DraftModel:
             self.model.cache.clear()
 
 
-def make(parts: MethodParts) -> DraftModel:
+def _make(parts: MethodParts) -> DraftModel:
     return DraftModel(parts.draft, parts.draft_max_len)
+
+
+def _forecast_bytes(size: RoundSize) -> MethodBytes:
+    """Each step's logits and all of them stacked, if tokens are drawn and this rank verifies."""
+    if size.is_greedy or size.draft is None or not size.is_first:
+        return MethodBytes()
+    vocab = min(size.draft.vocab_size, size.vocab_size)
+    return MethodBytes(in_round=2 * size.batch_size * size.k * vocab * size.draft.dtype.itemsize)
+
+
+METHOD = Method(_make, _forecast_bytes)

@@ -1,8 +1,8 @@
-"""Proposing tokens without a model: what followed the same words earlier in the text.
+"""Proposing tokens without a model: those that followed the same n-gram earlier in the text.
 
-Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as transformers'
-`PromptLookupCandidateGenerator` does it. Unlike there, an end-of-text token is proposed like any
-other: the round ends the sequence where it is accepted.
+Prompt lookup (Saxena, "Prompt Lookup Decoding", 2023), as in transformers'
+`PromptLookupCandidateGenerator`. One difference: an end-of-text token is proposed like any other,
+and ends the sequence if it is accepted.
 """
 
 import sys
@@ -18,14 +18,14 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import MethodParts
+from specdec_cli.methods.base import Method, MethodParts, text_bytes
 from specdec_cli.methods.teacher import Teacher
 
 
 class Ngram:
     """Looks n-grams of `longest` down to `shortest` tokens up in a sequence's prompt and output.
 
-    It has no cache and no context length of its own.
+    It has neither a cache nor a context length.
     """
 
     feature_layers: tuple[int, ...] = ()
@@ -39,12 +39,12 @@ class Ngram:
         self.shortest = shortest
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
-        """The text itself is all there is."""
+        """Do nothing: the text is the only state."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
-        """As many of the tokens that were found as `draft.caps` allows.
+        """Propose the tokens that were found, at most `draft.caps` of them.
 
-        Nothing is drawn, so q is one-hot at each of them.
+        Nothing is drawn, so q is one-hot at each token.
         """
         assert state.texts is not None
         found = ops.ngram_lookup(
@@ -59,7 +59,7 @@ class Ngram:
         return Candidates(*found)
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
-        """The round appends to the text itself."""
+        """Do nothing: the round itself appends to the text."""
 
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         return n + accepted
@@ -72,7 +72,7 @@ class Ngram:
         k: int,
         params: SamplingParams,
     ) -> Forecast:
-        """What would be found at the beginning of a round at each place of the output."""
+        """Compare the output with the tokens that a lookup finds at each of its places."""
         tokens = [*prompt, *output]
         length = torch.arange(len(prompt), len(tokens))
         found, lens = ops.ngram_lookup(
@@ -97,5 +97,8 @@ class Ngram:
         pass
 
 
-def make(parts: MethodParts) -> Ngram:
+def _make(parts: MethodParts) -> Ngram:
     return Ngram(parts.speculation.ngram_max, parts.speculation.ngram_min)
+
+
+METHOD = Method(_make, text_bytes)

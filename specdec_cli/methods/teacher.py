@@ -1,6 +1,6 @@
 """Teacher forcing: one pass of each model over a text that is already written, in place of rounds.
 
-Changes no sequence, and borrows the blocks of one from an idle engine's cache.
+The passes change no sequence. They borrow cache blocks from an idle engine.
 """
 
 from collections.abc import Sequence as Values
@@ -39,10 +39,10 @@ def compare(
     output: Values[int],
     params: SamplingParams,
 ) -> Forecast:
-    """A draft model's chances; they mean something on rank 0.
+    """A draft model's chances of acceptance along `output`; valid on rank 0 only.
 
-    draft: None on a rank that holds no part of it; each rank takes part in the passes of the models
-    that it holds a part of. max_len: the draft's context length.
+    draft: None on a rank that holds no part of it. Each rank joins the passes of the models that it
+    holds a part of. max_len: the draft's context length.
     """
     tokens = [*prompt, *output]
     reach = min(len(tokens), max_len)
@@ -64,7 +64,7 @@ def _compare(
     draft_seq: Sequence,
     params: SamplingParams,
 ) -> tuple[list[float], list[float]]:
-    """Chances of acceptance and overlaps up to the end of the draft's sequence."""
+    """Chances of acceptance, and overlaps of the two distributions, over the draft's sequence."""
     target = teacher.target if params.temperature > 0.0 else None
     first = draft_seq.num_prompt_tokens - 1  # its logits are those of the first output token
     if first >= len(draft_seq.tokens) - 1:  # nothing was ever proposed
@@ -81,7 +81,7 @@ def _compare(
         scored = _logits(target, target_seq, start, stop) if target is not None else None
         if drafted is None or not teacher.parallel.is_first:
             continue
-        # A draft of another vocabulary is cut, or padded with probability zero.
+        # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
         more = teacher.target.vocab_size - drafted.shape[-1]
         drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
         written = torch.tensor(draft_seq.tokens[start + 1 : stop + 1])

@@ -8,6 +8,7 @@ import json
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import local_folder
 from specdec_cli.recipe import DraftSection, ModelSection, Recipe
+from specdec_cli.recipe.choices.registry import needs_draft
 
 
 def check_ahead(recipe: Recipe) -> None:
@@ -17,7 +18,7 @@ def check_ahead(recipe: Recipe) -> None:
     """
     _check(recipe.target)
     speculation = recipe.speculation
-    if speculation.method == "draft_model" and speculation.num_speculative_tokens:
+    if needs_draft(speculation.method) and speculation.num_speculative_tokens:
         _check(recipe.draft)
 
 

@@ -6,10 +6,11 @@ attached to its model, so two models, or a probe and a run, never share state.
 
 import itertools
 import weakref
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from specdec_kernels import ops
+from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec_cli.core.batch import ForwardBatch
@@ -34,6 +35,15 @@ class NotPlainAttention(Exception):
     """A layer asked for attention that paged passes do not compute; the message says which."""
 
 
+class Call(TypedDict):
+    """A layer's arguments to attention, as in `ops.paged_attention`."""
+
+    scale: float
+    sliding_window: int
+    softcap: float
+    sinks: Tensor | None
+
+
 class Attention(Protocol):
     """The object that a model's attention layers call.
 
@@ -42,17 +52,8 @@ class Attention(Protocol):
     """
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor: ...
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+    ) -> Tensor: ...
 
 
 def attach(model: torch.nn.Module, attention: Attention) -> None:
@@ -64,16 +65,16 @@ def attach(model: torch.nn.Module, attention: Attention) -> None:
 
 def _dispatch(
     module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **more: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """transformers' attention signature: q, k, v of [1, heads, T, dim]; no mask is ever built.
 
     Window, softcap and sinks are taken from the call alone: some families keep a stale
@@ -88,22 +89,13 @@ def _dispatch(
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window, softcap = sliding_window or 0, softcap or 0.0
+    states = layer, query[0], key[0], value[0]
     if torch.compiler.is_compiling():
         assert isinstance(attention, PagedAttention)
-        out = attend_by_handle(
-            attention.handle, layer, query[0], key[0], value[0], scale, window, softcap, s_aux
-        )
-        return out[None], None
-    out = attention.attend(
-        layer,
-        query[0],
-        key[0],
-        value[0],
-        scale=scale,
-        sliding_window=window,
-        softcap=softcap,
-        sinks=s_aux,
-    )
+        out = attend_by_handle(attention.handle, *states, scale, window, softcap, s_aux)
+    else:
+        call = Call(scale=scale, sliding_window=window, softcap=softcap, sinks=s_aux)
+        out = attention.attend(*states, **call)
     return out[None], None
 
 
@@ -122,36 +114,23 @@ _by_handle: weakref.WeakValueDictionary[int, "PagedAttention"] = weakref.WeakVal
 def attend_by_handle(
     handle: int,
     layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     scale: float,
     sliding_window: int,
     softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+) -> Tensor:
     """`PagedAttention.attend` as an opaque operator for compiled graphs."""
-    return _by_handle[handle].attend(
-        layer,
-        query,
-        key,
-        value,
-        scale=scale,
-        sliding_window=sliding_window,
-        softcap=softcap,
-        sinks=sinks,
-    )
+    call = Call(scale=scale, sliding_window=sliding_window, softcap=softcap, sinks=sinks)
+    return _by_handle[handle].attend(layer, query, key, value, **call)
 
 
 @attend_by_handle.register_fake
 def _attend_shape(
-    handle: int,
-    layer: int,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-) -> torch.Tensor:
+    handle: int, layer: int, query: Tensor, key: Tensor, value: Tensor, *_: Any
+) -> Tensor:
     return query.new_empty(query.shape[1], query.shape[0], value.shape[-1])
 
 
@@ -165,38 +144,16 @@ class PagedAttention:
         _by_handle[self.handle] = self
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+    ) -> Tensor:
         batch = self.batch
         assert batch is not None, "attention called outside a pass"
-        key_cache, value_cache = self.cache.layers[layer]
-        ops.write_kv(
-            key.transpose(0, 1), value.transpose(0, 1), key_cache, value_cache, batch.slots
-        )
+        caches = self.cache.layers[layer]
+        ops.write_kv(key.transpose(0, 1), value.transpose(0, 1), *caches, batch.slots)
         query = query.transpose(0, 1)
         if batch.plan is not None:
-            return ops.gather_attention(
-                query, key_cache, value_cache, batch.plan, scale, sliding_window, softcap, sinks
-            )
+            return ops.gather_attention(query, *caches, batch.plan, **call)
+        lengths = batch.block_tables, batch.query_start, batch.context_lens
         return ops.paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            batch.block_tables,
-            batch.query_start,
-            batch.context_lens,
-            scale,
-            batch.max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
+            query, *caches, *lengths, max_query_len=batch.max_query_len, **call
         )

@@ -41,7 +41,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     readers: dict[str, Read] = {}
     groups: dict[str, _Group] = {}
     unused: list[str] = []
-    # In the order of their numbers, since parts are joined in the order in which they are added.
+    # Sorted by their numbers, since parts are joined in the order in which they are added.
     for key in sorted(tensors, key=dot_natural_key):
         name, pattern = rename_source_key(
             key, renamings, converters, module.base_model_prefix, wanted

@@ -12,7 +12,7 @@ added once. Legend: T packed tokens, D features of a head.
 from collections.abc import Sequence
 from dataclasses import fields as dataclass_fields
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import torch
 from specdec_kernels import ops
@@ -24,13 +24,13 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.peers import shared_memory
-from specdec_cli.models.attention import attach
-from specdec_cli.models.fused_layer import Call, FusedLayer, family_of, matrices, merged
+from specdec_cli.models.attention import Call, attach
+from specdec_cli.models.fused_layer import FusedLayer, family_of, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of
 
 
 def is_fusable(module: Any) -> bool:
-    """Whether `FusedForward` computes what `module` does; needs no weights."""
+    """True if `FusedForward` computes what `module` does; needs no weights."""
     return family_of(module) is not None
 
 
@@ -216,21 +216,14 @@ def _attend(
     turns: Sequence[tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Rotate, store keys and values, attend: [T, H * D]. turns: cos and sin, [T, D] each."""
+    lengths = batch.block_tables, batch.query_start, batch.context_lens
     return ops.rope_attention(
-        qkv,
-        *turns[layer.turn],
-        *cache.layers[layer.index],
-        batch.slots,
-        batch.block_tables,
-        batch.query_start,
-        batch.context_lens,
-        layer.call.scale,
-        batch.max_query_len,
-        layer.call.sliding_window,
-        layer.call.softcap,
+        *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
+        max_query_len=batch.max_query_len,
         query_norm=layer.query_norm,
         key_norm=layer.key_norm,
         eps=layer.eps,
+        **layer.call,
     )
 
 
@@ -255,7 +248,7 @@ def _attend_by_plan(
         layer.eps,
     )
     ops.write_kv(key, value, key_cache, value_cache, batch.slots)
-    mixed = ops.gather_attention(query, key_cache, value_cache, plan, *layer.call)
+    mixed = ops.gather_attention(query, key_cache, value_cache, plan, **layer.call)
     return mixed.view(qkv.shape[0], -1)
 
 
@@ -275,19 +268,10 @@ class _Recorder:
         self.calls: dict[int, Call] = {}
 
     def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scale: float,
-        sliding_window: int,
-        softcap: float,
-        sinks: Tensor | None,
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
     ) -> Tensor:
-        assert sinks is None, "no fusable family has these"
-        self.calls[layer] = Call(scale, sliding_window, softcap)
+        assert call["sinks"] is None, "no fusable family has these"
+        self.calls[layer] = call
         return query.transpose(0, 1).contiguous()
 
 

@@ -5,11 +5,13 @@ transformers defines what a model computes. Only classes whose code is known to 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 from specdec_kernels import ops
 from torch import Tensor
+
+from specdec_cli.models.attention import Call
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -57,14 +59,6 @@ def family_of(module: Any) -> Family | None:
     mlps = [layer.mlp for layer in layers]
     has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
     return None if has_biases else family
-
-
-class Call(NamedTuple):
-    """A layer's arguments to attention, as in `ops.paged_attention`."""
-
-    scale: float
-    sliding_window: int
-    softcap: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,12 +4,13 @@ A model passes when every layer asks our attention function for plain causal or 
 attention. Most models that fail it would not crash but write wrong text.
 """
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
+from torch import Tensor
 
 from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.models.attention import NotPlainAttention, attach
+from specdec_cli.models.attention import Call, NotPlainAttention, attach
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
 
@@ -75,16 +76,10 @@ class _Recorder:
         self.calls: list[tuple[int, LayerShape]] = []
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        **_: object,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Unpack[Call]
+    ) -> Tensor:
         heads, tokens, _key_dim = query.shape
-        shape = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
-        self.calls.append((layer, shape))
+        self.calls.append((layer, LayerShape(key.shape[0], key.shape[-1], value.shape[-1])))
         return query.new_zeros(tokens, heads, value.shape[-1])
 
 

@@ -3,10 +3,10 @@
 Opens nothing; only tests if a path exists.
 """
 
+import os
 import re
 from collections.abc import Sized
 from itertools import islice
-from pathlib import Path
 
 from specdec_cli.demo import PREFIX
 from specdec_cli.errors import UsageError
@@ -34,7 +34,7 @@ def parse_dataset(text: str) -> tuple[str, str | None, str | None]:
     parts[0] = text[:start] + parts[0]
     for count in range(len(parts), 1, -1):
         path = ":".join(parts[:count])
-        if _exists(path):
+        if os.path.exists(path):
             parts = [path, *parts[count:]]
             break
     if not parts[0].strip() or len(parts) > 3:
@@ -53,13 +53,6 @@ def _split_at_colons(text: str) -> list[str]:
         if part.end() == len(text):
             return parts
         place = part.end() + 1
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # too long, or not a path at all
-        return False
 
 
 def sliced(rows: Rows, split: str | None, name: str) -> Rows:

@@ -24,29 +24,15 @@ Rows = Iterator[tuple[str, object]]
 def text_rows(file: BinaryIO, name: str) -> Rows:
     """Each line that is not blank."""
     for number, raw in numbered_lines(file):
-        try:
-            line = decoded(raw)
-        except BadRow as bad:
-            yield f"{name}:{number}", bad
-        else:
-            if line.strip():
-                yield f"{name}:{number}", line
+        line = decoded(raw)
+        if isinstance(line, BadRow) or line.strip():
+            yield f"{name}:{number}", line
 
 
 def jsonl_rows(file: BinaryIO, name: str) -> Rows:
     """The object on each line that is not blank."""
     for where, line in text_rows(file, name):
-        if isinstance(line, str):
-            try:
-                record = _parsed(line)
-                if not isinstance(record, dict):
-                    raise BadRow('should be a JSON object, such as {"prompt": "..."}')
-            except BadRow as bad:
-                yield where, bad
-            else:
-                yield where, record
-        else:
-            yield where, line
+        yield where, _record(line) if isinstance(line, str) else line
 
 
 def json_rows(file: BinaryIO, name: str) -> Rows:
@@ -87,17 +73,13 @@ def _items(text: str, name: str) -> Rows:
         return
     while True:
         line, seen = line + text.count("\n", seen, place), place
-        where = f"{name}:{line}"
         twice.clear()
         try:
             item, place = decoder.raw_decode(text, place)
-        except JSONDecodeError as error:
-            raise UsageError(f"{name}:{error.lineno}: {_not_json(error)}") from None
-        except RecursionError:
-            raise UsageError(f"{where}: not usable JSON: nested too deeply") from None
-        except ValueError:  # an integer of thousands of digits
-            raise UsageError(f"{where}: not usable JSON: a number is too long") from None
-        yield where, BadRow(f"duplicate key {shown(twice[0])}") if twice else item
+        except (ValueError, RecursionError) as error:
+            at = error.lineno if isinstance(error, JSONDecodeError) else line
+            raise UsageError(f"{name}:{at}: {_not_json(error)}") from None
+        yield f"{name}:{line}", BadRow(f"duplicate key {shown(twice[0])}") if twice else item
         place = _skip_space(text, place)
         separator = text[place : place + 1]
         if separator == "]":
@@ -137,31 +119,37 @@ def numbered_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield number, raw.removeprefix(BOM) if number == 1 else raw
 
 
-def decoded(raw: bytes) -> str:
-    """A line as text, without its line end. Raises `BadRow`."""
+def decoded(raw: bytes) -> str | BadRow:
+    """A line as text, without its line end."""
     if len(raw) > MAX_LINE_BYTES:
-        raise BadRow(_TOO_LONG)
+        return BadRow(_TOO_LONG)
     if b"\0" in raw:
-        raise BadRow("holds a NUL byte: a binary file, or UTF-16?")
+        return BadRow("holds a NUL byte: a binary file, or UTF-16?")
     try:
         return raw.decode("utf-8").removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise BadRow(f"not UTF-8 text (byte {error.start + 1} of the line)") from None
+        return BadRow(f"not UTF-8 text (byte {error.start + 1} of the line)")
 
 
-def _parsed(line: str) -> object:
+def _record(line: str) -> dict[str, object] | BadRow:
     try:
-        return json.loads(line, object_pairs_hook=_object)
-    except JSONDecodeError as error:
-        raise BadRow(f"{_not_json(error)} at column {error.colno}") from None
-    except RecursionError:
-        raise BadRow("not usable JSON: nested too deeply") from None
-    except ValueError:  # an integer of thousands of digits
-        raise BadRow("not usable JSON: a number is too long") from None
+        found = json.loads(line, object_pairs_hook=_object)
+    except BadRow as bad:
+        return bad
+    except (ValueError, RecursionError) as error:
+        at = f" at column {error.colno}" if isinstance(error, JSONDecodeError) else ""
+        return BadRow(f"{_not_json(error)}{at}")
+    if not isinstance(found, dict):
+        return BadRow('should be a JSON object, such as {"prompt": "..."}')
+    return found
 
 
-def _not_json(error: JSONDecodeError) -> str:
-    return f"not JSON: {error.msg.removesuffix(' at')}"
+def _not_json(error: Exception) -> str:
+    if isinstance(error, JSONDecodeError):
+        return f"not JSON: {error.msg.removesuffix(' at')}"
+    # Python refuses an integer of thousands of digits with a plain ValueError.
+    deep = isinstance(error, RecursionError)
+    return f"not usable JSON: {'nested too deeply' if deep else 'a number is too long'}"
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -5,9 +5,10 @@ Knows nothing of tokenizers or chat templates.
 
 import io
 import logging
+import os
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
@@ -47,17 +48,15 @@ def load_prompts(
         path = str(demo.demo_path(path))
         if not Path(path).is_file():
             raise UsageError(f"no bundled prompts {data.path}", "bundled are demo:prompts")
-    is_folder = _is_folder(path)
+    is_folder, opened = os.path.isdir(path), ExitStack()
     if not is_file and (is_folder or not _is_file_name(path)):
         source = hub_source(path, data.subset, data.split, data.column, is_folder=is_folder)
-        return _numbered(
-            _prompts_of(source, data.column, data.limit, data.split, skip_bad=skip_bad)
-        )
-    if data.subset is not None:
+    elif data.subset is not None:
         raise UsageError(f"{path}: a file has no subsets", "leave data.subset out")
-    with _file_source(path, data.column) as source:
-        rows = sliced(iter(source.rows), data.split, path)
-        source = replace(source, rows=rows)
+    else:
+        source = opened.enter_context(_file_source(path, data.column))
+        source = replace(source, rows=sliced(iter(source.rows), data.split, path))
+    with opened:
         return _numbered(
             _prompts_of(source, data.column, data.limit, data.split, skip_bad=skip_bad)
         )
@@ -127,13 +126,6 @@ def _read_stdin(
     else:
         source = Source(name, text_rows(file, name))
     return _prompts_of(source, None, limit, skip_bad=skip_bad)
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return Path(path).is_dir()
-    except (OSError, ValueError):
-        return False
 
 
 def _is_file_name(path: str) -> bool:

@@ -1,4 +1,4 @@
-"""Recipes: what to run, as a checked and frozen value.
+"""Recipes: the settings of a run, as a checked and frozen value.
 
 Knows nothing of models, devices or the command line: names of models are text here.
 """

@@ -1,6 +1,6 @@
 """The recipes that come with specdec.
 
-Knows where they lie and how they introduce themselves, not what they mean.
+Knows their paths and their first lines, not their contents.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ class BundledRecipe:
 
 
 def bundled_folder() -> Path:
-    """Beside the code in an installed wheel, beside the package in a checkout."""
+    """The recipes' folder: inside the package in a wheel, beside the package in a checkout."""
     package = Path(specdec_cli.__file__).parent
     installed = package / "recipes"
     return installed if installed.is_dir() else package.parent / "recipes"
 
 
 def bundled_recipes() -> list[BundledRecipe]:
-    """All of them, by name."""
+    """All bundled recipes, sorted by name."""
     return [
         BundledRecipe(path.stem, path, _first_comment(path))
         for path in sorted(bundled_folder().glob("*.yaml"), key=lambda path: path.stem)
@@ -34,7 +34,7 @@ def bundled_recipes() -> list[BundledRecipe]:
 
 
 def find_bundled(name: str) -> BundledRecipe | None:
-    """By name, with or without `.yaml`."""
+    """The bundled recipe of that name, given with or without `.yaml`."""
     stem = name.removesuffix(".yaml")
     return next((recipe for recipe in bundled_recipes() if recipe.name == stem), None)
 

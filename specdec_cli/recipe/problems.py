@@ -1,4 +1,4 @@
-"""Saying what is wrong with a recipe, and which key was probably meant.
+"""Messages for errors in a recipe, with a guess at the key that was meant.
 
 Knows the schema and pydantic's error records; not where a value came from.
 """
@@ -13,7 +13,7 @@ from specdec_cli.recipe.schema import key_fields, section_models
 from specdec_cli.recipe.source import KeyPath, dotted
 from specdec_cli.text import shown
 
-# What users of other tools, or of our own options, call a key.
+# Other tools' names for keys, and names of our own options.
 _OTHER_NAMES = {
     "k": "num_speculative_tokens",
     "tp": "tensor_parallel_size",
@@ -28,13 +28,13 @@ def place(error: ErrorDetails) -> KeyPath:
     """The path of the key that an error is about."""
     path: KeyPath = error["loc"]
     if error["type"] == "missing" and len(path) == 1:
-        return (*path, "model")  # `target` is the only section that has to be there
+        return (*path, "model")  # `target` is the only required section
     key = error.get("ctx", {}).get("key")
     return (*path, key) if isinstance(key, str) else path
 
 
 def describe(error: ErrorDetails) -> str:
-    """What is wrong, in the words of a recipe rather than of pydantic."""
+    """Describe the error in the words of a recipe rather than of pydantic."""
     path, value = error["loc"], error["input"]
     match error["type"]:
         case "missing":
@@ -56,7 +56,7 @@ def describe(error: ErrorDetails) -> str:
         case "bool_type":
             return f"should be true or false, not {shown(value)}"
         case "string_type":
-            # A revision such as 1.0 or 012: as a number it is another text.
+            # As numbers, revisions such as 1.0 and 012 would become other texts.
             quote = " (put it in quotes)" if isinstance(value, int | float) else ""
             return f"should be text, not {shown(value)}{quote}"
         case "string_unicode":
@@ -77,7 +77,7 @@ def describe(error: ErrorDetails) -> str:
 
 
 def unknown_key(key: str) -> str:
-    """Always names the nearest valid key, as a question when it is close."""
+    """The message for an unknown key. It names the nearest valid key, as a question if close."""
     if key.rpartition(".")[2] == "<<":
         return "merge keys are not supported: write the keys out"
     nearest, is_close = nearest_key(key)
@@ -85,7 +85,7 @@ def unknown_key(key: str) -> str:
 
 
 def nearest_key(key: str) -> tuple[str, bool]:
-    """The valid key that resembles most, and whether it is close enough to be meant."""
+    """The most similar valid key, and whether it is close enough to be meant."""
     section, _, last = key.lower().replace("-", "_").rpartition(".")
     last = _OTHER_NAMES.get(last, last)
     models = section_models()

@@ -1,7 +1,7 @@
 """From a recipe's name and overrides to one checked `Recipe`, and back to YAML.
 
-Knows precedence and where each value came from; not what options are called (callers name
-the origins) and not what models or devices exist.
+Knows precedence and where each value came from. Knows neither the names of options (callers name
+the origins) nor which models or devices exist.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,13 @@ from pydantic_core import ErrorDetails
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import problems
 from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
-from specdec_cli.recipe.schema import INNER_SECTIONS, Recipe, key_fields, section_models
+from specdec_cli.recipe.schema import (
+    INNER_SECTIONS,
+    OPEN_SECTION,
+    Recipe,
+    key_fields,
+    section_models,
+)
 from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
@@ -24,7 +30,7 @@ DEMO_RECIPE = "demo"
 EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
 
 _MODEL_KEYS = ("target.model", "draft.model")
-_SHAPES = "shapes/"  # config-only model folders beside the bundled recipes
+_SHAPES = "shapes/"  # model folders with configs only, beside the bundled recipes
 _MAX_SHOWN = 50
 _HINT = "`specdec recipe schema` lists the keys and what they may hold"
 
@@ -34,11 +40,11 @@ def load_recipe(
     overrides: Mapping[str, object] | None = None,
     origins: Mapping[str, str] | None = None,
 ) -> Recipe:
-    """A file or bundled recipe with `overrides` (dotted key to value) on top, checked.
+    """A recipe file or bundled recipe, changed by `overrides` (dotted key to value) and checked.
 
-    Without a source: the demo pair, unless the overrides name a target; then only defaults.
-    `origins` names in errors where an override came from (`--temperature`). Every problem is
-    reported at once, a line each, in one `UsageError`.
+    Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
+    origins: where each override came from (`--temperature`), for messages. One `UsageError` reports
+    all problems, a line each.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -73,7 +79,7 @@ def load_recipe(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A problem, not yet in words: of thousands only the first are said."""
+    """A problem that is not yet put into words: only the first `_MAX_SHOWN` are shown."""
 
     line: int
     where: str
@@ -87,7 +93,7 @@ def _said(found: _Found) -> str:
 
 
 def dump_recipe(recipe: Recipe) -> str:
-    """YAML that `load_recipe` reads back as an equal recipe, and no terminal obeys."""
+    """YAML that `load_recipe` reads back as an equal recipe, control characters escaped."""
 
     def dumped(allow_unicode: bool) -> str:
         data = recipe.model_dump(mode="json")
@@ -98,7 +104,7 @@ def dump_recipe(recipe: Recipe) -> str:
 
 
 def read_source(source: str) -> Document:
-    """The document of a recipe file, or of a bundled recipe, with its model paths located."""
+    """The document of a recipe file or bundled recipe, with its relative paths located."""
     path = find_source(source)
     document = read(path, source if Path(source).is_file() else str(path))
     if isinstance(document.data, dict):
@@ -111,7 +117,7 @@ def read_source(source: str) -> Document:
 
 
 def find_source(source: str) -> Path:
-    """A file wins over a bundled recipe, a bundled recipe over a folder of its name."""
+    """The path of a recipe: a file, else a bundled recipe. Folders raise `UsageError`."""
     try:
         path = Path(source)
         if path.exists() and not path.is_dir():
@@ -136,7 +142,7 @@ def find_source(source: str) -> Path:
 
 
 class _Merge:
-    """A document's data with overrides put in, remembering who set what."""
+    """A document's data with overrides applied, and the origin of each override."""
 
     def __init__(
         self, document: Document, data: Mapping[str, object], origins: Mapping[str, str]
@@ -155,7 +161,7 @@ class _Merge:
             if key != EVERY_DTYPE:
                 self._set(key, overrides[key], self._names.get(key, "override"))
         for section in ("target", "draft"):
-            # A revision belongs to the model it was written for.
+            # A revision belongs to one model: replacing the model drops it.
             if f"{section}.model" in overrides and f"{section}.revision" not in overrides:
                 values = self.data.get(section)
                 if isinstance(values, dict):
@@ -165,7 +171,7 @@ class _Merge:
                 self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)
 
     def where(self, path: KeyPath, *, is_missing: bool) -> tuple[int, str]:
-        """Who to blame for a key: an option, or a line of the file (0 sorts options first)."""
+        """The origin of a key: an option (line 0, which sorts first), or a line of the file."""
         lines = self.document.lines
         for depth in range(len(path), 0, -1):
             key = dotted(path[:depth])
@@ -179,7 +185,7 @@ class _Merge:
         return line, f"{self.document.name}:{line}"
 
     def _made(self, section: str) -> str | None:
-        """The origin of a section that only overrides brought into being."""
+        """The origin of a section that only overrides created."""
         data = self.document.data
         if isinstance(data, dict) and isinstance(data.get(section), dict):
             return None
@@ -187,7 +193,8 @@ class _Merge:
         return next(inside, None)
 
     def _set(self, key: str, value: object, origin: str) -> None:
-        if key not in {**key_fields(), **section_models(), **INNER_SECTIONS}:
+        known = {**key_fields(), **section_models(), **INNER_SECTIONS}
+        if key not in known and not key.startswith(OPEN_SECTION):
             self.problems.append(_Found(0, origin, key, problems.unknown_key(key)))
             return
         self._origins[key] = origin
@@ -198,7 +205,7 @@ class _Merge:
         for section in sections:
             inner = values.get(section)
             if inner is not None and not isinstance(inner, dict):
-                return  # what it should be is said when the whole is checked
+                return  # the check of the whole recipe reports it
             values[section] = inner = dict(inner or {})
             values = inner
         values[last] = value
@@ -210,7 +217,7 @@ def _names_target(overrides: Mapping[str, object]) -> bool:
 
 
 def _located(value: object, folders: Sequence[Path]) -> object:
-    """A relative path that exists only beside the recipe (or is a bundled shape), made absolute."""
+    """Make a relative path absolute if it exists only beside the recipe, or is a bundled shape."""
     if not isinstance(value, str) or not value:
         return value
     if value.startswith(_SHAPES):

@@ -1,19 +1,15 @@
-"""The recipe's keys, their defaults and what each may hold.
+"""The recipe's keys, their defaults and their valid values.
 
 Knows nothing of YAML, files, positions or options: `source` reads, `resolve` merges, this checks.
+Keys of one method or rule are in its file in `choices`.
 """
 
-import re
-from itertools import pairwise
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
-    ConfigDict,
     Field,
-    StrictBool,
+    JsonValue,
     StrictInt,
     StrictStr,
     ValidationInfo,
@@ -23,71 +19,29 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.names import MethodName, PolicyName, RuleName
-from specdec_cli.text import is_unicode
-
-_YES = frozenset({"yes", "on", "y", "true"})
-_NO = frozenset({"no", "off", "n", "false"})
-_EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-
-
-def _switch_word(value: object) -> object:
-    """YAML 1.1 writers turn an unquoted on/off into a boolean; take it back. Yes is on, no off."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
-
-
-def _yes_or_no(value: object) -> object:
-    """`source` reads yes/no/on/off as words; where a truth value is asked they mean one."""
-    word = value.lower() if isinstance(value, str) else None
-    return True if word in _YES else False if word in _NO else value
-
-
-def _number(value: object) -> object:
-    """Refuse what lax float parsing would take for a number, but for 1e-6, a word to YAML."""
-    if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
-        raise PydanticCustomError("float_type", "Input should be a valid number")
-    return value
+from specdec_cli.recipe.choices.keys import PolicyName
+from specdec_cli.recipe.choices.ngram import NgramKeys
+from specdec_cli.recipe.choices.registry import METHODS, NONE, POLICIES, RULES, needs_draft
+from specdec_cli.recipe.choices.synthetic import SyntheticKeys
+from specdec_cli.recipe.choices.typical import TypicalKeys
+from specdec_cli.recipe.fields import (
+    MAX_BYTES,
+    MAX_COUNT,
+    MAX_SECONDS,
+    Count,
+    CountOrZero,
+    Name,
+    Number,
+    Probability,
+    Section,
+    Switch,
+    Text,
+    Truth,
+    Words,
+)
 
 
-def _usable(value: str) -> str:
-    """Refuse text that no file system accepts, or that no file can hold."""
-    if not is_unicode(value):
-        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
-    if "\0" in value:
-        raise PydanticCustomError("text", "should not contain a NUL character")
-    return value
-
-
-def _not_blank(value: str) -> str:
-    if not value.strip():
-        raise PydanticCustomError("text", "should be more than white space")
-    return value
-
-
-# Counts stay far below what a tensor index or a file size can hold.
-_MAX_COUNT = 2**31 - 1
-_MAX_BYTES = 2**63 - 1
-# torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
-_MAX_SECONDS = 1e9
-
-Text = Annotated[StrictStr, AfterValidator(_usable)]
-Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
-Name = Annotated[Words, AfterValidator(_not_blank)]
-Count = Annotated[StrictInt, Field(ge=1, le=_MAX_COUNT)]
-CountOrZero = Annotated[StrictInt, Field(ge=0, le=_MAX_COUNT)]
-Number = Annotated[float, BeforeValidator(_number)]
-Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
-Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
-Probability = Annotated[Number, Field(ge=0.0, le=1.0)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-
-class ModelSection(_Section):
+class ModelSection(Section):
     """A model, how it is loaded, and over how many ranks."""
 
     model: Name = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
@@ -113,7 +67,7 @@ class DraftSection(ModelSection):
     )
 
 
-class LengthSection(_Section):
+class LengthSection(Section):
     """The number of proposed tokens of each round, k at most."""
 
     policy: PolicyName = Field(
@@ -128,88 +82,27 @@ class LengthSection(_Section):
     )
 
 
-class SpeculationSection(_Section):
+class SpeculationSection(TypicalKeys, NgramKeys, SyntheticKeys):
     """How tokens are proposed, and how proposals are accepted."""
 
-    method: MethodName = Field(
-        default="draft_model", description="who proposes; none when there is no draft model"
-    )
-    num_speculative_tokens: Annotated[StrictInt, Field(ge=0, le=1024)] = Field(
-        default=5, description="proposed tokens a round (k); 0 is plain decoding"
-    )
-    acceptance: RuleName = Field(
-        default="rejection",
-        description="rejection and block are lossless, typical is not; synthetic fixes the rate",
-    )
-    synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
-        default=None, description="chance that position i is accepted, at least k of them, falling"
-    )
-    synthetic_acceptance_length: Annotated[Number, Field(ge=1.0)] | None = Field(
-        default=None, description="mean tokens a round, bonus token included (1 to k + 1)"
-    )
-    ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = Field(
-        default=4, description="longest n-gram looked up in the text so far"
-    )
-    ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
-    typical_threshold: Probability = Field(
-        default=0.09, description="typical: proposals of higher probability always stand"
-    )
-    typical_alpha: Probability = Field(
-        default=0.3, description="typical: share of exp(-entropy) that lets a proposal stand"
-    )
     length: LengthSection = Field(
         default=LengthSection(), description="how many tokens each round proposes"
     )
-
-    @field_validator("ngram_min")
-    @classmethod
-    def _ngram_order(cls, value: int, info: ValidationInfo) -> int:
-        longest = info.data.get("ngram_max", value)
-        if value > longest:
-            raise PydanticCustomError(
-                "order", "should be at most ngram_max ({longest})", {"longest": longest}
-            )
-        return value
-
-    @field_validator("synthetic_acceptance_rates")
-    @classmethod
-    def _rates_fall(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
-        rates = value or ()
-        if any(later > earlier for earlier, later in pairwise(rates)):
-            raise PydanticCustomError(
-                "order", "should not rise: position i is reached only when i - 1 was accepted"
-            )
-        return value
+    options: dict[str, JsonValue] = Field(default={}, description="keys of a plugin's own")
 
     @model_validator(mode="after")
-    def _synthetic(self) -> Self:
-        if self.acceptance != "synthetic":
-            return self
-        k, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
-        length = self.synthetic_acceptance_length
-        if (rates is None) == (length is None):
+    def _options_are_read(self) -> Self:
+        chosen = METHODS[self.method], RULES[self.acceptance], POLICIES[self.length.policy]
+        if self.options and not any(choice.is_plugin for choice in chosen):
             raise PydanticCustomError(
-                "synthetic",
-                "acceptance: synthetic needs one of synthetic_acceptance_rates and "
-                "synthetic_acceptance_length",
-                {"key": "acceptance"},
-            )
-        if rates is not None and len(rates) < k:
-            raise PydanticCustomError(
-                "synthetic",
-                "should have at least num_speculative_tokens ({k}) rates, has {n}",
-                {"key": "synthetic_acceptance_rates", "k": k, "n": len(rates)},
-            )
-        if length is not None and k > 0 and length > k + 1:
-            raise PydanticCustomError(
-                "synthetic",
-                "should be at most num_speculative_tokens + 1 ({most})",
-                {"key": "synthetic_acceptance_length", "most": k + 1},
+                "options",
+                "are for plugins, and the method, the rule and the policy are built in",
+                {"key": "options"},
             )
         return self
 
 
-class SamplingSection(_Section):
+class SamplingSection(Section):
     """How tokens are drawn and when a text ends."""
 
     temperature: Annotated[Number, Field(ge=0.0)] = Field(default=0.0, description="0 is greedy")
@@ -222,14 +115,14 @@ class SamplingSection(_Section):
     stop: tuple[Words, ...] = Field(default=(), description="texts that end an output")
 
 
-class CacheSection(_Section):
+class CacheSection(Section):
     """The KV cache that both models' blocks come from."""
 
     block_size: Count = Field(default=16, description="tokens a block")
     gpu_memory_utilization: Annotated[Number, Field(gt=0.0, le=1.0)] = Field(
         default=0.9, description="part of the device's memory that may be used in all"
     )
-    num_blocks: Annotated[StrictInt, Field(ge=2, le=_MAX_COUNT)] | None = Field(
+    num_blocks: Annotated[StrictInt, Field(ge=2, le=MAX_COUNT)] | None = Field(
         default=None,
         description="null takes what fits and can be used; the first of them holds nothing",
     )
@@ -237,19 +130,19 @@ class CacheSection(_Section):
         default=None,
         description="longest prompt plus output, at most the model's own limit, which null is",
     )
-    cpu_bytes: Annotated[StrictInt, Field(ge=1, le=_MAX_BYTES)] | None = Field(
+    cpu_bytes: Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)] | None = Field(
         default=None, description="cache memory of a host on CPU, divided by its ranks"
     )
 
 
-class RunSection(_Section):
+class RunSection(Section):
     """Where and how a measurement runs."""
 
     batch_size: Count = Field(default=1, description="prompts decoded together")
     device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
         default="auto", description="auto, cpu, cuda or cuda:N"
     )
-    seed: Annotated[StrictInt, Field(ge=0, le=_MAX_BYTES)] = Field(
+    seed: Annotated[StrictInt, Field(ge=0, le=MAX_BYTES)] = Field(
         default=0, description="with the prompt's index, the key of every random number"
     )
     compile: Switch = Field(default="auto", description="compile the models' forward passes")
@@ -259,12 +152,12 @@ class RunSection(_Section):
     )
     repeats: Count = Field(default=3, description="measured repeats of each point")
     prefill_chunk: Count = Field(default=2048, description="most prompt tokens in one forward pass")
-    timeout_s: Annotated[Number, Field(gt=0.0, le=_MAX_SECONDS)] = Field(
+    timeout_s: Annotated[Number, Field(gt=0.0, le=MAX_SECONDS)] = Field(
         default=120.0, description="seconds after which a silent rank counts as lost"
     )
 
 
-class DataSection(_Section):
+class DataSection(Section):
     """Where prompts come from."""
 
     path: Name = Field(
@@ -297,7 +190,7 @@ class DataSection(_Section):
         return value
 
 
-class Recipe(_Section):
+class Recipe(Section):
     """Everything a run depends on, apart from the machine."""
 
     # Order matters: a field's validator sees the fields above it.
@@ -312,7 +205,7 @@ class Recipe(_Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` is none, unless the recipe says otherwise in words."""
+        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none."""
         if not isinstance(data, dict) or data.get("draft") is not None:
             return data
         speculation = data.get("speculation", {})
@@ -320,8 +213,8 @@ class Recipe(_Section):
             return data
         written = speculation.get("method")
         is_plain = speculation.get("num_speculative_tokens") == 0
-        if "method" not in speculation or (written == "draft_model" and is_plain):
-            return {**data, "speculation": {**speculation, "method": "none"}}
+        if "method" not in speculation or (needs_draft(written) and is_plain):
+            return {**data, "speculation": {**speculation, "method": NONE}}
         return data
 
     @field_validator("draft")
@@ -365,11 +258,12 @@ class Recipe(_Section):
     @classmethod
     def _has_its_draft(cls, value: SpeculationSection, info: ValidationInfo) -> SpeculationSection:
         lacks_draft = "draft" in info.data and info.data["draft"] is None
-        if lacks_draft and value.method == "draft_model" and value.num_speculative_tokens > 0:
+        needs_draft = METHODS[value.method].needs_draft and value.num_speculative_tokens > 0
+        if lacks_draft and needs_draft:
             raise PydanticCustomError(
                 "draft",
-                "draft_model needs a draft section, and draft is null",
-                {"key": "method"},
+                "{method} needs a draft section, and draft is null",
+                {"key": "method", "method": value.method},
             )
         return value
 
@@ -387,6 +281,7 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
+OPEN_SECTION = "speculation.options."  # holds keys that only plugins know
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 

@@ -1,7 +1,7 @@
 """YAML text to plain data, with the line of every key.
 
-Knows nothing of which keys a recipe has. Scalars follow YAML 1.2's core schema: `on`, `no` and
-`12:30` are words, `012` is twelve, `1e-3` is a number.
+Knows nothing of a recipe's keys. Scalars follow YAML 1.2's core schema: `on`, `no` and `12:30` are
+words, `012` is twelve, `1e-3` is a number.
 """
 
 import re
@@ -22,7 +22,7 @@ KeyPath = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong at a line; `key` is the dotted key it is about, if any."""
+    """A problem at a line. key: the dotted key that it concerns, or empty."""
 
     line: int
     key: str
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What a YAML text holds, where, and what is wrong with it so far."""
+    """The data of a YAML text, the line of each key, and the problems found so far."""
 
     name: str
     data: object
@@ -63,11 +63,11 @@ def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> 
 
 
 class _Loader(yaml.SafeLoader):
-    """Composes nodes only; `_Walk` turns them into data. No tag can run code."""
+    """Composes nodes only, so that no tag can run code; `_Walk` turns nodes into data."""
 
 
 class Dumper(yaml.SafeDumper):
-    """Writes a text so that both YAML 1.1 readers and this module read it back as text."""
+    """Quotes text so that YAML 1.1 readers and this module both read it back as text."""
 
 
 _Loader.yaml_implicit_resolvers = {}  # forget YAML 1.1's
@@ -87,7 +87,7 @@ class _Walk:
     def data(self, node: yaml.Node, path: KeyPath) -> object:
         line = node.start_mark.line + 1
         self.lines.setdefault(path, line)
-        # A long text counts for more: aliases repeat it too.
+        # A long text counts for more, because aliases repeat it too.
         self._seen += 1 + (len(node.value) // 16 if isinstance(node, yaml.ScalarNode) else 0)
         if self._seen > MAX_NODES:
             raise _Refused(line, "too large once its aliases are expanded")
@@ -167,7 +167,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def parse(text: str, name: str) -> Document:
-    """Read one YAML document. What cannot be read at all is a `UsageError` with file and line."""
+    """Read one YAML document. Raises `UsageError` with file and line if it cannot be read."""
     walk = _Walk()
     try:
         node = yaml.compose(text, _Loader)
@@ -188,7 +188,7 @@ def parse(text: str, name: str) -> Document:
 
 
 def _in_words(error: yaml.MarkedYAMLError) -> str:
-    """What the parser found, where its own words say too little."""
+    """The parser's error, reworded if its own words say too little."""
     context, problem = error.context or "", error.problem or "not valid"
     if "'\\t' that cannot start any token" in problem:
         return "a tab where only spaces may stand"
@@ -211,7 +211,7 @@ def parse_value(text: str, name: str) -> object:
 
 
 def read(path: Path, name: str) -> Document:
-    """Read a YAML file of at most 1 MB; anything but a regular file is refused."""
+    """Read a YAML file of at most 1 MB. Raises `UsageError` for anything but a regular file."""
     try:
         if path.is_dir():
             raise UsageError(f"{name}: is a directory, not a recipe file")

@@ -9,13 +9,7 @@ from collections.abc import Sequence
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import (
-    Table,
-    Value,
-    raw_acceptance,
-    raw_categories,
-    raw_points,
-)
+from specdec_cli.report.tables import Table, Value, raw_acceptance, raw_categories, raw_points
 from specdec_cli.text import inert, one_line
 
 # Characters that begin a formula in spreadsheets.

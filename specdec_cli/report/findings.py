@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment.records import Point
+from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 
 # Recorded warnings for which a report has its own words.
 _SAID_ABOVE = ("acceptance is synthetic", "the weights are random")
-
-
-@dataclass(frozen=True, slots=True)
-class PlotPlace:
-    """A point's place in a plot: the panel, the line in it, and x."""
-
-    panel: str
-    series: str
-    x: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +35,6 @@ def residual(point: Point) -> float | None:
     """The relative error of the predicted speed-up."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
-
-
-def place_of(run: ReportedRun, point: Point) -> PlotPlace | None:
-    """The place of a point with proposals; None for plain decoding."""
-    if run.is_comparison:
-        if point.is_baseline or point.draft_tp is None:
-            return None
-        return PlotPlace(f"target TP {point.target_tp}", _batch(point.batch_size), point.draft_tp)
-    if point.k is None or point.is_baseline:
-        return None
-    return PlotPlace(_batch(point.batch_size), run.labels[point.draft], point.k)
 
 
 def _batch(size: int | None) -> str:
@@ -235,7 +216,7 @@ def warnings(run: ReportedRun) -> list[str]:
         )
         if not run.is_comparison and run.samples:
             found[-1] += f" `specdec merge {run.path} -o NEW` makes points of all its samples."
-    if run.setting("speculation", "acceptance") == "synthetic":
+    if is_given(run.setting("speculation", "acceptance")):
         found.append("Acceptance was given, not measured: the text is not the target's.")
     if "dummy" in (run.setting("target", "load_format"), run.setting("draft", "load_format")):
         found.append(

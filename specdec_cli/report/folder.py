@@ -4,7 +4,6 @@ Damaged records and files are left out, each with a line in `notes`. Knows nothi
 shown.
 """
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import yaml
 
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.records import Key, Point, R, Record, Sample, checked, parsed
+from specdec_cli.experiment.records import Key, Point, R, Record, Sample, checked, json_of, parsed
 
 _MAX_FILE_BYTES = 1024**3
 _LABEL_LENGTH = 32
@@ -170,10 +169,7 @@ def _document(path: Path, notes: list[str]) -> dict[str, Any] | None:
     text = _read(path, notes)
     if text is None:
         return None
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
+    found = json_of(text)
     if not isinstance(found, dict):
         notes.append(f"{path.name} is damaged and was left out")
         return None

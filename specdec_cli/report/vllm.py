@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment.records import Point
+from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
 from specdec_cli.report.findings import Best
 from specdec_cli.report.folder import ReportedRun
 
@@ -53,6 +54,8 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
+    if config is None:
+        return Deployment(None, None, _command(run, target, None, None), tuple(notes))
     rehearsal = _rehearsal(config, largest)
     if schedule := _schedule(found, chosen.draft):
         config["num_speculative_tokens_per_batch_size"] = schedule
@@ -74,55 +77,37 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     return Deployment(config, rehearsal, command, tuple(notes))
 
 
-def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any], list[str]]:
-    config: dict[str, Any] = {"num_speculative_tokens": point.k}
-    if run.setting("speculation", "method") == "ngram":
-        config["method"] = "ngram"
-        config["prompt_lookup_max"] = run.setting("speculation", "ngram_max")
-        config["prompt_lookup_min"] = run.setting("speculation", "ngram_min")
-        return config, _notes_on_sampling(run, config)
-    model = point.draft or run.setting("draft", "model")
-    config = {"method": "draft_model", "model": model, **config}
-    if model == run.setting("draft", "model") and (r := run.setting("draft", "revision")):
-        config["revision"] = r
-    target_tp = point.target_tp or run.setting("target", "tensor_parallel_size") or 1
-    draft_tp = point.draft_tp or run.setting("draft", "tensor_parallel_size") or 1
-    config["draft_tensor_parallel_size"] = target_tp
-    notes = []
-    if draft_tp != target_tp:
-        notes.append(
-            f"Measured with draft TP {draft_tp} under target TP {target_tp}. vLLM refuses a draft "
-            f"model whose degree differs from the target's, so the config says {target_tp}: the "
-            "draft's time, and with it the best k, will not be the one measured."
-        )
-    notes.append(
-        "vLLM refuses a draft whose vocabulary size differs from the target's (unless "
-        "use_heterogeneous_vocab), multimodal drafts, drafts with M-RoPE, and "
-        "disable_padded_drafter_batch."
-    )
-    names = (str(model), str(run.setting("target", "model")))
-    if any(name.startswith("demo:") for name in names):
-        notes.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
-    return config, notes + _notes_on_sampling(run, config)
-
-
-def _notes_on_sampling(run: ReportedRun, config: dict[str, Any]) -> list[str]:
-    notes = []
-    is_sampled = run.setting("sampling", "temperature") not in (None, 0)
-    if is_sampled and config["method"] == "draft_model":
-        config["draft_sample_method"] = "probabilistic"
-        notes.append(
-            "Measured with proposals sampled from the draft. vLLM drafts greedily by default, and "
-            "accepts less so at this temperature; draft_sample_method asks for the same as here "
-            "(leave it out where a version does not know it)."
-        )
-    if run.setting("speculation", "acceptance") == "synthetic":
+def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list[str]]:
+    own = point.draft if without_draft(point.draft) else run.setting("speculation", "method")
+    choice = METHODS.get(str(own))
+    if choice is None or choice.to_vllm is None:
+        return None, [f"vLLM has no method {own}: this k cannot be put into its config."]
+    model = None
+    if choice.needs_draft:
+        model = point.draft or run.setting("draft", "model")
+    found = choice.to_vllm(run.setting, model)
+    config, notes = {**found.config, "num_speculative_tokens": point.k}, []
+    if model is not None:
+        if model == run.setting("draft", "model") and (r := run.setting("draft", "revision")):
+            config["revision"] = r
+        target_tp = point.target_tp or run.setting("target", "tensor_parallel_size") or 1
+        draft_tp = point.draft_tp or run.setting("draft", "tensor_parallel_size") or 1
+        config["draft_tensor_parallel_size"] = target_tp
+        if draft_tp != target_tp:
+            notes.append(
+                f"Measured with draft TP {draft_tp} under target TP {target_tp}. vLLM refuses a "
+                "draft model whose degree differs from the target's, so the config says "
+                f"{target_tp}: the draft's time, and with it the best k, will not be the one "
+                "measured."
+            )
+    notes += found.notes
+    if is_given(run.setting("speculation", "acceptance")):
         notes.append("Acceptance was given in this run, so k is the best only if it holds.")
     notes.append(
         "Times are this engine's. vLLM's draft step may cost more, which moves the best k down: "
         "rehearse with the acceptance measured here before believing a speed-up."
     )
-    return notes
+    return config, notes
 
 
 def _schedule(bests: Sequence[Best], draft: str | None) -> list[list[int]]:

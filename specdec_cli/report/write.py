@@ -1,12 +1,10 @@
 """Writing the files of a report atomically."""
 
 import json
-import os
 from collections.abc import Collection
-from contextlib import suppress
 from pathlib import Path
 
-from specdec_cli.errors import SetupError
+from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.report.content import Content
 from specdec_cli.report.export import csv_tables, markdown
 from specdec_cli.report.page import page
@@ -63,17 +61,6 @@ def _encoded(text: str) -> bytes:
 
 
 def write_file(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
+    with or_setup_error(f"cannot write {path}", "name another place with -o"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as problem:
-        with suppress(OSError):
-            temporary.unlink()
-        raise SetupError(
-            f"cannot write {path}: {problem.strerror}", "name another place with -o"
-        ) from None
+        replace_file(path, data)

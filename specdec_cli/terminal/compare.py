@@ -17,62 +17,37 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import Failure, decode_seconds
+from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import PairFacts, Point, R, Sample, parsed
-from specdec_cli.terminal.render import (
-    console,
-    console_of_results,
-    live_bar,
-    live_view,
-    table_width,
-    with_interval,
-)
-from specdec_cli.text import inert
+from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")
 _SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
 _TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
 
 
-def say(line: str) -> None:
-    """Print a line on stderr."""
-    console(sys.stderr).print(Text(inert(line)))
-
-
-class Silent:
-    """Says nothing."""
-
-    def begin(self, pair: Pair) -> None:
-        pass
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PlainLines(Silent):
+class PlainLines(Watcher):
     """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
-        say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
+        render.say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
-class LiveTable(Silent):
+class LiveTable(Watcher):
     """A live table and a progress bar on a terminal, from the records in the run folder."""
 
     def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
         self._settings = records.settings
-        self._rows: dict[tuple[Pair, int], dict[int, list[float]]] = {}
+        self._rows: dict[tuple[Pair, int], dict[int, render.Sums]] = {}
         self._failures: dict[tuple[Pair, int], Failure] = {}
         self._samples = _Tail(folder / "samples.jsonl", Sample)
         self._loaded = _Tail(folder / "pairs.jsonl", PairFacts)
         self._done: set[tuple[Pair, int, int, int]] = set()
         self._pair: Pair | None = None
-        self._progress = live_bar()
+        self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
-        self._live = live_view(self._render, 4)
+        self._live = render.live_view(self._render, 4)
 
     def begin(self, pair: Pair) -> None:
         self._pair = pair
@@ -93,20 +68,15 @@ class LiveTable(Silent):
         for sample in self._samples.read():
             self._add(sample)
         self._progress.update(self._task, completed=len(self._done))
-        table = Table(box=None, pad_edge=False)
-        for heading in ("target TP", "draft TP", "batch", "prompts", "tokens/s", "x k = 0"):
-            table.add_column(heading, justify="right")
+        table = render.plain_table(*_SETTING, "prompts", "tokens/s", "x k = 0")
         for (pair, batch_size), by_k in list(self._rows.items()):  # a copy: another thread draws
             cells = [str(pair.target_tp), str(pair.draft_tp), str(batch_size)]
             if (failure := self._failures.get((pair, batch_size))) is not None:
                 table.add_row(*cells, "", failure.status, "")
                 continue
-            count, tokens, seconds = by_k.get(self._settings.k, [0.0, 0.0, 0.0])
-            speed = tokens / seconds if seconds else 0.0
-            plain = by_k.get(0, [0.0, 0.0, 0.0])
-            of_plain = plain[1] / plain[2] if plain[2] else 0.0
-            gain = f"{speed / of_plain:.2f}" if of_plain and speed else ""
-            table.add_row(*cells, f"{count:.0f}", f"{speed:.1f}" if speed else "", gain)
+            own, plain = (by_k.get(k, render.Sums()) for k in (self._settings.k, 0))
+            gain = f"{own.speed / plain.speed:.2f}" if plain.speed and own.speed else ""
+            table.add_row(*cells, str(own.prompts), f"{own.speed:.1f}" if own.speed else "", gain)
         return Group(table, self._progress)
 
     def _add(self, sample: Sample) -> None:
@@ -115,9 +85,7 @@ class LiveTable(Silent):
         if place in self._done:
             return
         self._done.add(place)
-        sums = self._rows.setdefault((pair, batch_size), {}).setdefault(k, [0.0, 0.0, 0.0])
-        for at, value in enumerate((1, len(sample.token_ids), decode_seconds(sample))):
-            sums[at] += value
+        self._rows.setdefault((pair, batch_size), {}).setdefault(k, render.Sums()).add(sample)
 
 
 class _Tail(Generic[R]):
@@ -141,10 +109,10 @@ class _Tail(Generic[R]):
         return [record for record in found if not isinstance(record, str)]
 
 
-def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Silent:
+def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool) -> Watcher:
     """The progress display for this stderr."""
     if quiet:
-        return Silent()
+        return Watcher()
     return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
 
 
@@ -164,20 +132,19 @@ def point_line(point: Point) -> str:
 
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the tables of points and the conclusions on stdout."""
-    out = console_of_results()
+    out = render.console_of_results()
     points: list[Point] = document["points"]
     for table in results_tables(points, out.width):
-        out.width = max(out.width, table_width(table).maximum)
+        out.width = max(out.width, render.table_width(table).maximum)
         out.print(table, soft_wrap=False)
         out.print()
     if lines := _without_results(points):
         for line in lines:
-            out.print(Text(inert(line)))
+            render.say(line, out)
         out.print()
-    for line in summary_lines(dict(document)):
-        out.print(Text(inert(line)))
-    if (about_tokens := tokens_line(document["tokens"])) is not None:
-        out.print(Text(about_tokens))
+    for told in (*summary_lines(dict(document)), tokens_line(document["tokens"])):
+        if told is not None:
+            render.say(told, out)
 
 
 def results_tables(points: Sequence[Point], width: int) -> list[Table]:
@@ -187,7 +154,7 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
     """
     shown = [point for point in points if point.status != "skipped"]
     whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
-    if table_width(whole).maximum <= width:
+    if render.table_width(whole).maximum <= width:
         return [whole]
     timed = [point for point in shown if point.metrics is not None]
     speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
@@ -195,10 +162,11 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
 
 
 def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool = False) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        said = "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
-        table.add_column(said, justify="right", no_wrap=True)
+    said = [
+        "\n".join(heading.split(" ", 1)) if is_narrow and "=" not in heading else heading
+        for heading in headings
+    ]
+    table = render.plain_table(*said, no_wrap=True)
     for point in points:
         cells = _cells(point)
         if is_narrow and len(set(point.blocks_per_rank or ())) > 1:
@@ -232,7 +200,7 @@ def _cells(point: Point) -> dict[str, str]:
     equal = point.speedup_vs_equal_tp
     return found | {
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m.mean_acceptance_length:.2f}",
         **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},
@@ -242,9 +210,6 @@ def _cells(point: Point) -> dict[str, str]:
 
 def _counts(blocks: Sequence[int] | None) -> str:
     """Blocks by rank; a single number if all ranks have the same."""
-    if not blocks:
-        return ""
-    same = set(blocks)
-    return (
-        f"{len(blocks)} x {blocks[0]:,}" if len(same) == 1 else " ".join(f"{b:,}" for b in blocks)
-    )
+    if blocks and len(set(blocks)) == 1:
+        return f"{len(blocks)} x {blocks[0]:,}"
+    return " ".join(f"{b:,}" for b in blocks or ())

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.terminal.render import console, has_colour, table_width
+from specdec_cli.terminal.render import console, has_colour, plain_table, say, table_width
 from specdec_cli.text import inert
 
 Document = Mapping[str, Any]
@@ -81,7 +81,7 @@ def print_profile(document: Document) -> None:
     out.print(legend)
     out.print()
     for line in answers(document):
-        out.print(Text(inert(line)))
+        say(line, out)
     if document.get("points"):
         out.print()
         points = _points(document["points"])
@@ -89,7 +89,7 @@ def print_profile(document: Document) -> None:
         out.print(points)
         skipped = [p["reason"] for p in document["points"] if p["status"] == "skipped"]
         for reason in dict.fromkeys(skipped):
-            out.print(Text(inert(f"skipped: {reason}")))
+            say(f"skipped: {reason}", out)
 
 
 def answers(document: Document) -> list[str]:
@@ -139,8 +139,7 @@ def size(count: int) -> str:
 
 def _table(document: Document) -> Table:
     """The table with a column for each rank."""
-    table = Table(box=None, pad_edge=False)
-    ranks = document["ranks"]
+    table, ranks = plain_table(), document["ranks"]
     held = [parts(rank, document["num_blocks"]) for rank in ranks]
     rows = {
         name: [size(h[name]) for h in held]
@@ -177,9 +176,8 @@ def _bar(label: str, sizes: Mapping[str, int], *, tinted: bool) -> Text:
 
 
 def _points(points: list[Document]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("draft TP", "k", "block", "utilization", "blocks", "tokens", "sequences", "rank"):
-        table.add_column(name, justify="right")
+    names = ("draft TP", "k", "block", "utilization", "blocks", "tokens", "sequences", "rank")
+    table = plain_table(*names)
     table.add_column("")
     for point in points:
         settings = [

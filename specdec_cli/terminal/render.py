@@ -6,6 +6,7 @@ visible, so that nothing a model writes can control the terminal.
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TextIO
 
@@ -17,7 +18,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeRemainingColumn,
 )
@@ -28,6 +28,8 @@ from rich.text import Text
 
 from specdec_cli.core.stages import STAGES
 from specdec_cli.engine.metrics import Metrics
+from specdec_cli.experiment.points import decode_seconds
+from specdec_cli.experiment.records import Sample
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
 
@@ -70,7 +72,7 @@ def table_within(
             break
         if shown.pop(heading, None) is not None:
             left_out.append(heading)
-    table = Table(box=None, pad_edge=False)
+    table = plain_table()
     for heading in shown:
         if heading in names:
             table.add_column(heading, overflow="fold")
@@ -79,6 +81,19 @@ def table_within(
     for row in zip(*shown.values(), strict=True):
         table.add_row(*map(Text, row))
     return table, left_out
+
+
+def plain_table(*headings: str, no_wrap: bool = False, show_header: bool = True) -> Table:
+    """A table without borders, with right-aligned columns."""
+    table = Table(box=None, pad_edge=False, show_header=show_header)
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=no_wrap)
+    return table
+
+
+def say(line: str, out: Console | None = None) -> None:
+    """Print a line with visible control characters, on stderr unless `out` is given."""
+    (out or console(sys.stderr)).print(Text(inert(line)))
 
 
 def _least_width(columns: Mapping[str, Sequence[str]], wrapped: set[str]) -> int:
@@ -102,28 +117,17 @@ def has_colour(stream: TextIO) -> bool:
 
 
 def progress_bar() -> Progress:
-    """A bar over prompts on stderr; shown on a terminal only."""
+    """A bar over prompts on stderr, shown on a terminal only; or part of a `live_view`."""
     return Progress(
-        *_bar_columns(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         console=console(sys.stderr),
         transient=True,
         redirect_stdout=False,  # it would send results to stderr
         disable=not sys.stderr.isatty(),
     )
-
-
-def live_bar() -> Progress:
-    """The same bar, to be shown by a `live_view`."""
-    return Progress(*_bar_columns())
-
-
-def _bar_columns() -> list[ProgressColumn]:
-    return [
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-    ]
 
 
 def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
@@ -135,6 +139,29 @@ def live_view(render: Callable[[], RenderableType], per_second: float) -> Live:
         get_renderable=render,
         refresh_per_second=per_second,
     )
+
+
+@dataclass(slots=True)
+class Sums:
+    """Running totals of the samples of a point, for live tables."""
+
+    prompts: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    drafts: int = 0
+    accepted: int = 0
+
+    def add(self, sample: Sample) -> None:
+        self.prompts += 1
+        self.tokens += len(sample.token_ids)
+        self.seconds += decode_seconds(sample)
+        self.drafts += len(sample.accepted_per_round)
+        self.accepted += sum(sample.accepted_per_round)
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second of decoding; 0 if no time has passed."""
+        return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def interval(bounds: Sequence[float] | None) -> str:
@@ -209,7 +236,7 @@ def summary_table(
     the figures. is_split: whether the target has several ranks, so that there are broadcasts.
     """
     a = metrics.acceptance
-    table = Table(box=None, show_header=False, pad_edge=False)
+    table = plain_table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column()
@@ -280,27 +307,21 @@ def _count(n: int, noun: str) -> str:
 def print_failures(failures: Mapping[int, str]) -> None:
     """Print why prompts failed, a line each on stderr. failures: by the prompt's index."""
     for index, why in failures.items():
-        console(sys.stderr).print(Text(inert(f"prompt {index} failed: {why}")))
+        say(f"prompt {index} failed: {why}")
 
 
 def print_summary(
-    metrics: Metrics,
-    baseline: Metrics | None,
-    *,
-    tinted: bool,
-    remarks: Sequence[str] = (),
-    is_split: bool = False,
+    metrics: Metrics, baseline: Metrics | None, remarks: Sequence[str], **look: bool
 ) -> None:
     """Print acceptance and times on stderr: a table on a terminal, else one line.
 
-    baseline: the same pair at k = 0, if measured. tinted, remarks, is_split: as for
-    `summary_table`.
+    baseline: the same pair at k = 0, if measured. remarks, look: as for `summary_table`.
     """
     out = console(sys.stderr)
     if not sys.stderr.isatty():
         out.print(summary_line(metrics, remarks))
         return
     out.print()
-    out.print(summary_table(metrics, baseline, tinted=tinted, remarks=remarks, is_split=is_split))
+    out.print(summary_table(metrics, baseline, remarks=remarks, **look))
     if baseline is not None:
         out.print(verdict_line(metrics, baseline))

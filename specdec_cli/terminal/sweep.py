@@ -10,23 +10,14 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment.lossless import tokens_line
-from specdec_cli.experiment.points import decode_seconds
+from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.stats import among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
-from specdec_cli.terminal.render import (
-    console,
-    console_of_results,
-    interval,
-    live_bar,
-    live_view,
-    table_within,
-    with_interval,
-)
+from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
 _TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
@@ -52,23 +43,7 @@ _SPARE = (
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
-class Silent:
-    """Says nothing."""
-
-    def begin(self, what: str) -> None:
-        pass
-
-    def sample(self, key: Key, sample: Sample) -> None:
-        pass
-
-    def points(self, points: Sequence[Point]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class PlainLines(Silent):
+class PlainLines(Watcher):
     """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
@@ -87,25 +62,23 @@ class PlainLines(Silent):
         if self._done // step > self._said and self._began is not None:
             self._said = self._done // step
             left = (time.monotonic() - self._began) / self._done * (self._total - self._done)
-            self._say(f"{self._done} of {self._total} samples, {_duration(left)} left")
+            minutes, rest = divmod(round(left), 60)
+            render.say(f"{self._done} of {self._total} samples, {minutes}:{rest:02d} left")
 
     def points(self, points: Sequence[Point]) -> None:
         for point in points:
-            self._say(point_line(point))
-
-    def _say(self, line: str) -> None:
-        console(sys.stderr).print(Text(inert(line)))
+            render.say(point_line(point))
 
 
-class LiveTable(Silent):
+class LiveTable(Watcher):
     """A live table and a progress bar with the time left, on a terminal."""
 
     def __init__(self, total: int) -> None:
-        self._progress = live_bar()
+        self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
-        self._sums: dict[Key, list[float]] = {}
+        self._sums: dict[Key, render.Sums] = {}
         self._shown: tuple[str | None, int] | None = None
-        self._live = live_view(self._render, 2)
+        self._live = render.live_view(self._render, 2)
 
     def begin(self, what: str) -> None:
         self._live.start()
@@ -113,43 +86,35 @@ class LiveTable(Silent):
 
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = (key.draft, key.batch_size)
-        sums = self._sums.setdefault(key, [0.0] * 5)
-        counts = sample.accepted_per_round
-        for place, value in enumerate(
-            (1, len(sample.token_ids), decode_seconds(sample), len(counts), sum(counts))
-        ):
-            sums[place] += value
+        self._sums.setdefault(key, render.Sums()).add(sample)
         self._progress.advance(self._task)
 
     def close(self) -> None:
         self._live.stop()
 
     def _render(self) -> Group:
-        table = Table(box=None, pad_edge=False)
-        for heading in ("k", "prompts", "tokens a round", "tokens/s", "x k = 0"):
-            table.add_column(heading, justify="right")
-        rows = sorted(
-            (key.k, sums)
-            for key, sums in list(self._sums.items())
+        table = render.plain_table("k", "prompts", "tokens a round", "tokens/s", "x k = 0")
+        by_k = {
+            key.k: sums
+            for key, sums in list(self._sums.items())  # a copy: another thread draws
             if (key.draft, key.batch_size) == self._shown
-        )
-        plain = next((s[1] / s[2] for k, s in rows if k == 0 and s[2]), None)
-        for k, (prompts, tokens, seconds, drafts, accepted) in rows:
-            speed = tokens / seconds if seconds else 0.0
+        }
+        plain = by_k.get(0, render.Sums()).speed
+        for k, sums in sorted(by_k.items()):
             table.add_row(
                 str(k),
-                f"{prompts:.0f}",
-                f"{1 + accepted / drafts:.2f}" if drafts else "1.00",
-                f"{speed:.1f}",
-                f"{speed / plain:.2f}" if plain else "",
+                str(sums.prompts),
+                f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
+                f"{sums.speed:.1f}",
+                f"{sums.speed / plain:.2f}" if plain else "",
             )
         return Group(table, self._progress)
 
 
-def watcher(total: int, *, quiet: bool) -> Silent:
+def watcher(total: int, *, quiet: bool) -> Watcher:
     """The progress display for this stderr."""
     if quiet:
-        return Silent()
+        return Watcher()
     return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
 
 
@@ -163,19 +128,19 @@ def point_line(point: Point) -> str:
         return f"{name}: {point.status}: {point.reason or ''}{about}"
     line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
     if point.speedup is not None:
-        line += f", {point.speedup:.2f}x{interval(point.speedup_ci)}"
+        line += f", {point.speedup:.2f}x{render.interval(point.speedup_ci)}"
     among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
 
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the table of points and the recommendation on stdout."""
-    out = console_of_results()
+    out = render.console_of_results()
     is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
     table, left_out = results_table(document["points"], out.width, is_split=is_split)
     out.print(table, soft_wrap=False)
     if left_out:
-        out.print(Text(f"left out on this narrow terminal: {', '.join(left_out)}"))
+        render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
     categories = _category_table(document, out.width)
     if categories is not None:
         out.print()
@@ -185,9 +150,9 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        out.print(Text(inert(f"{where}{best['reason']}{tied}")))
+        render.say(f"{where}{best['reason']}{tied}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
-        out.print(Text(inert(about_tokens)))
+        render.say(about_tokens, out)
 
 
 def results_table(
@@ -209,7 +174,7 @@ def results_table(
         del columns[_TIMES["broadcast"]]
     if not any(columns[_PROPOSING]):
         del columns[_PROPOSING]
-    return table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
+    return render.table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
 def _cells(point: Point) -> dict[str, str]:
@@ -228,11 +193,13 @@ def _cells(point: Point) -> dict[str, str]:
     rate = m.draft_acceptance_rate
     proposing = proposing_rate(m.num_drafts, m.num_rounds_without_proposal)
     return found | {
-        "tokens a round": with_interval(m.mean_acceptance_length, point.mean_acceptance_length_ci),
+        "tokens a round": render.with_interval(
+            m.mean_acceptance_length, point.mean_acceptance_length_ci
+        ),
         _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
         "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
         **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
     }
 
@@ -255,10 +222,10 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
         "prompts": [str(row.num_prompts) for row in rows.values()],
         "tokens a round": [f"{row.mean_acceptance_length:.2f}" for row in rows.values()],
         "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
-        "x k = 0": [with_interval(row.speedup, row.speedup_ci) for row in rows.values()],
+        "x k = 0": [render.with_interval(row.speedup, row.speedup_ci) for row in rows.values()],
     }
     spare = ["tokens/s", "prompts", "tokens a round"]
-    return table_within(width, columns, spare=spare, names=[name])[0]
+    return render.table_within(width, columns, spare=spare, names=[name])[0]
 
 
 def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
@@ -270,8 +237,3 @@ def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
     if len(best["tied"]) < 2:
         return ""
     return f" (tied: k = {', '.join(map(str, best['tied']))})"
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes}:{rest:02d}"

@@ -257,7 +257,7 @@ def test_bar_for_a_batch(run: Run) -> None:
 
 
 def test_bar_does_not_take_the_text_away(run: Run, tmp_path: Path) -> None:
-    """stdout is a file while stderr is a terminal."""
+    """Case: stdout is a file and stderr is a terminal."""
     options = (*prompt_options(*PROMPTS), *SHORT, "--batch-size", "2")
     expected = run(*options).out
     with open(tmp_path / "out.txt", "wb") as file:

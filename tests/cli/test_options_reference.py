@@ -1,4 +1,4 @@
-"""docs/options.md agrees with the command line, whatever terminal it is generated on."""
+"""docs/options.md agrees with the command line, independent of the terminal that generates it."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""`specdec recipe`, and how options and --set become a recipe."""
+"""`specdec recipe`, and recipes made from options and --set."""
 
 import json
 from pathlib import Path

@@ -64,7 +64,7 @@ Capture = pytest.CaptureFixture[str]
 
 @pytest.fixture(autouse=True)
 def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take longer to draw than these sweeps to run."""
+    """Skip plots, which take longer to draw than these sweeps take to run."""
     for command in ("sweep_k", "merge"):
         name = f"specdec_cli.commands.{command}.write_pictures"
         monkeypatch.setattr(name, lambda folder, quiet: None)
@@ -169,7 +169,7 @@ def test_live_table() -> None:
 def test_resumed_is_whole(
     capsys: Capture, caplog: pytest.LogCaptureFixture, tmp_path: Path, options: list[str]
 ) -> None:
-    """A record cut in its middle is written again, and no record that is whole."""
+    """A record cut in its middle is written again; whole records are not."""
     cut = tmp_path / "run"
     assert specdec(capsys, *SWEEP, *ONCE, *options, "-q", "-o", cut).code == 0
     expected = samples(cut)
@@ -514,7 +514,7 @@ def test_the_disk_is_full(capsys: Capture, tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
-    """The first of three prompts: the time curve is measured with it alone."""
+    """The first of three prompts cannot run, so the time curve has only that prompt."""
     prompts = tmp_path / "p.jsonl"
     lines = [{"prompt": "x " * 300}, {"prompt": "def f(x):"}, {"prompt": "import os"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -685,6 +685,28 @@ def test_ngram(capsys: Capture) -> None:
         assert point["prediction"]["mean_acceptance_length"] == pytest.approx(measured, abs=1e-12)
 
 
+def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
+    drafts = ["--draft", "demo:draft", "--draft-tp", "1", "--draft", "ngram"]
+    result = specdec(
+        capsys, "sweep-k", "demo", *QUICK, *ONCE, *drafts, "--k", "0,2", "--limit", "3", "--json",
+        *("-o", tmp_path / "run"),
+    )  # fmt: skip
+    points = json.loads(result.out)["points"]
+    assert result.code == 0, result.err
+    assert [(p["draft"], p["k"]) for p in points] == [
+        (name, k) for name in ("demo:draft", "ngram") for k in (0, 2)
+    ]
+    accepted = {p["draft"]: p["metrics"]["num_accepted_tokens"] for p in points if p["k"]}
+    assert accepted["demo:draft"] > accepted["ngram"] >= 0
+    before = samples(tmp_path / "run")
+    resumed = specdec(
+        capsys, "sweep-k", tmp_path / "run" / "recipe.yaml", *QUICK, *ONCE, *drafts, "--k", "0,2",
+        "--limit", "3", "--json", "--resume", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert resumed.code == 0, resumed.err
+    assert samples(tmp_path / "run") == before
+
+
 @pytest.mark.parametrize(
     "options, code, message",
     [
@@ -843,7 +865,7 @@ def test_a_damaged_record_is_refused_by_its_line(
 def test_later_records_outlive_the_summary(
     whole: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
-    """As when a resumed sweep is killed, the report covers the later records too."""
+    """The report of a killed resumed sweep covers the later records too."""
     path = shutil.copytree(whole[0], tmp_path / "run")
     point = json.loads((path / "points.jsonl").read_text().splitlines()[-1])
     folder = RunFolder.reopen(path)

@@ -1,4 +1,4 @@
-"""What runs on the ranks of the world. Every function is called by all of them, in one order."""
+"""Functions that run on the ranks of the world. All ranks call each of them, in the same order."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,9 +22,9 @@ from specdec_cli.recipe import load_recipe
 from tests.engine.test_families import BLOCK, STATES, Driver, drive, plain_reference
 from tests.support import CPU, make_engine, ngram_engine, paged_model
 
-# Not the first ranks and not neighbours: a rank's place in a group is not its place in the world.
+# Neither the first ranks nor neighbours: a rank's place in a group differs from that in the world.
 MEMBERS = {1: [2], 2: [1, 3], 4: [0, 1, 2, 3]}
-POISON = 1e4  # finite: padding reads what was never written, with weight zero
+POISON = 1e4  # finite, because padding reads unwritten memory with weight zero
 
 
 def device(rank: int) -> torch.device:
@@ -32,7 +32,7 @@ def device(rank: int) -> torch.device:
 
 
 def collectives(rank: int, tp: int) -> dict[str, Any] | None:
-    """What each collective gives to a rank of a group."""
+    """The results of each collective on a rank of a group."""
     own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
     if own is None:
         return None
@@ -49,7 +49,7 @@ def collectives(rank: int, tp: int) -> dict[str, Any] | None:
 
 
 def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
-    """What ranks that have met so often say before they meet again."""
+    """The error of ranks with these counts of rendezvous before another one, or None."""
     own = make_groups(4, 1, CPU, MEMBERS[4]).target
     assert own is not None
     before = list(peers._meetings)
@@ -64,8 +64,8 @@ def refusal_to_meet(rank: int, meetings: list[int]) -> str | None:
 
 
 def pass_errors(rank: int, folder: Path, tp: int, fused: bool) -> dict[str, float] | None:
-    """Logits and hidden states against transformers' ordinary forward, which rank 0 runs for all; a
-    family's own layers, or the fused ones."""
+    """Errors of logits and hidden states against transformers' ordinary forward, which rank 0 runs
+    for all. fused: test the fused layers, not the family's own."""
     own = make_groups(tp, 1, CPU, MEMBERS[tp]).target
     if own is None:
         return None
@@ -95,8 +95,8 @@ def decode(
     rates: tuple[float, ...] | None = None,
     **settings: Any,
 ) -> dict[str, Any] | None:
-    """Run prompts through an engine whose models are split over ranks, once for each (k, params)
-    of `runs`."""
+    """Run prompts through an engine whose models are split over ranks, once for each (k, params) of
+    `runs`."""
     members = MEMBERS[tps[0]] if dist.get_world_size() == 4 else None
     groups = make_groups(*tps, device(rank), members)
     if groups.target is None:
@@ -114,7 +114,7 @@ def decode(
 def told(
     engine: Engine, prompts: list[list[int]], runs: list[tuple[int, dict[str, Any]]]
 ) -> dict[str, Any]:
-    """For each run: what was written and how; and what it cost."""
+    """The sequences and metrics of each run, and the bytes of the caches."""
     models = [engine.target]
     if isinstance(engine.proposer, DraftModel) and engine.proposer.model is not None:
         models.append(engine.proposer.model)
@@ -144,7 +144,7 @@ def seq_told(seq: Sequence) -> tuple[Any, ...]:
 
 
 def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
-    """From a recipe to a run, as a command does it, and what this rank holds."""
+    """Plan, build and run a recipe, as a command does; returns outputs and this rank's holdings."""
     found = plan(load_recipe(None, sets))
     engine = build(found, max(map(len, prompts)))
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
@@ -163,7 +163,7 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
 
 
 def refused(rank: int, sets: dict[str, Any]) -> str:
-    """What a recipe's plan says against it."""
+    """The error message of a recipe's plan."""
     with pytest.raises(SpecdecError) as raised:
         plan(load_recipe(None, sets))
     return raised.value.message
@@ -172,7 +172,7 @@ def refused(rank: int, sets: dict[str, Any]) -> str:
 def spoilt(
     rank: int, pair: tuple[Path, Path], tps: tuple[int, int], prompts: list[list[int]], **more: Any
 ) -> str:
-    """What a run says whose draft produces NaN on rank 0 alone."""
+    """The error message of a run whose draft produces NaN on rank 0 only."""
     groups = make_groups(*tps, CPU)
     engine = make_engine(*pair, groups=groups, **more)
     if rank == 0:

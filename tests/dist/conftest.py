@@ -1,4 +1,4 @@
-"""One world for all tests of this folder: starting it takes longer than most of them."""
+"""One world for all tests of this folder, because starting it takes longer than most tests."""
 
 from collections.abc import Iterator
 

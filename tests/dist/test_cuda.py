@@ -1,4 +1,4 @@
-"""Rounds over NCCL, eager and as CUDA graphs, against those of one GPU."""
+"""Rounds over NCCL, eager and as CUDA graphs, compared with rounds of one GPU."""
 
 import subprocess
 import sys
@@ -25,7 +25,7 @@ PAIRS = [(2, 1), (2, 2)] + ([(4, 1), (4, 2), (4, 4)] if GPUS >= 4 else [])
 RUNS = [(3, GREEDY), (4, SAMPLED), (0, GREEDY), (3, GREEDY)]
 
 
-# Fused layers, the last of them with norms before sums; and transformers' own.
+# Three families with fused layers (gemma2 has norms before sums), and one with transformers' own.
 FAMILIES = ["llama", "qwen3", "gemma2", "olmo2"]
 
 
@@ -33,8 +33,8 @@ FAMILIES = ["llama", "qwen3", "gemma2", "olmo2"]
 def ranks(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[World, tuple[int, int]]]:
-    """Degrees and, as a run has it, a world of the target's. Where the draft's ranks are some of
-    them, only the first engine's target shares memory: see `engine.peers`."""
+    """Two degrees, and a world of the target's degree, as in a run. If the draft has fewer ranks,
+    only the first engine's target shares memory: see `core.peers`."""
     world = World(request.param[0], tmp_path_factory.mktemp("world"), "nccl")
     yield world, request.param
     world.close()
@@ -42,7 +42,7 @@ def ranks(
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """With a vocabulary that ranks can share evenly, so that logits travel through memory, too."""
+    """Pairs whose vocabulary divides evenly over ranks, so shared memory carries logits too."""
     folder = tmp_path_factory.mktemp("pairs")
     found = {}
     for family in FAMILIES:
@@ -67,8 +67,8 @@ def test_output_does_not_depend_on_degrees(
 
 
 def test_a_run_ends_whose_graphs_hold_sums_of_nccl() -> None:
-    """64 x 5 rows are more than travel through shared memory; NCCL waits for graphs to be given up,
-    and this once was for ever."""
+    """64 x 5 rows are too many for shared memory, so graphs hold NCCL's sums. NCCL ends only after
+    the graphs are given up; runs once waited forever."""
     options = "--device cuda --target-tp 2 --draft-tp 1 -k 4 --batch-size 64 --max-new-tokens 8"
     program = [sys.executable, "-m", "specdec_cli", "generate", "demo", *options.split(), "--json"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Models split over ranks, in one world of 4: the parts, the logits and hidden states, and what is refused."""
+"""Models split over ranks, in one world of 4: parts, logits, hidden states and refusals."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from tests.support import CPU, description, save_tiny, tiny_config
 
 pytestmark = pytest.mark.dist
 
-# Key and value heads fewer than 4 ranks, and as many; names of families are those of FAMILIES.
+# Families of FAMILIES with fewer key and value heads than 4 ranks, and with as many.
 SPLIT: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama-tied": {},
@@ -30,7 +30,7 @@ SPLIT: dict[str, dict[str, Any]] = {
     "phi3": {},
     "olmo2": {},
 }
-# The others, which are not asked to run at 2 ranks too.
+# Families that are tested at 4 ranks only.
 ALSO_SPLIT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         """
@@ -76,15 +76,15 @@ def check_passes(
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", SPLIT)
 def test_passes_match_transformers(world: World, family: str, size: int, tmp_path: Path) -> None:
-    """97 tokens divide by neither: the head's parts are padded."""
+    """A vocabulary of 97 divides by neither size, so the head's parts are padded."""
     check_passes(world, save_tiny(tmp_path, family, **SPLIT[family]), size, False)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALSO_SPLIT)
 def test_passes_of_other_families(world: World, family: str, tmp_path: Path) -> None:
-    """Sums in another order cost gemma4 a little more than the families' own test
-    allows; a plan that is wrong for a family costs 0.5."""
+    """Another order of sums costs gemma4 slightly more than the tolerance of test_families. A wrong
+    plan for a family costs 0.5."""
     folder = save_tiny(tmp_path, family, **ALSO_SPLIT[family])
     check_passes(world, folder, 4, False, 2.5 * TOLERANCE)
 
@@ -108,7 +108,7 @@ def test_biases_are_added_once(world: World, tmp_path: Path) -> None:
 
 
 def ranks(size: int) -> list[TensorParallel]:
-    """Places in a group that does not exist: enough to know what a rank would hold."""
+    """Places in a group that does not exist, which suffice to find a rank's parts."""
     return [TensorParallel(rank, size) for rank in range(size)]
 
 
@@ -117,7 +117,7 @@ def ranks(size: int) -> list[TensorParallel]:
 def test_ranks_hold_the_parts_of_what_one_would(
     family: str, load_format: str, tmp_path: Path
 ) -> None:
-    """Random weights too: what is measured at another degree is the same model."""
+    """Dummy weights too, so that every degree measures the same model."""
     folder = save_tiny(tmp_path, family, num_key_value_heads=4)
     whole = load(description(folder, load_format=load_format), CPU).state_dict()
     shards = [description(folder, parallel=p, load_format=load_format) for p in ranks(4)]
@@ -128,7 +128,7 @@ def test_ranks_hold_the_parts_of_what_one_would(
         parts = [found.shards.parts.get(name) for found in shards]
         if parts[0] is None:
             assert all(torch.equal(t, expected) for t in tensors), name
-            # A bias that is added once is held once.
+            # A bias that is added once is held by one rank.
             once = name.endswith(("attention.dense.bias", "dense_4h_to_h.bias"))
             assert len(tensors) == (1 if once else 4), name
         else:
@@ -192,7 +192,7 @@ def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_checkpoint_of_another_shape(tmp_path: Path) -> None:
-    """Its parts would fit; only the whole shows it."""
+    """The parts would fit; only the whole shape shows the error."""
     folder = save_tiny(tmp_path, "llama")
     config = folder / "config.json"
     smaller = json.loads(config.read_text()) | {"intermediate_size": 64}
@@ -232,7 +232,7 @@ REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_split_is_refused(case: str, tmp_path: Path) -> None:
-    """Before any weights are read: the folder has none."""
+    """The refusal comes before weights are read; the folder has none."""
     family, size, changes, reason = REFUSED[case]
     tiny_config(family, **changes).save_pretrained(tmp_path)
     with pytest.raises(SetupError, match=reason):

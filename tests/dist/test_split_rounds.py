@@ -1,6 +1,6 @@
-"""Rounds of a target and a draft of any degrees: what is written does not depend on them.
+"""Rounds of a target and a draft of any degrees: the output does not depend on the degrees.
 
-fp32 and tiny models, whose logits lie far enough apart that the order in which ranks' parts are
+Models are tiny and fp32. Their logits lie far enough apart that the order in which ranks' parts are
 added never decides a token of these runs.
 """
 
@@ -24,7 +24,7 @@ from tests.support import (
 )
 
 pytestmark = pytest.mark.dist
-# Four ranks on two cores: CI has a case of each kind, `pytest tests/dist` has all.
+# Four ranks share two cores, so CI runs a case of each kind; `pytest tests/dist` runs all.
 SLOW = pytest.mark.slow
 
 PROMPTS = [
@@ -43,12 +43,12 @@ Pair = tuple[Path, Path]
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
-    """Targets of 2 key and value heads, each with a draft that agrees with it about half of the
+    """Targets with 2 key and value heads, each with a draft that agrees with it about half of the
     time."""
     folder = tmp_path_factory.mktemp("pairs")
     found = {}
     for family in ("llama", "qwen3", "gemma3"):
-        # A tied tiny Gemma repeats its last token, whatever the noise.
+        # A tied tiny Gemma repeats its last token even with noise.
         target = save_tiny(folder / family, family, tie_word_embeddings=False)
         found[family] = (target, save_noised(folder / f"{family}-draft", target))
     return found
@@ -56,13 +56,13 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
 
 @pytest.fixture(scope="module")
 def alone(pairs: dict[str, Pair]) -> dict[str, Any]:
-    """What one process writes, in rounds that are read at once."""
+    """The output of one process, in rounds that are read at once."""
     engines = {family: make_engine(*pair, batch_size=2) for family, pair in pairs.items()}
     return {family: cases.told(engine, PROMPTS, RUNS) for family, engine in engines.items()}
 
 
 def agreed(found: list[Any], size: int) -> dict[str, Any]:
-    """What rank 0 of a group tells, after checking that the others tell the same."""
+    """Rank 0's result, after a check that the other ranks have the same."""
     members = [x for x in found if x is not None]
     assert len(members) == size
     assert all(x["seqs"] == members[0]["seqs"] for x in members)
@@ -91,8 +91,8 @@ def test_output_does_not_depend_on_degrees(
     tps: tuple[int, int],
     rounds: str,
 ) -> None:
-    """Tokens, proposals and acceptances, greedy and sampled; with refills of slots, and proposals
-    that are cut where a sequence ends."""
+    """Compares tokens, proposals and acceptances, greedy and sampled. Slots are refilled, and
+    proposals are cut at a sequence's end."""
     found = world.run(
         cases.decode, pairs[family], tps, PROMPTS, RUNS, batch_size=2, runs_ahead=ROUNDS[rounds]
     )
@@ -102,7 +102,7 @@ def test_output_does_not_depend_on_degrees(
     assert 0.2 < proposing.acceptance.draft_acceptance_rate < 0.9
     lengths = {k for seq in first["seqs"][0] for k in seq[1]}
     assert len(lengths) > 1, "no rounds of mixed proposal lengths"
-    # Both caches on the draft's ranks, the target's alone on the others.
+    # The draft's ranks hold both caches, the other ranks only the target's.
     held = [len(x["kv_bytes"]) for x in found if x is not None]
     assert held == [2] * tps[1] + [1] * (tps[0] - tps[1])
     sent = [m.broadcast_ms for m in first["metrics"]]
@@ -122,7 +122,7 @@ def test_plain_decoding_and_single_proposals(
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_output_is_transformers(pairs: dict[str, Pair], alone: dict[str, Any], family: str) -> None:
-    """With the test above: at every degree."""
+    """With the test above this holds at every degree."""
     model = reference(pairs[family][0])
     for prompt, told in zip(PROMPTS, alone[family]["seqs"][0], strict=True):
         assert told[0] == greedy_reference(model, prompt, NEW)
@@ -178,7 +178,7 @@ def test_synthetic_acceptance(world: World, pairs: dict[str, Pair], rounds: str)
 
 @pytest.mark.parametrize("rounds", [pytest.param("at once", marks=SLOW), "ahead"])
 def test_prompt_lookup(world: World, pairs: dict[str, Pair], rounds: str) -> None:
-    """Every rank looks up for itself and finds the same."""
+    """Each rank looks up separately and finds the same tokens."""
     target = pairs["llama"][0]
     prompts = [p * 3 for p in PROMPTS]
     runs = [(4, GREEDY), (4, SAMPLED)]
@@ -193,14 +193,14 @@ def test_prompt_lookup(world: World, pairs: dict[str, Pair], rounds: str) -> Non
 def test_logits_that_are_not_finite_end_the_run_everywhere(
     world: World, pairs: dict[str, Pair], rounds: str, tmp_path: Path
 ) -> None:
-    """Rank 0 alone sees it; the others must not go on without it."""
+    """Only rank 0 sees such logits; the others must not continue without it."""
     said = world.run(cases.spoilt, pairs["llama"], (4, 2), PROMPTS, runs_ahead=ROUNDS[rounds])
     assert said == ["the draft produced logits that are not finite (NaN or infinity)"] * 4
 
 
 def test_the_demo_pair_from_a_recipe(world: World) -> None:
-    """The cache is what fits on the rank with least room: rank 0, which holds both models."""
-    # Of 16 tokens in fp32, keys and values of 32: 8 layers of one head each, and the draft's 2.
+    """The cache fits on rank 0, which holds both models and has the least room."""
+    # Blocks of 16 tokens, fp32, keys and values 32 wide: 8 layers of one head, and the draft's 2.
     draft_tp = 2
     block = 16 * 4 * 64 * (8 * 1 + 2 * 4 // draft_tp)
     sets = {
@@ -224,7 +224,7 @@ def test_the_demo_pair_from_a_recipe(world: World) -> None:
 
 
 def shared(folder: Path, target_tp: int, draft_tp: int) -> dict[str, Any]:
-    """A recipe for one random model as target and draft, which share all that can be shared."""
+    """A recipe with one random model as target and draft, which share all weights they can."""
     tiny_config("llama").save_pretrained(folder)
     return {
         "target.model": str(folder),
@@ -255,7 +255,7 @@ def test_a_head_that_is_split_in_other_ways_is_not_shared(world: World, tmp_path
 
 
 def test_ranks_that_met_differently_often_do_not_meet_again(world: World) -> None:
-    """torch would let them wait for each other without end."""
+    """In torch such ranks would wait for each other forever."""
     said = world.run(cases.refusal_to_meet, [2, 2, 0, 0])
     assert said == ["some of the ranks have met in another group before"] * 4
     assert world.run(cases.refusal_to_meet, [2, 2, 2, 2]) == [None] * 4

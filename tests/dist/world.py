@@ -14,13 +14,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-_TIMEOUT_S = 60  # of a collective that somebody does not join
+_TIMEOUT_S = 60  # of a collective that not all ranks join
 
 
 class World:
     """`size` processes, over gloo or, with a GPU each, over NCCL.
 
-    Over gloo they are forked from one that has imported what they need; CUDA does not survive that.
+    Over gloo they are forked from a process that has imported everything. CUDA does not survive a
+    fork.
     """
 
     def __init__(self, size: int, folder: Path, backend: str = "gloo") -> None:
@@ -42,7 +43,7 @@ class World:
                 self._processes.append(process)
 
     def run(self, case: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """What `case` returns on each rank, called with its rank first."""
+        """The results of `case` on every rank; its first argument is the rank."""
         for end in self._ends:
             end.send((case, args, kwargs))
         answers = []
@@ -65,7 +66,7 @@ class World:
 
 @contextlib.contextmanager
 def _import_path() -> Any:
-    """pytest's own additions to the path do not reach a new interpreter."""
+    """Pass pytest's additions to the import path on, which a new interpreter does not get."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
     yield

@@ -1,8 +1,8 @@
-"""Fake models that know exactly what should be in each cache, and a checked way to drive a run.
+"""Fake models that check the content of their caches, and a driver that checks each step of a run.
 
-They keep token ids where a model keeps keys and values, at the same slots. Reading them back
-through the block table shows what a real model would have attended to: a stale, foreign or
-missing token fails at once.
+The fakes store token ids in place of keys and values, in the same slots. Reading them back through
+the block table gives the tokens that a real model would attend to, so a stale, foreign or missing
+token fails at once.
 """
 
 import zlib
@@ -35,19 +35,19 @@ def target_rule(prefix: list[int]) -> int:
 
 
 def wrong(prefix: list[int]) -> int:
-    """Never the target's token."""
+    """A token that is never the target's."""
     return 3 + (target_rule(prefix) - 3 + 1) % (VOCAB - 3)
 
 
 def sometimes(prefix: list[int]) -> int:
-    """The target's token about two times in three."""
+    """A token that is the target's about two times in three."""
     return (wrong if zlib.crc32(bytes([7, *prefix])) % 3 == 0 else target_rule)(prefix)
 
 
 def first(j: int, start: int, k: int) -> Rule:
-    """Right for the first j proposals of each round of k, when every round accepts j.
+    """A rule that is right for the first j proposals of each round of k, if every round accepts j.
 
-    start: length of the prompt; rounds then begin at start, start + j + 1, ...
+    start: length of the prompt; rounds begin at start, start + j + 1, ...
     """
 
     def rule(prefix: list[int]) -> int:
@@ -58,7 +58,7 @@ def first(j: int, start: int, k: int) -> Rule:
 
 
 def continuation(rule: Rule, prompt: list[int], count: int) -> list[int]:
-    """What plain greedy decoding writes."""
+    """The output of plain greedy decoding."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(rule(tokens))
@@ -89,10 +89,10 @@ class Cells:
 
 
 class FakeModel:
-    """In the place of `PagedModel`: its next token is `rule` of what its cache holds.
+    """Replaces `PagedModel`: its next token is `rule` of the tokens in its cache.
 
     batch_sizes: active slots of each pass of a round. prefill_sizes: tokens of each other pass.
-    fed: tokens that the latest pass of a round fed of each slot.
+    fed: tokens of each slot that the latest pass of a round fed.
     """
 
     device = CPU
@@ -106,7 +106,7 @@ class FakeModel:
         self.fed: list[int] = []
 
     def forward(self, spans: list[Span], logits_per_span: list[int]) -> PassOutput:
-        """What lies before a span must be the sequence's own tokens."""
+        """Feed spans; the cache must hold the sequence's tokens before each span."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
             table = span.seq.block_table
@@ -138,7 +138,7 @@ class FakeModel:
 
 
 class FakeDraft(DraftModel):
-    """Proposes `rule` of what its own cache holds; `lens_seen` are the k_i it was asked for.
+    """Proposes `rule` of the tokens in its cache; `lens_seen` has the k_i that were asked for.
 
     caught_up: tokens that the first pass of each sequence-round fed.
     """
@@ -174,7 +174,7 @@ class FakeDraft(DraftModel):
 
 
 class Scripted(FixedLength):
-    """Rounds of the given lengths in turn, over and over."""
+    """A policy that repeats the given lengths in turn."""
 
     def __init__(self, *script: int) -> None:
         self.script = script
@@ -189,7 +189,7 @@ class Scripted(FixedLength):
 
 
 def looping(prefix: list[int]) -> int:
-    """A next token that repeats itself, with a surprise now and then."""
+    """A next token that mostly repeats earlier text, with exceptions."""
     surprise = zlib.crc32(bytes(prefix)) % 7 == 0
     return 3 + (5 * prefix[-1] + surprise * len(prefix)) % 11
 
@@ -228,10 +228,10 @@ def run_checked(
     found: Callable[[list[int], int], int] = lambda tokens, asked: asked,
     is_drafted: bool = True,
 ) -> None:
-    """Drive a run by hand; after each step, every number that follows for a round.
+    """Drive a run step by step, and check all of a round's numbers after each step.
 
-    found: of the tokens asked for, how many the proposer should have found. is_drafted: by a model,
-    whose cache lacks the last token that it drew.
+    found: number of tokens that the proposer should find, of those asked for. is_drafted: whether a
+    model proposes, whose cache lacks the last token that it drew.
     """
     while not run.scheduler.is_done:
         before = {s.index: (len(s.tokens), s.draft_kv, s.num_preemptions) for s in run.seqs}
@@ -265,5 +265,5 @@ def run_checked(
 
 
 def rounds_of(seq: Sequence) -> list[tuple[int, int]]:
-    """Proposed and accepted of each round that proposed."""
+    """Numbers of proposed and accepted tokens in each round that proposed."""
     return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))

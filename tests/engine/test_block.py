@@ -1,6 +1,6 @@
 """Block verification in the running engine: lossless, and longer than rejection sampling.
 
-The exact law of the rule by itself is in `tests/ops/test_block_verify.py`.
+`tests/ops/test_block_verify.py` tests the exact law of the rule.
 """
 
 import json
@@ -51,7 +51,7 @@ def p_value(tiny: tuple[Path, Path], params: SamplingParams, k: int, rule: Accep
 def test_engine_follows_transformers(
     tiny: tuple[Path, Path], params: SamplingParams, k: int
 ) -> None:
-    """Joint distribution of the first tokens, over several rounds each, of 4000 runs."""
+    """Compares the joint distribution of the first tokens of 4000 runs, each of several rounds."""
     assert p_value(tiny, params, k, Block()) > SIGNIFICANT
 
 
@@ -59,7 +59,7 @@ def test_engine_follows_transformers(
 def test_numbers_are_a_rounds_own_iff_the_rule_looks_ahead(
     tiny: tuple[Path, Path], rule: AcceptanceRule, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`tests/ops/test_block_verify.py` shows what numbers that serve twice do to the law."""
+    """`tests/ops/test_block_verify.py` shows that numbers used twice would change the law."""
     asked: list[bool] = []
 
     def noted(*given: Any, by_round: bool) -> Any:
@@ -73,7 +73,8 @@ def test_numbers_are_a_rounds_own_iff_the_rule_looks_ahead(
 
 
 def test_more_is_accepted_than_by_rejection_sampling(pair: tuple[Path, Path]) -> None:
-    """The same prompts and draft; in expectation never less, and here by several per cent."""
+    """With the same prompts and draft the rule never accepts less in expectation; here it accepts
+    several per cent more."""
     accepted = {}
     for rule in (Rejection(), Block()):
         engine = make_engine(*pair, batch_size=32, num_blocks=2000, rule=rule)
@@ -113,7 +114,7 @@ def test_proposals_that_are_not_drawn(tiny: tuple[Path, Path]) -> None:
 
 
 def test_a_recipe_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    """In a sweep, whose points then have no predictions."""
+    """A sweep with this rule has points without predictions."""
     from specdec_cli.app import main
 
     options = ["sweep-k", "demo-sampled", "--k", "0,3", "--limit", "3", "--max-new-tokens", "8"]

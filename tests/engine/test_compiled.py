@@ -1,6 +1,6 @@
 """Compiled passes: the same logits, whole graphs, and nothing compiled twice.
 
-Dynamo does here what it does with inductor; its own backends "eager" and "aot_eager" need no C++
+Dynamo works here as it does with inductor. Its backends "eager" and "aot_eager" need no C++
 compiler.
 """
 
@@ -41,7 +41,7 @@ def compiled_engine(target: Path, draft: Path, backend: str, **settings: Any) ->
     for model in (engine.target, worker.model):
         for layer in model.cache.layers:
             for tensor in layer:
-                tensor.zero_()  # padding reads what was never written, with weight zero
+                tensor.zero_()  # padding reads unwritten memory with weight zero
     return engine
 
 
@@ -51,8 +51,8 @@ def run(engine: Engine, k: int, **params: Any) -> Any:
 
 
 def compare_passes(model: PagedModel) -> set[int]:
-    """Make each padded pass run plainly too, and compare the two. The widths of the passes so far
-    are in the set that is returned."""
+    """Make each padded pass run uncompiled too, and compare the two. Returns a set that collects
+    the widths of the passes."""
     forward, widths = model.forward_slots, set()
 
     def both(what: Rectangle, state: BatchState) -> PassOutput:
@@ -73,8 +73,8 @@ def compare_passes(model: PagedModel) -> set[int]:
     "family", [pytest.param(f, marks=pytest.mark.slow if f == "gpt2" else ()) for f in CASES]
 )
 def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
-    """Draft and target of the same class, which share their forward's code. The target also returns
-    hidden states, as if a proposer read them."""
+    """Draft and target have the same class and so share their forward's code. The target also
+    returns hidden states, as if a proposer read them."""
     target = save_tiny(tmp_path / "target", family)
     draft = save_tiny(tmp_path / "draft", family, seed=1)
     plain = make_engine(target, draft, batch_size=2, fused=False)
@@ -87,8 +87,8 @@ def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
 
 
 def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
-    """Whatever k and the batch's tokens; and a second run compiles none. The target's have hidden
-    states among their outputs."""
+    """The number of graphs does not depend on k or on the batch's tokens, and a second run compiles
+    none. The target's graphs have hidden states among their outputs."""
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", seed=1)
     engine = compiled_engine(target, draft, "eager")
@@ -103,7 +103,7 @@ def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
 
 
 def test_models_of_one_shape_do_not_share_a_graph(tmp_path: Path) -> None:
-    """Nor use up, all together, what Dynamo allows one piece of code."""
+    """Together they stay within the number of compilations that Dynamo allows one code object."""
     target = save_tiny(tmp_path / "target", "llama")
     other = save_tiny(tmp_path / "other", "llama", seed=1)
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -115,7 +115,7 @@ def test_models_of_one_shape_do_not_share_a_graph(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled_whole_is_an_error(tmp_path: Path) -> None:
-    """Not a slow run that looks like a compiled one."""
+    """The alternative would be a slow run that looks like a compiled one."""
     folder = save_tiny(tmp_path, "llama")
     engine = compiled_engine(folder, folder, "eager")
     model = engine.target.module.model

@@ -1,6 +1,6 @@
-"""The bundled pair: a named part of `scripts/proofs/greedy.py`, and what the models are.
+"""The bundled pair: a part of `scripts/proofs/greedy.py`, and properties of the models.
 
-The whole is 200 prompts x 64 tokens x k 0..6 x three drafts x two batch sizes; see
+The whole proof is 200 prompts x 64 tokens x k 0..6 x three drafts x two batch sizes; see
 docs/correctness.md.
 """
 
@@ -30,7 +30,7 @@ DRAFTS: dict[str, dict[str, object]] = {
 
 @cache
 def prompts() -> list[str]:
-    """Every 20th bundled prompt: ten, from all categories."""
+    """Every 20th bundled prompt: ten prompts from all categories."""
     lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["prompt"] for line in lines[::20]]
 
@@ -80,7 +80,7 @@ def test_greedy_equals_the_target_alone(draft: str, k: int, batch_size: int) -> 
 
 @pytest.mark.parametrize("draft", ["demo", "distilled"])
 def test_acceptance_is_what_the_pair_is_bundled_for(draft: str) -> None:
-    """Far from nothing and from everything, and falling along the draft."""
+    """Acceptance is neither near none nor near all, and falls along the draft."""
     acceptance = run(draft, 4, 4).metrics.acceptance
     assert 0.4 < acceptance.acceptance_rate_per_pos[0] < 0.98
     assert acceptance.acceptance_rate_per_pos == sorted(
@@ -89,7 +89,7 @@ def test_acceptance_is_what_the_pair_is_bundled_for(draft: str) -> None:
 
 
 def test_acceptance_at_temperature_one_is_the_overlap_of_p_and_q() -> None:
-    """The rate at the first position is E sum min(p, q) over the very contexts of the drafts."""
+    """The rate at the first position is E sum min(p, q) over the contexts of the drafts."""
     result = run("demo", 1, 4, **{"sampling.temperature": 1.0, "sampling.ignore_eos": True})
     target, _ = reference()
     draft = AutoModelForCausalLM.from_pretrained(demo_path("demo:draft"), dtype=torch.float32)
@@ -105,7 +105,7 @@ def test_acceptance_at_temperature_one_is_the_overlap_of_p_and_q() -> None:
                 accepted.append(a)
                 n += a + 1
     overlap = torch.tensor(overlaps)
-    # Each acceptance is a coin of its own context's overlap.
+    # Each acceptance is a Bernoulli trial with its context's overlap.
     deviation = float((overlap * (1 - overlap)).sum().sqrt())
     assert abs(sum(accepted) - float(overlap.sum())) < 3 * deviation
     assert len(accepted) > 100

@@ -1,7 +1,7 @@
-"""What is emitted follows the target's distribution, and the same seed repeats it.
+"""Emitted tokens follow the target's distribution, and the same seed repeats them.
 
-A named part of `scripts/proofs/sampling.py`, with fewer draws where noted. All seeds are fixed,
-so a test that passes passes always.
+A part of `scripts/proofs/sampling.py`, with fewer draws where noted. All seeds are fixed, so a test
+that passes once always passes.
 """
 
 from collections.abc import Callable
@@ -67,7 +67,7 @@ def test_chi_square_is_scipys() -> None:
 
 
 def test_chi_square_merges_small_bins() -> None:
-    """3 + 4 make a bin of 7; 2 alone joins the smallest other; rows add up."""
+    """3 and 4 make a bin of 7, 2 alone joins the smallest other bin, and rows add up."""
     merged = stats.chi2.sf((41 - 43) ** 2 / 43 + (50 - 50) ** 2 / 50 + (9 - 7) ** 2 / 7, 2)
     row, probs = torch.tensor([[41, 50, 4, 5]]), torch.tensor([[0.43, 0.5, 0.03, 0.04]])
     assert chi_square(row, probs) == pytest.approx(merged, rel=1e-6)
@@ -89,7 +89,8 @@ def test_chi_square_of_too_little_says_nothing_and_of_the_impossible_says_no() -
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_faults_differ_from_the_project_by_nothing_else(k: int) -> None:
-    """The rule that faults are planted in gives the project's very tokens, ragged lengths too."""
+    """The rule that faults are planted in gives exactly the project's tokens, also for ragged
+    lengths."""
     pair = random_pair(3)
     noise = lossless.pair_noise(pair, k, 2000)
     row = torch.arange(2000)
@@ -102,7 +103,8 @@ def test_faults_differ_from_the_project_by_nothing_else(k: int) -> None:
 
 
 def test_forty_pairs() -> None:
-    """First token, every further one and the bonus, and the joint of two; k = 1..4 in turn."""
+    """Tests the first token, every further one, the bonus, and the first two jointly; k = 1..4 in
+    turn."""
     found = {n: trial(n, 1 + n % 4, CORRECT) for n in range(40)}
     rejected = {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
     assert not rejected
@@ -112,7 +114,7 @@ def test_forty_pairs() -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_acceptance_rate_is_the_overlap(k: int) -> None:
-    """Against the sum of min(p, q), within what 20 000 rounds resolve."""
+    """The rate equals the sum of min(p, q), to the precision of 20 000 rounds."""
     for number in (0, 6, 12, 18, 24):
         pair, noise = noisy_pair(number, k)
         assert lossless.acceptance(pair, k, noise) > SIGNIFICANT
@@ -120,7 +122,7 @@ def test_acceptance_rate_is_the_overlap(k: int) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS, ids=label)
 def test_fault_is_caught(fault: Rule) -> None:
-    """The power of the tests above: at least 3 of 5 pairs tell."""
+    """The tests above have power: at least 3 of 5 pairs show each fault."""
     caught = [n for n in POWER_PAIRS if lossless.adjusted(trial(n, 3, fault)) < SIGNIFICANT]
     assert len(caught) >= 3
 
@@ -131,7 +133,7 @@ def lookup_trial(number: int, k: int, rule: Rule) -> dict[str, float]:
 
 
 def test_proposals_that_are_not_drawn() -> None:
-    """One-hot q, as prompt lookup gives: ten pairs, two of each filter; k = 1..4 in turn."""
+    """q is one-hot, as for prompt lookup: ten pairs, two for each filter; k = 1..4 in turn."""
     found = {n: lookup_trial(n, 1 + n % 4, CORRECT) for n in range(10)}
     assert not {n: p for n, p in found.items() if lossless.adjusted(p) < SIGNIFICANT}
 
@@ -144,7 +146,7 @@ def test_fault_is_caught_in_proposals_that_are_not_drawn(fault: Rule) -> None:
 
 @pytest.mark.parametrize("k", [1, 3])
 def test_ties_of_the_accept_noise(k: int) -> None:
-    """Noise that hits p / q exactly: `<` is lossless and `<=` is not."""
+    """If noise equals p / q exactly, `<` is lossless and `<=` is not."""
     for number in range(3):
         pair = tied_pair(number)
         noise = lossless.pair_noise(pair, k, DRAWS)
@@ -155,7 +157,7 @@ def test_ties_of_the_accept_noise(k: int) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target and a draft of 8 tokens."""
+    """A target and a draft with a vocabulary of 8 tokens."""
     return lossless.save_eight(tmp_path_factory.mktemp("eight"))
 
 
@@ -188,7 +190,7 @@ ENGINE_PARAMS = {
 def test_engine_follows_transformers(
     tiny: tuple[Path, Path], params: SamplingParams, k: int
 ) -> None:
-    """Joint distribution of what the running engine writes, 4000 runs of one prompt."""
+    """Compares the joint distribution of the engine's tokens over 4000 runs of one prompt."""
     assert lossless.adjusted(engine_p(tiny, params, k)) > SIGNIFICANT
 
 
@@ -221,7 +223,7 @@ def test_fault_in_the_engine_is_caught(tiny: tuple[Path, Path], fault: Rule) -> 
 def test_noise_of_another_round_in_the_engine_is_caught(
     tiny: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Numbers that forget the position: every round of a sequence draws with the same ones."""
+    """The fault: numbers ignore the position, so every round of a sequence draws with the same."""
 
     def forgetful(seed: Any, index: Any, length: Any, *rest: Any, **more: Any) -> Noise:
         return round_noise(seed, index, torch.full_like(length, len(PROMPT)), *rest, **more)
@@ -261,7 +263,7 @@ def outputs(
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 def test_sampled_output_depends_on_the_key_alone(make: Make, k: int) -> None:
-    """Not on batch size, order, chunks of prefill, nor on being preempted."""
+    """Output does not depend on batch size, order, prefill chunks or preemption."""
     asked = requests()
     want = outputs(make(batch_size=1), asked, k)
     assert {len(tokens) for tokens in want.values()} == {24}
@@ -278,7 +280,7 @@ def test_sampled_output_depends_on_the_key_alone(make: Make, k: int) -> None:
 
 
 def test_proposals_are_accepted_and_rejected_in_these_runs(make: Make) -> None:
-    """Else the comparisons above would show little."""
+    """Without both, the comparisons above would show little."""
     seqs = make(batch_size=8).run(requests(), 4, SAMPLED).seqs
     accepted = {a for s in seqs for a in s.accepted_per_round}
     assert accepted >= {0, 1, 2}
@@ -303,7 +305,7 @@ def test_twenty_repeats_are_identical(make: Make) -> None:
 
 
 def test_verdict_of_planted_rule_is_the_engines(make: Make) -> None:
-    """Token for token, so that a fault planted in it is the only change to the engine."""
+    """Verdicts are equal token for token, so a planted fault is the engine's only change."""
     want = outputs(make(batch_size=3), requests(), 4)
     planted = Planted(Rule())
     assert outputs(make(batch_size=3, rule=planted), requests(), 4) == want

@@ -20,11 +20,11 @@ from tests.oracle import extended
 from tests.support import CPU, FAMILIES, VOCAB, paged_model, reference, save_tiny
 
 TOLERANCE = 2e-5
-# On an H200 transformers differs from itself by 3e-5 when the same tokens come in passes of other
-# widths (nemotron), and from itself on a CPU by 4e-5 (granitemoe).
+# On an H200 transformers' logits differ by 3e-5 between passes of different widths over the same
+# tokens (nemotron), and by 4e-5 from its logits on a CPU (granitemoe).
 CUDA_TOLERANCE = 5e-5
 BLOCK = 4
-# Every hidden state of two layers, out of order and one of them twice.
+# All hidden states of two layers, out of order and one of them twice.
 STATES = (2, 0, 1, 2)
 
 
@@ -46,7 +46,7 @@ class Driver:
                 self.allocator.extend(seq.block_table, size)
 
     def expected(self, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits [T, V] and hidden states [T, L * H] by transformers."""
+        """transformers' logits [T, V] and hidden states [T, L * H]."""
         layers = self.expected_layers
         with torch.inference_mode():
             ids = torch.tensor([tokens], device=self.model.device)
@@ -55,7 +55,7 @@ class Driver:
         return out.logits[0], states
 
     def feed(self, chunks: list[tuple[int, int]], extra: list[list[int]] | None = None) -> float:
-        """One ragged pass over tokens[start:stop] (+ extra); the largest error in it."""
+        """Run one ragged pass over tokens[start:stop] (+ extra); returns its largest error."""
         extra = extra or [[] for _ in chunks]
         spans = [
             Span(extended(seq, row), start, stop + len(row))
@@ -78,15 +78,15 @@ class Driver:
 
 
 def state_error(got: torch.Tensor, want: torch.Tensor, num_states: int) -> float:
-    """The largest error in hidden states [T, L * H], against the largest number of each where that
-    is more than 1: residual streams grow to 125."""
+    """The largest error in hidden states [T, L * H]. It is relative to the largest number of each
+    state if that is more than 1, because residual streams grow to 125."""
     assert got.shape == want.shape
     size, error = (x.unflatten(1, (num_states, -1)).abs().amax((0, 2)) for x in (want, got - want))
     return float((error / size.clamp(min=1)).max())
 
 
 def plain_reference(folder: Path, device: torch.device = CPU) -> Any:
-    """transformers' model with its plain attention and, where it has experts, its plain loop."""
+    """transformers' model with its plain attention and, for experts, its plain loop."""
     model = reference(folder, device=device)
     model.set_experts_implementation("eager")
     return model
@@ -102,7 +102,7 @@ def test_passes_match_transformers(family: str, device: torch.device, tmp_path: 
 
 
 def drive(driver: Driver) -> dict[str, float]:
-    """Prefill, chunked prefill beside decode, decode, ragged scoring, rollback: the error of each.
+    """Errors of prefill, chunked prefill beside decode, decode, ragged scoring and rollback.
     Contexts are longer than any window."""
     errors = {}
     lengths = [len(s.tokens) for s in driver.seqs]
@@ -112,7 +112,7 @@ def drive(driver: Driver) -> dict[str, float]:
     )
     proposals = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
     errors["scoring with ragged proposals"] = driver.feed([(n - 1, n) for n in lengths], proposals)
-    # Reject all but 2, 0 and 4 of them: rollback is only a smaller start.
+    # Keep only 2, 0 and 4 of them: rollback is just a smaller start.
     for seq, row, kept in zip(driver.seqs, proposals, (2, 0, 4), strict=True):
         seq.tokens += [*row[:kept], 50 + kept]
     after = [len(s.tokens) for s in driver.seqs]
@@ -152,7 +152,7 @@ PLANTED = {
 def test_an_argument_that_is_ignored_is_noticed(
     argument: str, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the comparison above would prove less than it says."""
+    """Otherwise the comparison above would prove less than it claims."""
     attend = PagedAttention.attend
 
     def forgetful(self: PagedAttention, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -173,9 +173,9 @@ EXPERTS = [
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_never_looped_over(family: str, tmp_path: Path) -> None:
-    """The plain loop asks which experts were chosen, and a GPU would wait for the answer.
+    """The plain loop reads the chosen experts on the host, for which a GPU would wait.
 
-    The comparison above is with that loop, so this is also how the two are known to agree.
+    The comparison above uses that loop, so it also shows that the two agree.
     """
     module = paged_model(save_tiny(tmp_path, family), 2, BLOCK).module
     assert set(module.get_experts_implementation().values()) == {"grouped_mm"}
@@ -187,7 +187,7 @@ def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loader_equals_from_pretrained(family: str, tmp_path: Path) -> None:
-    """Parameters and buffers, bit for bit."""
+    """Parameters and buffers are equal bit for bit."""
     folder = save_tiny(tmp_path, family)
     assert_same(paged_model(folder, 2, BLOCK).module, reference(folder))
 
@@ -197,7 +197,7 @@ def test_loader_equals_from_pretrained(family: str, tmp_path: Path) -> None:
 def test_loader_equals_from_pretrained_in_half_precision(
     family: str, dtype: str, tmp_path: Path
 ) -> None:
-    """Some families keep what chooses experts in float32."""
+    """Some families keep the router of experts in float32."""
     folder = save_tiny(tmp_path, family)
     ours = paged_model(folder, 2, BLOCK, dtype=dtype).module
     assert_same(ours, reference(folder, getattr(torch, dtype)))
@@ -222,7 +222,7 @@ def assert_same(ours: torch.nn.Module, theirs: torch.nn.Module) -> None:
 def test_files_hold_other_names_than_modules(
     family: str, stored: str, held: str | None, tmp_path: Path
 ) -> None:
-    """Otherwise loading them would be no test of putting experts together."""
+    """Otherwise loading them would not test the merging of experts."""
     folder = save_tiny(tmp_path, family)
     files = load_file(folder / "model.safetensors")
     module = tensors_of(paged_model(folder, 2, BLOCK).module)

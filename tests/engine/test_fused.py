@@ -1,4 +1,4 @@
-"""Fused decoder layers against transformers' own, and what is left alone."""
+"""Fused decoder layers against transformers' own, and models that are not fused."""
 
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ WIDE = {
     "hidden_size": 256,
     "intermediate_size": 1100,
     "vocab_size": 2100,
-    "initializer_range": 0.08,  # logits spread as those of the narrow ones
+    "initializer_range": 0.08,  # spreads logits like the narrow models'
 }
-# The lower and the upper half of its layers turn by tables that are far apart.
+# The rotary tables of the lower and the upper half of its layers differ widely.
 GEMMA3_TURNS = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
@@ -69,7 +69,8 @@ def test_passes_match_transformers(case: str, device: torch.device, tmp_path: Pa
 def test_hidden_states_where_products_finish_norms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Few rows on CUDA have no normed stream to return, only sums of squares: here by torch."""
+    """With few rows on CUDA there is no normed stream to return, only sums of squares. Here torch
+    computes them."""
     add_norm, norm_linear, norm_gate_up = ops.linear_add_norm, ops.norm_linear, ops.norm_gate_up
 
     def unfinished(*args: Any) -> Normed:
@@ -110,7 +111,7 @@ def test_what_would_differ_is_left_alone(
 
 
 def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
-    """The module's own weights become views; it stays what it was, and a tied head stays tied."""
+    """The module's weights become views with unchanged values, and a tied head stays tied."""
     found = description(save_tiny(tmp_path, "llama-tied"))
     module = load(found, torch.device("cpu"))
     before = {name: p.clone() for name, p in module.named_parameters()}
@@ -133,7 +134,7 @@ def test_fusing_keeps_every_weight_once(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_what_a_cpu_packs_the_module_gives_up(family: str, tmp_path: Path) -> None:
-    """All but the head, which drafts borrow and a tied embedding is looked up in."""
+    """The head is kept, because drafts borrow it and a tied embedding is looked up in it."""
     module = load(description(save_tiny(tmp_path, family, **WIDE)), torch.device("cpu"))
     before = {name: p.clone() for name, p in module.named_parameters()}
     form = fuse(module, 64)
@@ -145,7 +146,7 @@ def test_what_a_cpu_packs_the_module_gives_up(family: str, tmp_path: Path) -> No
     for name, parameter in module.named_parameters():
         assert parameter.shape == before[name].shape
         assert name in given_up or torch.equal(parameter, before[name]), name
-    # What is kept in both forms, and nothing else, is held twice.
+    # Only weights that are kept in both forms are held twice.
     numbers = sum(p.numel() for p in module.parameters())
     tables = form.cos.numel() + form.sin.numel()
     held = PagedModel(module, KVCache([], 0, 16, torch.float32, form.cos.device), fused=form)

@@ -1,4 +1,4 @@
-"""The load-time gate: what it refuses, in which words, and that refusing is necessary."""
+"""The load-time gate: its refusals, their words, and proofs that each refusal is necessary."""
 
 import json
 from pathlib import Path
@@ -104,7 +104,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         | {"attention_types": [[["global", "local"], 1]]},
         "gpt_neo has attention code of its own",
     ),
-    # Its attention would do, but it does not say so.
+    # Its attention would work, but transformers does not mark it so.
     "stablelm": (_COMMON | {"model_type": "stablelm"}, "stablelm has attention code of its own"),
     "lfm2": (
         _COMMON | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
@@ -136,7 +136,7 @@ QUANTISED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_a_reason(case: str, tmp_path: Path) -> None:
-    """Before any weight is read: the folder has none."""
+    """The refusal comes before weights are read; the folder has none."""
     values, reason = REFUSED[case]
     (tmp_path / "config.json").write_text(json.dumps(values))
     with pytest.raises(SetupError) as caught:
@@ -165,7 +165,7 @@ def test_quantised_weights_are_refused_by_their_method(
 
 
 EVERY_HEAD = [LayerShape(4, 16, 16)] * 2
-# Keys carry a rotary part besides what values are made of.
+# Keys have a rotary part beside the part that values are made from.
 LATENT = [LayerShape(4, 16 + 8, 12)] * 2
 
 CACHED = {
@@ -184,7 +184,7 @@ CACHED = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_accepted(family: str, tmp_path: Path) -> None:
-    """With the shapes of its cache, read off the probe."""
+    """The shapes of the cache come from the probe."""
     config = tiny_config(family)
     config.architectures = None
     config.save_pretrained(tmp_path)
@@ -232,7 +232,7 @@ def unchecked(
     attention_mask: torch.Tensor | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Our attention function without its own refusals: what it does not know it leaves out."""
+    """Our attention function without its refusals: it ignores arguments that it does not know."""
     known = ("scaling", "sliding_window", "softcap", "s_aux")
     given = {name: more.get(name) for name in known}
     return attention._dispatch(module, query, key, value, None, **given)
@@ -242,7 +242,7 @@ AttentionInterface.register("unchecked", unchecked)
 
 
 class Shapes:
-    """Attention that only notes which shapes each layer caches."""
+    """Attention that only records the shapes that each layer caches."""
 
     def __init__(self) -> None:
         self.layers = [LayerShape(4, 16, 16)] * 2
@@ -282,9 +282,9 @@ SPARSE = _COMMON | {
 }
 
 WRONG: dict[str, dict[str, Any]] = {
-    # Never reads the cache.
+    # Does not read the cache.
     "own-attention": REFUSED["bloom"][0],
-    # Would read it, and looks at later tokens too.
+    # Would read the cache, but also attends to later tokens.
     "bidirectional": REFUSED["bert"][0],
     "layer-type-chunked": _COMMON
     | {
@@ -330,7 +330,7 @@ def test_without_the_gate_logits_are_wrong(rule: str) -> None:
     ids=["convolution", "unknown-argument"],
 )
 def test_rules_behind_the_one_for_layer_types(values: dict[str, Any], reason: str) -> None:
-    """Not every config names its layers' types."""
+    """Not every config names the types of its layers."""
     with torch.device("meta"):
         module = build(values, ATTENTION_NAME)
     with pytest.raises(Unsupported, match=reason):
@@ -338,7 +338,7 @@ def test_rules_behind_the_one_for_layer_types(values: dict[str, Any], reason: st
 
 
 def test_rotary_settings_are_found_wherever_a_config_has_them() -> None:
-    """By layer type, as gemma3 has them; and under the old key, as code of a model's own may."""
+    """Configs have them by layer type, as in gemma3, or under the old key, as in remote code."""
     plain = {"rope_type": "default", "rope_theta": 1e4}
     scaled = {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}
     by_type = {"sliding_attention": plain, "full_attention": scaled}
@@ -351,7 +351,7 @@ def test_rotary_settings_are_found_wherever_a_config_has_them() -> None:
 
 @pytest.mark.parametrize("case", ["rope-dynamic", "rope-longrope"])
 def test_without_the_gate_neighbours_change_logits(case: str) -> None:
-    """A short sequence alone, and beside one past the length at which the table changes."""
+    """Compares a short sequence alone with one beside a sequence past the table's change."""
     short = {"max_position_embeddings": 16, "original_max_position_embeddings": 16}
     module = build(REFUSED[case][0] | short, ATTENTION_NAME)
     model = PagedModel(module, KVCache([LayerShape(2, 16, 16)] * 2, 40, 4, torch.float32, CPU))
@@ -375,7 +375,7 @@ def test_without_the_gate_it_crashes(case: str, crash: type[Exception]) -> None:
 
 
 def test_without_the_gate_an_index_of_keys_is_out_of_bounds() -> None:
-    """Of attention to chosen blocks: the index holds the keys of its own pass only."""
+    """In attention to chosen blocks the index holds only the keys of its own pass."""
     with pytest.raises(RuntimeError, match="out of bounds"):
         ungated(SPARSE)
 
@@ -388,7 +388,7 @@ def test_without_the_gate_it_cannot_be_built(case: str) -> None:
 
 
 def test_without_the_gate_quantised_weights_are_not_found(tmp_path: Path) -> None:
-    """They have names of their own, beside scales; where not, see the loader's tests."""
+    """Such weights have separate names, beside scales. The loader's tests cover the other cases."""
     folder = save_tiny(tmp_path, "llama")
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.0.mlp.up_proj"

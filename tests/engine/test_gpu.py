@@ -1,4 +1,4 @@
-"""Rounds as CUDA graphs: the same tokens as every other way of running them, and no waiting."""
+"""Rounds as CUDA graphs: the same tokens as rounds run in other ways, and no waits of the host."""
 
 import random
 from collections import Counter
@@ -73,7 +73,7 @@ def waiting_is_an_error() -> Iterator[None]:
 
 @pytest.mark.parametrize("method", ["draft_model", "ngram"])
 def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
-    """Torch's own check does not see waits for events; the profiler does."""
+    """torch's own check does not see waits for events; the profiler does."""
     rounds = 12
     engine, params = demo_engine(3, sampling__max_new_tokens=200, speculation__method=method)
     run = engine.start(requests()[:2], 3, params)
@@ -95,7 +95,7 @@ def test_the_host_waits_for_the_previous_round_only(method: str) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None:  # noqa: F811
-    """Prompts of 1 to 60 tokens, refills, preemption and early ends, against eager rounds."""
+    """Compares with eager rounds: prompts of 1 to 60 tokens, refills, preemption, early ends."""
     source = random.Random(1)
     prompts = [
         [source.randrange(3, VOCAB) for _ in range(source.choice((1, 2, 9, 31, 60)))]

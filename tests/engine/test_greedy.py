@@ -15,8 +15,8 @@ from tests.support import (
     save_tiny,
 )
 
-# Run at every k and batch size; the others differ from them in what a pass computes, which
-# test_families.py compares, not in how the engine uses passes.
+# Families that run at every k and batch size. The others differ only in the computation of a pass,
+# which test_families.py compares, not in the engine's use of passes.
 THOROUGH = ["llama", "llama-tied", "llama3-rope", "qwen2", "qwen3", "mistral", "gemma2", "gpt2"]
 OTHERS = [family for family in FAMILIES if family not in THOROUGH]
 
@@ -57,5 +57,5 @@ def compare(
             seqs = decode(engine, asked, k, max_new_tokens=new_tokens)
             assert [s.output_ids for s in seqs] == want, f"k={k}"
             if draft is target and k:
-                # The same model accepts everything: a cheap way to catch cache bugs.
+                # The same model as draft accepts everything, which catches cache bugs cheaply.
                 assert all(s.accepted_per_round == s.proposed_per_round for s in seqs)

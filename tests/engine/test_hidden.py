@@ -1,5 +1,5 @@
-"""Hidden states: rows, refusals and what they cost. Their values are compared with transformers'
-wherever logits are, in test_families and test_fused; split ones in tests/dist."""
+"""Hidden states: rows, refusals and cost. test_families and test_fused compare their values with
+transformers', and tests/dist those of split models."""
 
 import gc
 import weakref
@@ -22,7 +22,7 @@ from tests.support import description, paged_model, save_tiny, tiny_config
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that run."""
+    """A count of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Operators(TorchDispatchMode):
 
 
 def feed(model: PagedModel, num_logits: int) -> PassOutput:
-    """A prefill chunk of five tokens."""
+    """Feed a prefill chunk of five tokens."""
     seq = Sequence(0, [5, 17, 31, 60, 8], 5, 40)
     BlockAllocator(model.cache.num_blocks, BLOCK).extend(seq.block_table, 5)
     return model.forward([Span(seq, 0, 5)], [num_logits])
@@ -59,7 +59,7 @@ def test_all_tokens_have_hidden_states_whatever_logits_are_asked_for(
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_hidden_states_cost_nothing_when_nobody_asks(fused: bool, tmp_path: Path) -> None:
-    """Asking adds one operator that puts the states side by side, and the module's a view."""
+    """Asking adds one operator that joins the states, and a view in the module's own layers."""
     model = paged_model(save_tiny(tmp_path, "llama"), 9, BLOCK, fused=fused)
     before = operators(model)
     assert feed(model, 1).hidden is None
@@ -74,7 +74,7 @@ def test_hidden_states_cost_nothing_when_nobody_asks(fused: bool, tmp_path: Path
 
 
 def test_a_failed_pass_keeps_nothing(tmp_path: Path) -> None:
-    """It may have run out of memory, and a compiled pass would be compiled again."""
+    """The pass may have run out of memory, and a compiled pass would be compiled again."""
     model = paged_model(save_tiny(tmp_path, "llama"), 9, BLOCK, hidden_layers=(0,))
     kept = []
 
@@ -101,7 +101,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], tuple[int, ...], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_a_model_does_not_have_is_refused(case: str, tmp_path: Path) -> None:
-    """Before any weights are read: the folder has none."""
+    """The refusal comes before weights are read; the folder has none."""
     family, changes, layers, reason = REFUSED[case]
     tiny_config(family, **changes).save_pretrained(tmp_path)
     module = description(tmp_path, load_format="dummy").module

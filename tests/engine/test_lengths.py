@@ -1,9 +1,10 @@
-"""Length policies: what they choose, and that the text stays the target's."""
+"""Length policies: their choices, and that the text stays the target's."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -47,7 +48,7 @@ def last(*trials: tuple[int, int]) -> LastRounds:
 
 
 def costs(**round_ms: float) -> RoundCosts:
-    """Times of rounds of one slot, by `k0`, `k1`, ...; the first trial of each is a slow one."""
+    """Times of rounds of one slot, by `k0`, `k1`, ...; the first trial of each is slow."""
     found = RoundCosts(ALONE)
     for name, ms in round_ms.items():
         for seconds in (1.0, ms / 1e3, ms / 1e3, ms / 1e3):
@@ -59,18 +60,32 @@ def costs(**round_ms: float) -> RoundCosts:
 
 
 def test_expected_tokens_are_those_of_the_last_rounds() -> None:
-    """Half of 400 rounds accept nothing, a quarter one of two, a quarter both."""
-    rounds = last(*[(2, 0), (2, 0), (2, 1), (2, 2)] * 8)
-    assert expected_tokens(rounds, 2) == pytest.approx([1.0, 1.5, 1.75], abs=0.03)
+    """Half of the rounds accept nothing, a quarter one of two, a quarter both; each round weighs
+    nine tenths of the one after it, and the guess of 0.6 as much as the last one."""
+    rounds = [(2, 0), (2, 0), (2, 1), (2, 2)] * 8
+    weights = 0.9 ** np.arange(32)[::-1]
+    accepted = np.array([a for _, a in rounds])
+    first = (weights[accepted >= 1].sum() + 0.6) / (weights.sum() + 1)
+    second = (weights[accepted == 2].sum() + first) / (weights[accepted >= 1].sum() + 1)
+    want = [1.0, 1 + first, 1 + first + first * second]
+    assert expected_tokens(last(*rounds), 2) == pytest.approx(want, abs=1e-9)
     # No round has reached the third place: its rate is that of the second.
-    assert expected_tokens(rounds, 3)[3] == pytest.approx(1.75 + 0.125, abs=0.03)
+    third = want[2] + first * second**2
+    assert expected_tokens(last(*rounds), 3)[3] == pytest.approx(third, abs=1e-9)
+
+
+@pytest.mark.parametrize(("before", "now", "want"), [(4, 0, 0), (0, 4, 4)])
+def test_what_was_accepted_long_ago_counts_little(before: int, now: int, want: int) -> None:
+    times = costs(k0=1.0, k1=1.5, k4=3.0)
+    rounds = last(*[(4, before)] * 22, *[(4, now)] * 10)
+    assert Adaptive((0, 1)).next_k((0, 1, 4), rounds, times, 1) == want
 
 
 @pytest.mark.parametrize(
     ("accepted", "want"), [(0, 0), (1, 1), (4, 4)], ids=["nothing", "one", "everything"]
 )
 def test_the_length_that_promises_most_tokens_a_millisecond(accepted: int, want: int) -> None:
-    """A draft step costs a tenth of a pass of the target."""
+    """A draft step costs a tenth of a target pass."""
     times = costs(k0=1.0, k1=1.1, k4=1.4)
     rounds = last(*[(4, accepted)] * 24)
     assert Adaptive((0, 1)).next_k((0, 1, 4), rounds, times, 1) == want
@@ -143,7 +158,7 @@ def test_unsure_drafts_are_shorter_and_better(pair: tuple[Path, Path]) -> None:
 
 
 class Dropping(DraftModel):
-    """The planted fault: the token that a draft is unsure of is left out, because of its draw."""
+    """The planted fault: a token that the draft is unsure of is dropped because of its own draw."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         found = super().propose(state, draft)
@@ -167,8 +182,8 @@ def p_value(
 def test_sampled_text_follows_transformers(
     tiny: tuple[Path, Path], rule: AcceptanceRule, policy: LengthPolicy
 ) -> None:
-    """Block verification too: `tests/ops/test_block_verify.py` has the exact law of lengths that
-    rest on drawn tokens which stay proposed."""
+    """Covers block verification too. `tests/ops/test_block_verify.py` has the exact law of lengths
+    that depend on drawn tokens which stay proposed."""
     assert p_value(tiny, rule, policy) > SIGNIFICANT
 
 
@@ -192,7 +207,7 @@ def test_greedy_text_is_transformers(
 def test_a_draft_like_the_target_stays_right_whatever_the_lengths(
     pair: tuple[Path, Path],
 ) -> None:
-    """Its cache lacks nothing after rounds that proposed nothing."""
+    """The draft's cache lacks nothing after rounds without proposals."""
     engine = make_engine(pair[0], pair[0], batch_size=3, policy=Adaptive((0, 1, 2)))
     for _ in range(3):
         seqs = decode(engine, PROMPTS, 4, max_new_tokens=30)
@@ -219,7 +234,7 @@ def specdec(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any
 
 @pytest.mark.parametrize("policy", ["confidence", "adaptive"])
 def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str) -> None:
-    """The text is the fixed length's; a sweep's points have no predictions."""
+    """The text equals that of the fixed length; a sweep's points have no predictions."""
     options = ["--set", f"speculation.length.policy={policy}", "--max-new-tokens", "16"]
     prompt = ["--prompt", "def f(x):"]
     code, document = specdec(capsys, "generate", "demo", *prompt, *options)

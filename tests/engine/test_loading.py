@@ -1,4 +1,4 @@
-"""Loading checkpoints: what loads equal, what is refused in which words, and what must not run."""
+"""Loading checkpoints: equal weights, refusals and their words, and code that must not run."""
 
 import json
 import logging
@@ -66,7 +66,7 @@ def assert_equal(module: Any, want: dict[str, torch.Tensor]) -> None:
 
 
 def refusal(folder: Path | str, **options: Any) -> SetupError:
-    """The error of loading; always exit code 5, one line, and advice."""
+    """The error of loading; checks exit code 5, one line, and a hint."""
     with pytest.raises(SetupError) as caught:
         load_folder(folder, **options)
     problem = caught.value
@@ -124,7 +124,7 @@ def test_unknown_model_type(values: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_in_a_config_is_told(folder: Path) -> None:
-    """The reason, of which transformers' first line is only the announcement."""
+    """The message has the reason, which is not in the first line of transformers' error."""
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_size": "64"}))
     assert "64" in refusal(folder).message.partition("hidden_size")[2]
@@ -135,7 +135,7 @@ def test_what_is_wrong_in_a_config_is_told(folder: Path) -> None:
 
 @pytest.mark.parametrize("eos", ["x", ["2"], {"a": 1}, [2, True]], ids=str)
 def test_an_end_that_is_no_token(eos: object, folder: Path) -> None:
-    """Nothing would ever end a text."""
+    """With such an id no text would ever end."""
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
     message = refusal(folder).message
     assert "generation_config.json" in message and "eos_token_id" in message
@@ -148,7 +148,7 @@ def test_corrupt_generation_config(folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2"])
 def test_a_folder_without_a_tokenizer(family: str, tmp_path: Path) -> None:
-    """For some families transformers makes one up, which knows no words."""
+    """For some families transformers makes up a tokenizer without words."""
     folder = save_tiny(tmp_path, family)
     with pytest.raises(SetupError, match="cannot load the tokenizer of mine: there is none"):
         load_tokenizer(folder, "mine", 64, is_dummy=False)
@@ -228,7 +228,7 @@ def test_bundled_name_that_is_not() -> None:
 
 
 def trap(folder: Path) -> Path:
-    """A module in the folder that leaves a file behind when it is imported."""
+    """A module in the folder that writes a file when it is imported."""
     mark = folder / "executed"
     (folder / "trap.py").write_text(
         f"open({str(mark)!r}, 'w').close()\n"
@@ -244,7 +244,7 @@ def trap(folder: Path) -> Path:
 def test_remote_code_is_not_executed(
     model_type: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A family that transformers lacks is refused; one that it has runs without the code."""
+    """A family that transformers lacks is refused; others run without the folder's code."""
     monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("asked on the terminal"))
     mark = trap(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -268,7 +268,7 @@ def test_remote_code_is_not_executed(
 def test_remote_code_runs_with_the_flag(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the trap above might be none."""
+    """Otherwise the trap above might not work."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
     mark = trap(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -283,7 +283,7 @@ def test_remote_code_runs_with_the_flag(
 def test_remote_code_of_a_tokenizer_is_not_executed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor is anybody asked at the terminal, which would stop a batch job."""
+    """There is no question at the terminal either, which would stop a batch job."""
     asked: list[object] = []
     monkeypatch.setattr("builtins.input", lambda *a: asked.append(a) or "y")
     mark = trap(folder)
@@ -303,7 +303,7 @@ def test_remote_code_of_a_tokenizer_is_not_executed(
 
 
 class Bomb:
-    """Leaves a file behind when it is unpickled."""
+    """An object that writes a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -399,7 +399,7 @@ def test_missing_tensor(folder: Path) -> None:
 
 
 def test_untied_model_without_a_head(folder: Path) -> None:
-    """The embedding must not silently take its place."""
+    """The embedding must not silently replace the head."""
     rewrite(folder, {"lm_head.weight": None})
     assert "lm_head.weight" in refusal(folder).message
 
@@ -423,7 +423,7 @@ def test_a_config_of_fewer_layers_is_told(folder: Path, caplog: pytest.LogCaptur
 
 
 def test_tied_tensors_that_differ(tmp_path: Path) -> None:
-    """transformers unties them; with either alone the text would be another one."""
+    """transformers unties them; one of them for both uses would change the text."""
     folder = save_tiny(tmp_path / "tied", "llama", tie_word_embeddings=True)
     embedding = load_file(folder / WEIGHTS)["model.embed_tokens.weight"]
     rewrite(folder, {"lm_head.weight": embedding.clone()})
@@ -433,7 +433,7 @@ def test_tied_tensors_that_differ(tmp_path: Path) -> None:
     assert "lm_head.weight" in problem.message and "tie_word_embeddings" in (problem.hint or "")
 
 
-# Experts, which files hold one by one and modules hold together.
+# Experts: files hold each separately, modules hold them in one tensor.
 
 
 @pytest.fixture
@@ -446,7 +446,7 @@ def expert_tensor(expert: int, matrix: str) -> str:
 
 
 def test_experts_in_three_files_load_equal(experts: Path) -> None:
-    """Parts of one tensor come from different files, and not in their order."""
+    """Parts of one tensor come from different files, out of order."""
     want = parameters(load_folder(experts))
     shard(experts)
     assert_equal(load_folder(experts), want)
@@ -460,7 +460,7 @@ def test_experts_that_a_file_holds_together_load_equal(experts: Path) -> None:
 
 
 def test_ten_experts_keep_their_order(tmp_path: Path) -> None:
-    """By number: as text, 10 comes before 2."""
+    """The order is by number; as text, 10 would come before 2."""
     folder = save_tiny(tmp_path, "mixtral", num_local_experts=11)
     held = parameters(load_folder(folder))["model.layers.1.mlp.experts.down_proj"]
     stored = load_file(folder / WEIGHTS)
@@ -489,7 +489,7 @@ def test_an_expert_of_another_shape(experts: Path) -> None:
     assert "model.layers.1.mlp.experts.gate_up_proj" in message and "parts" in message
 
 
-# Quantised weights, which become plain ones of the model's dtype.
+# Quantised weights, which are dequantised to the model's dtype.
 
 BLOCK = 32
 LAYER = "model.layers.1"
@@ -547,21 +547,21 @@ def test_quantised_weights_equal_transformers(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Bit for bit, and so are the logits: without a GPU transformers makes them plain too."""
+    """Weights and logits are equal bit for bit; without a GPU transformers dequantises too."""
     folder = save_tiny(tmp_path, family)
     plain = parameters(load_folder(folder, dtype=dtype))
-    # transformers keeps what is not quantised as it is stored.
+    # transformers keeps weights that are not quantised as they are stored.
     rewrite(
         folder, {n: t.to(getattr(torch, dtype)) for n, t in load_file(folder / WEIGHTS).items()}
     )
     store(folder)
     module = load_folder(folder, dtype=dtype)
-    # It asks for a package that it uses for placing modules on several devices only.
+    # It requires a package that it uses only for placing modules on several devices.
     for name in ("finegrained_fp8", "mxfp4"):
         file = f"transformers.quantizers.quantizer_{name}"
         monkeypatch.setattr(f"{file}.is_accelerate_available", lambda: True)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    # Some versions leave what they made plain in bfloat16, whatever was asked for.
+    # Some versions leave dequantised weights in bfloat16, independent of the requested dtype.
     theirs = reference(folder, getattr(torch, dtype)).to(getattr(torch, dtype))
     assert_equal(module, parameters(theirs))
     changed = [name for name, p in parameters(module).items() if not torch.equal(p, plain[name])]
@@ -574,7 +574,7 @@ def test_quantised_weights_equal_transformers(
 
 
 def test_fp8_by_hand(tmp_path: Path) -> None:
-    """A code times its block's scale."""
+    """A weight is its code times its block's scale."""
     folder = save_tiny(tmp_path, "llama")
     to_fp8(folder)
     stored = load_file(folder / WEIGHTS)
@@ -585,7 +585,7 @@ def test_fp8_by_hand(tmp_path: Path) -> None:
 
 
 def test_quantised_weights_whose_config_does_not_say_so(tmp_path: Path) -> None:
-    """Copied as they are, they would be weights without their scales."""
+    """Copied unchanged, such weights would lack their scales."""
     folder = save_tiny(tmp_path, "llama")
     to_fp8(folder)
     config = json.loads((folder / "config.json").read_text())
@@ -599,7 +599,7 @@ def test_quantised_weights_whose_config_does_not_say_so(tmp_path: Path) -> None:
     "settings", [{"quant_method": "fp8", "weight_block_size": "wide"}, {"quant_method": "fp8"}]
 )
 def test_quantised_weights_with_other_settings(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Refused, or read by the shapes of the scales, but never wrong."""
+    """The weights are refused, or read by the shapes of the scales, but never wrong."""
     folder = save_tiny(tmp_path, "llama")
     to_fp8(folder)
     want = parameters(load_folder(folder))
@@ -677,7 +677,7 @@ def test_missing_shard(folder: Path) -> None:
 def test_an_index_cannot_name_files_outside_the_folder(
     style: str, folder: Path, tmp_path: Path
 ) -> None:
-    """A complete checkpoint elsewhere, pointed at by the index: it must not be read."""
+    """The index points at a complete checkpoint elsewhere, which must not be read."""
     outside = tmp_path / "elsewhere.safetensors"
     (folder / WEIGHTS).rename(outside)
     target = str(outside) if style == "absolute" else f"../{outside.name}"
@@ -706,7 +706,7 @@ def test_corrupt_index(text: str, folder: Path) -> None:
 
 @pytest.mark.parametrize("family", ["gpt2", "llama-tied"])
 def test_checkpoint_without_the_base_models_prefix(family: str, tmp_path: Path) -> None:
-    """As gpt2 on the hub: `wte.weight`, not `transformer.wte.weight`."""
+    """gpt2 on the hub is an example: `wte.weight`, not `transformer.wte.weight`."""
     folder = save_tiny(tmp_path, family)
     module = load_folder(folder)
     want = parameters(module)
@@ -742,7 +742,7 @@ def config_only(folder: Path, family: str, **changes: Any) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_dummy_weights(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a config alone: repeatable, norms neutral, and nothing left unwritten."""
+    """A config is enough. Weights are repeatable, norms neutral, and no tensor stays unwritten."""
     empty, empty_like = torch.empty, torch.empty_like
 
     def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -754,13 +754,13 @@ def test_dummy_weights(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return made.fill_(float("nan")) if made.is_floating_point() else made
 
     folder = config_only(tmp_path, family)
-    # Before the patch: at its first use, `torch.device` notes the functions that it changes.
+    # Comes before the patch: `torch.device` records at its first use the functions that it changes.
     again = parameters(load_folder(folder, load_format="dummy"))
     monkeypatch.setattr(torch, "empty", poisoned)
     monkeypatch.setattr(torch, "empty_like", poisoned_like)
     module = load_folder(folder, load_format="dummy")
     monkeypatch.undo()
-    # What transformers would start training from: norms at one, or at zero for gemma's.
+    # transformers' initial weights for training: norms at one, or at zero for gemma.
     started = parameters(AutoModelForCausalLM.from_config(tiny_config(family)))
     drawn = 0
     for name, tensor in parameters(module).items():
@@ -789,7 +789,7 @@ def logits_of(module: Any, folder: Path) -> torch.Tensor:
 
 
 def test_dummy_tensors_differ_from_each_other(tmp_path: Path) -> None:
-    """Equal layers would make a wrong order of layers invisible."""
+    """Equal layers would hide a wrong order of layers."""
     module = load_folder(config_only(tmp_path, "llama"), load_format="dummy")
     first, second = module.model.layers
     assert not torch.equal(first.mlp.up_proj.weight, second.mlp.up_proj.weight)
@@ -802,7 +802,7 @@ def test_dummy_ignores_weights_that_are_there(folder: Path) -> None:
 
 
 def test_dummy_repeats_a_tile_on_cpu(tmp_path: Path) -> None:
-    """More numbers than are drawn; no row of zeros or NaN at the tile's seams."""
+    """The tensor has more numbers than are drawn; the tile's seams have no zeros or NaN."""
     folder = config_only(tmp_path, "llama", hidden_size=1024, vocab_size=1500, num_hidden_layers=1)
     weight = load_folder(folder, load_format="dummy").lm_head.weight
     assert weight.numel() > 1 << 20
@@ -822,7 +822,7 @@ def test_dtype_auto_on_cpu_is_float32(stored: str, folder: Path) -> None:
 
 
 def test_dtype_auto_on_a_gpu_is_the_checkpoints() -> None:
-    """Where its config has none, one of 16 bits: weights in 32 would take twice the memory."""
+    """Without a dtype in the config it is bfloat16, since float32 would take twice the memory."""
     cuda = torch.device("cuda")
     for stored in (torch.float16, torch.bfloat16, torch.float32):
         assert dtype_of("auto", tiny_config("llama", dtype=stored), cuda) == stored
@@ -852,7 +852,7 @@ def test_a_named_dtype_is_taken(dtype: str, folder: Path) -> None:
     ],
 )
 def test_eos_ids(config: Any, generation: Any, want: set[int], tmp_path: Path) -> None:
-    """The generation config's, else the model's."""
+    """The ids come from the generation config, else from the model's config."""
     config_only(tmp_path, "llama", eos_token_id=config)
     if generation is not None:
         text = json.dumps({"eos_token_id": generation})
@@ -865,7 +865,7 @@ def test_eos_ids(config: Any, generation: Any, want: set[int], tmp_path: Path) -
 
 
 class Words:
-    """A tokenizer of which only the vocabulary matters."""
+    """A tokenizer with a vocabulary and nothing else."""
 
     def __init__(self, words: dict[str, int]) -> None:
         self.words = words
@@ -902,7 +902,7 @@ def test_different_vocabularies_name_the_first_id(
 
 def test_equal_vocabularies_pass() -> None:
     names, ours = ("big", "small"), Words({"a": 0, "b": 1})
-    for sizes in [(2, 2), (8, 2), (2, 8), (1, 1)]:  # padding, and what neither model can write
+    for sizes in [(2, 2), (8, 2), (2, 8), (1, 1)]:  # padding, and a word that neither can write
         check_same_vocabulary(ours, Words({"b": 1, "a": 0}), names, sizes)
     check_same_vocabulary(ByteTokenizer(97), ByteTokenizer(128), names, (97, 128))
 
@@ -942,7 +942,7 @@ def test_corrupt_tokenizer(folder: Path) -> None:
         load_tokenizer(folder, "m", VOCAB, is_dummy=True)
 
 
-# Weights that are no numbers.
+# Weights that are not numbers.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

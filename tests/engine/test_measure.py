@@ -62,7 +62,7 @@ CASES = {
     "draft on one rank": (
         ("llama", "qwen3", (2, 1)),
         {},
-        [(2 * 1 * 32 * 16, 2 * 2 * 64 * 16), (2 * 1 * 32 * 16, 0)],  # qwen3's heads are 32 wide
+        [(2 * 1 * 32 * 16, 2 * 2 * 64 * 16), (2 * 1 * 32 * 16, 0)],  # qwen3 has heads 32 wide
     ),
     # Latent attention: keys of 16 + 8, values of 12, four heads.
     "unequal widths": (
@@ -103,7 +103,7 @@ def test_the_split_of_a_pair_by_hand(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_live_bytes_are_those_alive_at_once(device: str) -> None:
-    weight = torch.empty(100, 100, device=device)  # made before: not counted
+    weight = torch.empty(100, 100, device=device)  # made before, so not counted
     with torch.inference_mode(), LiveBytes() as live:
         x = torch.empty(10, 100, device=device)
         y = torch.nn.functional.linear(x, weight)
@@ -201,7 +201,7 @@ def test_nothing_is_measured_for_a_cache_of_known_size(monkeypatch: pytest.Monke
 
 
 def test_a_cache_is_no_larger_than_the_run_can_use() -> None:
-    """Half of a host's memory would be taken for one short text, and from everybody else."""
+    """Otherwise one short text would take half of the host's memory from other processes."""
     keys = {"run__batch_size": 3, "sampling__max_new_tokens": 50, "cache__cpu_bytes": 2**30}
     planned = plan(demo(**keys))
     need = CacheNeed(3, 10 + 50, planned.k, 16)
@@ -220,7 +220,7 @@ def test_every_rank_of_a_host_needs_room_for_its_blocks(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "olmo2", "mixtral", "deepseek_v3"])
 def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
-    """Not even those of experts and of layers that have no fused form."""
+    """This includes experts and layers without a fused form."""
     (planned,) = plan_all_ranks(pair(tmp_path, family, None), Permissions(), CUDA)
     small, large = (
         estimate_passes(planned, CacheNeed(1, 8 * scale, 0, 8)).activation for scale in (1, 32)
@@ -231,7 +231,7 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_hidden_states_are_counted(family: str, tmp_path: Path) -> None:
-    """Of a prefill chunk, and of a captured round with its warm-up."""
+    """They count in a prefill chunk, and in a captured round with its warm-up."""
     recipe = pair(tmp_path, family, "llama")
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
     asking = replace(planned.target, hidden_layers=(0, 2, 2))
@@ -269,6 +269,6 @@ def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
     assert found.held_bytes + found.kv_budget_bytes + found.free_bytes == found.total_bytes
     assert found.kv_budget_bytes == int(0.9 * found.total_bytes) - found.held_bytes
     assert found.graph_bytes > 0 and found.activation_bytes > 0
-    # Others on this GPU may take more or less of it meanwhile; alone on it, both estimates agree.
+    # Other processes on this GPU may change its free memory; alone on it, both estimates agree.
     low, high = sorted((before.fits, after.fits))
     assert 0.95 * low <= found.fits <= 1.05 * high

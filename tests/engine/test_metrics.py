@@ -46,7 +46,7 @@ Rounds = tuple[int, list[int], list[int]]
 
 @st.composite
 def rounds(draw: st.DrawFn, ragged: bool = True) -> Rounds:
-    """k, and proposed and accepted of each round with k_i >= 1."""
+    """k, and the proposed and accepted tokens of each round with k_i >= 1."""
     k = draw(st.integers(1, 6))
     count = draw(st.integers(0, 30))
     lengths = st.integers(1, k) if ragged else st.just(k)
@@ -66,7 +66,7 @@ def test_acceptance_by_walking_through_every_proposal(case: Rounds) -> None:
         histogram[a] += 1
         for place in range(p):
             tokens += 1
-            if place <= a:  # everything before it was accepted: the target decided about it
+            if place <= a:  # all before it was accepted, so the target decided about it
                 reached_at[place] += 1
             if place < a:
                 accepted_at[place] += 1
@@ -102,7 +102,7 @@ def test_identities(case: Rounds) -> None:
 
 @given(rounds(ragged=False))
 def test_marginals_are_products_of_conditionals(case: Rounds) -> None:
-    """With proposals of equal length; shorter ones make a marginal smaller, never larger."""
+    """This holds for proposals of equal length; shorter ones only make a marginal smaller."""
     k, proposed, accepted = case
     a = Acceptance.of(proposed, accepted, k)
     product = 1.0
@@ -117,7 +117,7 @@ def test_marginals_are_products_of_conditionals(case: Rounds) -> None:
 
 
 def test_a_worked_example() -> None:
-    """Three full rounds of 3 and a short one of 1."""
+    """Three full rounds of 3 proposals and a short one of 1."""
     a = Acceptance.of([3, 3, 3, 1], [3, 0, 1, 1], 3)
     assert a.num_accepted_tokens_per_pos == [3, 1, 1]
     assert a.acceptance_rate_per_pos == [0.75, 0.25, 0.25]
@@ -174,7 +174,7 @@ def test_counts_are_those_of_the_sequences(k: int, batch_size: int) -> None:
     assert a.num_drafts == len(proposed), "sequence-rounds, not engine rounds"
     assert a.num_draft_tokens == sum(proposed) and a.num_accepted_tokens == sum(accepted)
     assert metrics.num_output_tokens == 6 * 14
-    # Every sequence-round writes one token of the target's own.
+    # Every sequence-round writes one token from the target.
     without = sum(s.rounds_without_proposal for s in result.seqs)
     assert a.num_drafts + without + a.num_accepted_tokens == metrics.num_output_tokens
     assert metrics.num_rounds_without_proposal == without
@@ -224,7 +224,7 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
 
 
 def test_shares_of_a_round_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that moves a second at each look: as a step begins, at a launch and at its end."""
+    """The clock moves a second at each reading: when a step begins, at a launch and at its end."""
     ticks = iter(range(10_000))
     monkeypatch.setattr("specdec_cli.engine.loop.time.perf_counter", lambda: float(next(ticks)))
     engine = fake_engine(wrong, batch_size=2)

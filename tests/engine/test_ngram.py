@@ -1,6 +1,6 @@
-"""Prompt lookup: what it finds, the rounds it makes, and that the text stays the target's.
+"""Prompt lookup: its proposals, its rounds, and that the text stays the target's.
 
-transformers' own prompt lookup is the oracle: what is proposed and accepted in every round.
+transformers' own prompt lookup is the oracle for the proposals and acceptances of every round.
 """
 
 import json
@@ -53,7 +53,7 @@ FAMILIES = ["llama", "gemma2", "gpt2"]
 
 
 def random_texts(count: int) -> list[list[int]]:
-    """Texts over 2 to 6 different tokens, so that n-grams of every length recur."""
+    """Texts of 2 to 6 different tokens, in which n-grams of every length recur."""
     generator = torch.Generator().manual_seed(5)
     texts = []
     for number in range(count):
@@ -71,7 +71,7 @@ def found_by_transformers(text: list[int], k: int, longest: int, eos: int | None
 
 
 def found_by_scanning(text: list[int], k: int, longest: int, shortest: int) -> list[int]:
-    """The definition, word for word."""
+    """The definition of a lookup, as plain Python."""
     for n in range(min(longest, len(text) - 1), shortest - 1, -1):
         for start in range(len(text) - n):
             if text[start : start + n] == text[-n:]:
@@ -88,7 +88,7 @@ def test_finds_what_transformers_finds(longest: int) -> None:
         k = 1 + number % 6
         found = NgramIndex(longest, 1).continuation(text, k)
         assert found == found_by_transformers(text, k, longest, None)
-        # It stops before an end-of-text token, which we propose like any other.
+        # transformers stops before an end-of-text token, which we propose like any other.
         cut = found.index(0) if 0 in found else len(found)
         assert found[:cut] == found_by_transformers(text, k, longest, 0)
 
@@ -203,7 +203,7 @@ def test_preemption_changes_nothing() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path: Path) -> None:
-    """Output and, one sequence at a time, every round."""
+    """Compares the output and, with one sequence at a time, every round."""
     folder = save_tiny(tmp_path, family)
     oracle = reference(folder, device=device)
     asked = [random_prompt(n) * repeats for n, repeats in ((1, 1), (4, 3), (9, 2), (20, 1))]
@@ -223,11 +223,11 @@ def test_greedy_equals_transformers(family: str, device: torch.device, tmp_path:
     assert accepted > 0, "the prompts should give something to accept"
 
 
-# Rounds one ahead, which look up what lies on the device, against the oracle's.
+# Rounds one ahead, which look up in the device's texts, against the oracle's.
 
 
 class StopAt:
-    """Ends a sequence at a token, as a stop string would: only the host can tell."""
+    """Ends a sequence at a token, like a stop string, which only the host sees."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -237,7 +237,7 @@ class StopAt:
 
 
 def recurring() -> list[list[int]]:
-    """Prompts of few different tokens, of 1 to 60 of them."""
+    """Prompts of 1 to 60 tokens with few different ones."""
     return [[3 + t % 7 for t in text] for text in random_texts(9)] + [[5], [5, 5], [8, 9] * 30]
 
 
@@ -249,7 +249,7 @@ ROUNDS: dict[str, dict[str, Any]] = {
 
 
 def both_engines(folder: Path, device: torch.device, **settings: Any) -> list[Any]:
-    """The oracle's rounds, and ours one ahead, which read what was never written, at weight 0."""
+    """Engines with the oracle's rounds, and with ours one ahead over unwritten memory."""
     both = [ngram_engine(folder, device=device, runs_ahead=p, **settings) for p in (False, True)]
     both[0] = with_oracle(both[0])
     for layer in both[1].target.cache.layers:
@@ -261,7 +261,7 @@ def both_engines(folder: Path, device: torch.device, **settings: Any) -> list[An
 def both_rounds(
     folder: Path, device: torch.device, k: int, stop: int | None = None, **settings: Any
 ) -> list[Any]:
-    """Results of ragged rounds, and of padded ones; `params`: of sampling."""
+    """Results of ragged rounds, and of padded ones. params: sampling settings."""
     params = SamplingParams(**{"max_new_tokens": 40} | settings.pop("params", {}))
     results = []
     for engine in both_engines(folder, device, **settings):
@@ -299,7 +299,7 @@ def test_padded_rounds_equal_ragged_ones(
     batch_size: int,
     settings: str,
 ) -> None:
-    """Tokens, proposals and acceptances; with EOS, refills, fewer slots towards the end."""
+    """Compares tokens, proposals and acceptances, with EOS, refills and fewer slots at the end."""
     sizes = {"batch_size": batch_size, "longest": longest, "shortest": shortest}
     ragged, padded = both_rounds(
         llama, device, k, eos_ids=frozenset({7, 40}), params=ROUNDS[settings], **sizes
@@ -315,7 +315,7 @@ def test_padded_rounds_equal_ragged_ones(
 def test_padded_rounds_of_stopped_and_preempted_sequences(
     llama: Path, device: torch.device
 ) -> None:
-    """Those that come back, and those that come in their place, find their own texts."""
+    """Sequences that return, and sequences that take their place, look up in their own texts."""
     unstopped = both_rounds(llama, device, 3, batch_size=4)[1]
     token = max(s.output_ids[12] for s in unstopped.seqs)
     tight = {"batch_size": 4, "num_blocks": 40}
@@ -351,7 +351,7 @@ def test_runs_after_one_another_find_their_own_texts(llama: Path, device: torch.
 
 
 def test_history_is_written_once() -> None:
-    """Rounds append to it themselves; a sequence keeps its row for as long as it is among them."""
+    """Rounds append to the history; a sequence keeps its row as long as it is in the batch."""
     history = Texts.empty(3, 9, CPU)
     seqs = [Sequence(i, [10 * i + j for j in range(i + 2)], 1, 9) for i in range(5)]
     rows = history.enter(seqs[:3])
@@ -365,7 +365,7 @@ def test_history_is_written_once() -> None:
         assert history.tokens[row, : len(seq.tokens)].tolist() == [t + more for t in seq.tokens]
     (row,) = history.enter([seqs[0]])
     history.enter(seqs[1:3])
-    seqs[0].tokens.append(77)  # in rounds that were not these, such as after a preemption
+    seqs[0].tokens.append(77)  # written in other rounds, such as after a preemption
     (row,) = history.enter([seqs[0]])
     assert history.tokens[row, : len(seqs[0].tokens)].tolist() == seqs[0].tokens
 
@@ -407,7 +407,7 @@ def test_demo_rounds_equal_transformers_prompt_lookup(k: int) -> None:
 
 
 def test_no_draft_is_loaded_or_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not even one that the recipe names and that does not exist."""
+    """This holds even if the recipe names a draft that does not exist."""
     roles: list[str] = []
     original = loader.describe
 

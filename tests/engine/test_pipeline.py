@@ -1,4 +1,4 @@
-"""Rounds, one ahead of the host and read at once, against the ragged rounds of the oracle."""
+"""Rounds one ahead of the host, and rounds read at once, against the oracle's ragged rounds."""
 
 import random
 from functools import partial
@@ -21,11 +21,11 @@ PROMPTS = [
     [random.Random(i).randrange(3, VOCAB) for _ in range(length)]
     for i, length in enumerate((5, 1, 2, 17, 9, 30, 3, 12))
 ]
-POISON = 1e4  # finite: padding reads what was never written, with weight zero
+POISON = 1e4  # finite, because padding reads unwritten memory with weight zero
 
 
 class Stop:
-    """Ends a sequence at a token, as a stop string would: only the host can tell."""
+    """Ends a sequence at a token, like a stop string, which only the host sees."""
 
     def __init__(self, token: int) -> None:
         self.token = token
@@ -43,7 +43,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def engines(pair: tuple[Path, Path], device: torch.device, **settings: Any) -> list[Engine]:
-    """The same engine with the oracle's rounds, with rounds one ahead, and read at once."""
+    """The same engine with the oracle's rounds, rounds one ahead, and rounds read at once."""
     made = []
     for runs_ahead in (False, True, False):
         engine = make_engine(*pair, device=device, runs_ahead=runs_ahead, **settings)
@@ -85,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_rounds_equal_the_oracles(
     pair: tuple[Path, Path], device: torch.device, k: int, batch_size: int, settings: str
 ) -> None:
-    """Tokens, proposals and acceptances; with EOS, refills and prompts of one and two tokens."""
+    """Compares tokens, proposals and acceptances, with EOS, refills and very short prompts."""
     results = [
         run(engine, k, max_new_tokens=21, **SETTINGS[settings])
         for engine in engines(pair, device, batch_size=batch_size, eos_ids=frozenset({7, 40}))
@@ -106,7 +106,7 @@ def test_rounds_equal_the_oracles(
 def test_stop_strings_that_only_the_host_sees(
     pair: tuple[Path, Path], device: torch.device
 ) -> None:
-    """A stopped sequence runs a ghost round; its blocks go to others unharmed."""
+    """A stopped sequence runs a ghost round, which does not harm the next owners of its blocks."""
     tight = {"batch_size": 3, "num_blocks": 45}
     unstopped = run(engines(pair, device, **tight)[0], 3, max_new_tokens=30)
     token = unstopped.seqs[0].output_ids[9]
@@ -161,7 +161,7 @@ def test_a_run_with_other_params_on_the_same_engine(
 
 
 class StopAfter:
-    """Ends a sequence after so many tokens."""
+    """Ends a sequence after a number of tokens."""
 
     def __init__(self, count: int) -> None:
         self.left = count
@@ -173,7 +173,7 @@ class StopAfter:
 
 
 def test_few_sequences_run_in_few_slots(pair: tuple[Path, Path], device: torch.device) -> None:
-    """With 9 slots, of 9 sequences the last 3 and then the last one run in fewer."""
+    """Of 9 sequences in 9 slots, the last 3, and then the last one, run in fewer slots."""
     assert [slot_counts(n) for n in (1, 9, 32)] == [[1], [1, 3, 9], [1, 2, 8, 32]]
 
     def requests() -> list[Request]:
@@ -203,7 +203,7 @@ def test_logits_that_are_not_finite(
         head = model.module.lm_head.weight  # type: ignore[union-attr]
         if is_nan:
             head[11] = float("nan")
-        else:  # of two tokens one or the other has the highest logit, which is infinite
+        else:  # one of two tokens has the highest logit, which is infinite
             head[11:13, 0] = torch.tensor([float("inf"), -float("inf")])
     with pytest.raises(RunError, match=f"the {who} produced logits that are not finite"):
         run(engine, 3, max_new_tokens=10)
@@ -216,7 +216,7 @@ def test_logits_that_are_not_finite(
 def test_a_run_that_was_not_finite_leaves_nothing_to_the_next(
     pair: tuple[Path, Path], device: torch.device, way: int
 ) -> None:
-    """Its keys are not finite either, and padding reads keys that nobody wrote since."""
+    """The failed run's keys are not finite, and padding reads keys that were not written since."""
     engine = engines(pair, device, batch_size=2)[way]
     assert engine.proposer is not None
     before = told(run(engine, 3, max_new_tokens=6))

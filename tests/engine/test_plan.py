@@ -1,4 +1,4 @@
-"""What a plan says of how it will run: no weights are read, and no GPU is needed to ask."""
+"""A plan's description of its run, which needs neither weights nor a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ SWITCHES = ("run.compile", "run.cuda_graphs")
 
 
 def tiny_plan(folder: Path, target: str = "llama", draft: str = "llama", **overrides: Any) -> Plan:
-    """As it would be on a GPU."""
+    """A plan as it would be on a GPU."""
     models = {
         f"{role}.model": str(save_tiny(folder / role, family))
         for role, family in (("target", target), ("draft", draft))

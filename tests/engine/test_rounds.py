@@ -60,7 +60,7 @@ def test_every_round_obeys_the_arithmetic(draft: Rule, k: int, batch_size: int) 
 
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_right_for_the_first_j(k: int) -> None:
-    """A draft that is right j times and then wrong has j accepted in every full round."""
+    """If a draft is right j times and then wrong, every full round accepts j proposals."""
     prompt = random_prompt(6)
     for j in range(k + 1):
         engine = fake_engine(first(j, len(prompt), k))
@@ -140,7 +140,7 @@ def test_one_batch_holds_every_proposal_length() -> None:
 
 @pytest.mark.parametrize("idle", [1, 2, 3, 7])
 def test_draft_catches_up_after_rounds_without_proposals(idle: int) -> None:
-    """By prefill of all but the last token; it then feeds that one, as after any round."""
+    """Prefill feeds all tokens except the last, which the next round feeds as usual."""
     engine = fake_engine(sometimes, batch_size=2)
     engine.policy = Scripted(3, *[0] * idle)
     prompts = [random_prompt(4), random_prompt(11)]
@@ -202,7 +202,7 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def noised_folder(target_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The target with noise on its weights: a draft that is right now and then."""
+    """The target with noise on its weights: a draft that is sometimes right."""
     model = reference(target_folder)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -256,7 +256,7 @@ def test_draft_with_another_padded_vocabulary(
 
 
 def test_a_narrower_draft_proposes_no_id_that_it_lacks() -> None:
-    """However low its own logits are: an id without any would otherwise be the likeliest."""
+    """All its logits are low, so an id without a logit would otherwise be the likeliest."""
     own, count = VOCAB - 14, 500
     logits = torch.linspace(-30.0, -20.0, own).repeat(count, 1)
     caps, noise = torch.ones(count, dtype=torch.int64), torch.linspace(0.0, 0.9999, count)[:, None]
@@ -270,11 +270,11 @@ def test_a_narrower_draft_proposes_no_id_that_it_lacks() -> None:
 def test_same_weights_in_a_wider_vocabulary_accept_everything(
     target_folder: Path, tmp_path: Path
 ) -> None:
-    """Padding rows must change neither what is proposed nor what is accepted."""
+    """Padding rows must change neither proposals nor acceptances."""
     model = reference(target_folder)
     model.resize_token_embeddings(VOCAB + 31, mean_resizing=False)
     with torch.no_grad():
-        model.lm_head.weight[VOCAB:] = 100.0  # would win every argmax, were it not cut off
+        model.lm_head.weight[VOCAB:] = 100.0  # would win every argmax if it were not cut off
     model.save_pretrained(tmp_path)
     engine = make_engine(target_folder, tmp_path)
     (seq,) = decode(engine, [random_prompt(9)], 4, max_new_tokens=30)
@@ -296,7 +296,7 @@ def test_chunked_prefill_writes_the_same_text(
 
 
 def test_real_draft_catches_up_by_any_amount(target_folder: Path) -> None:
-    """The same weights accept everything, if the draft's cache is right after idle rounds."""
+    """The same weights accept everything if the draft's cache is right after idle rounds."""
     engine = make_engine(target_folder, target_folder, batch_size=3)
     asked = [random_prompt(n) for n in (2, 9, 14)]
     engine.policy = Scripted(3, 0, 1, 0, 0, 2, 0, 0, 0)
@@ -308,7 +308,7 @@ def test_real_draft_catches_up_by_any_amount(target_folder: Path) -> None:
 
 
 def test_real_draft_with_a_shorter_context(target_folder: Path, tmp_path: Path) -> None:
-    """Positions past the draft's table would crash gpt2-like drafts: it must not be asked."""
+    """Positions past the draft's table would crash drafts like gpt2, so it must not be asked."""
     target = save_tiny(tmp_path / "target", "gpt2", n_positions=64)
     draft = save_tiny(tmp_path / "draft", "gpt2", n_positions=16)
     engine = make_engine(target, draft, batch_size=2, max_model_len=64, draft_max_len=16)

@@ -23,9 +23,9 @@ def random_logits(seed: int, scale: float = 3.0) -> torch.Tensor:
 
 
 def assert_same(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    """Equal to transformers' in fp64 within 1e-6, on the same tokens; returns the distribution.
+    """Check that probabilities equal transformers' in fp64 within 1e-6; returns the distribution.
 
-    In fp32 transformers' own rounding exceeds that at temperature 0.05: it does not shift first.
+    In fp32 transformers' own rounding exceeds that at temperature 0.05, as it does not shift first.
     """
     probs, want = to_probs(logits, params), warped(logits.double(), params)
     assert probs.dtype == torch.float32
@@ -52,7 +52,7 @@ def test_follows_transformers(temperature: float) -> None:
 @pytest.mark.parametrize("top_k", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("top_p", [0.1, 0.5, 0.6, 1.0])
 def test_ties(top_k: int, top_p: float) -> None:
-    """Every value is held by several tokens, also at the border of what top-k keeps."""
+    """Several tokens have each value, also at the border of top-k."""
     rows = torch.tensor([[2.0, 1, 2, 0, 1, 2, 0, 1], [1.0] * 8, [0, 3, 0, 3, 0, 0, 0, 0]])
     probs = assert_same(rows, SamplingParams(0.7, top_k, top_p))
     if top_p == 1.0 and top_k:
@@ -61,13 +61,13 @@ def test_ties(top_k: int, top_p: float) -> None:
 
 
 def test_equal_tokens_reach_top_p_exactly() -> None:
-    """Four tokens of 1/4: half the mass is two of them, and not a third."""
+    """With four tokens of 1/4, half of the mass is two tokens, without a third."""
     probs = assert_same(torch.zeros(1, 4), SamplingParams(1.0, 0, 0.5))
     assert int((probs > 0).sum()) == 2
 
 
 def test_filters_apply_in_order() -> None:
-    """Top-p sees what top-k left, renormalised: 0.4 / 0.7 of the mass reaches 0.55."""
+    """Top-p sees the renormalised tokens that top-k left: 0.4 / 0.7 of the mass reaches 0.55."""
     logits = torch.tensor([[0.4, 0.3, 0.2, 0.1]]).log()
     assert (to_probs(logits, SamplingParams(1.0, 2, 0.55)) > 0).tolist() == [[1, 0, 0, 0]]
     assert (to_probs(logits, SamplingParams(1.0, 0, 0.55)) > 0).tolist() == [[1, 1, 0, 0]]
@@ -102,13 +102,13 @@ def test_huge_temperature_is_uniform_and_huge_logits_are_finite() -> None:
 
 def test_greedy_is_the_first_maximum() -> None:
     rows = torch.tensor([[0.0, 2, 1, 2], [5, 5, 5, 5], [-INF, -3, -INF, -3]])
-    # The filters have nothing to say at temperature 0.
+    # The filters have no effect at temperature 0.
     for params in (SamplingParams(), SamplingParams(0.0, 1, 0.1)):
         assert to_probs(rows, params).tolist() == [[0, 1, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0]]
 
 
 def test_minus_infinity_is_a_token_that_cannot_be() -> None:
-    """As the padding of a draft with the smaller vocabulary."""
+    """The padding of a draft with a smaller vocabulary has such logits."""
     logits = random_logits(5)
     logits[:, 40:] = -INF
     for params in (SamplingParams(0.9), SamplingParams(0.9, 45, 0.999), SamplingParams(0.9, 3)):
@@ -121,7 +121,7 @@ def test_minus_infinity_is_a_token_that_cannot_be() -> None:
     "row", [[1.0, NAN, 2.0], [NAN] * 3, [1.0, INF, 2.0], [INF, INF, 0.0], [-INF] * 3], ids=str
 )
 def test_rows_that_are_not_finite_are_marked(row: list[float], params: SamplingParams) -> None:
-    """And no other row is: verification looks at the row's sum."""
+    """No other row is marked; verification looks at the row's sum."""
     for filters in (params, replace(params, top_k=2), replace(params, top_p=0.9)):
         probs = to_probs(torch.tensor([row, [0.0, 1.0, 2.0]]), filters)
         assert probs[0].sum().isnan()
@@ -160,7 +160,7 @@ def test_philox_works_on_rows() -> None:
 
 
 def numbers(seed: int, indices: int, positions: int) -> torch.Tensor:
-    """[purpose, index, position]"""
+    """Uniform numbers [purpose, index, position]."""
     return uniform_reference(
         torch.tensor(seed),
         torch.arange(indices)[:, None],
@@ -187,7 +187,7 @@ def test_uniform_numbers_are_uniform(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_uniform_numbers_are_independent(seed: int) -> None:
-    """No correlation between neighbours in any coordinate, nor between seeds."""
+    """There is no correlation between neighbours in any coordinate, nor between seeds."""
     found, other = numbers(seed, 128, 128).double(), numbers(seed + 1, 128, 128).double()
     far = numbers(seed + 2**32, 128, 128).double()
     pairs = {
@@ -210,7 +210,7 @@ def test_uniform_numbers_are_independent(seed: int) -> None:
 
 
 def test_number_depends_only_on_its_own_key() -> None:
-    """Whatever else is in the batch, in whatever order, and however many are asked for."""
+    """The rest of the batch, its order and the number of draws do not matter."""
     indices, lengths = [4, 0, 90, 7], [3, 17, 3, 200]
     whole = noise_of(indices, lengths, 4, 5)
     for name in ("draft", "accept", "sample"):
@@ -228,7 +228,7 @@ def test_number_depends_only_on_its_own_key() -> None:
 
 
 def test_number_belongs_to_the_position_it_decides() -> None:
-    """A round that begins one token later has the same numbers, one place on."""
+    """A round that begins one token later has the same numbers, shifted by one place."""
     now, later = (noise_of([9], [n], 4, 5) for n in (10, 11))
     assert torch.equal(now.draft[:, 1:], later.draft[:, :-1])
     assert torch.equal(now.accept[:, 1:], later.accept[:, :-1])
@@ -236,7 +236,7 @@ def test_number_belongs_to_the_position_it_decides() -> None:
 
 
 def test_numbers_of_a_round_serve_in_no_other() -> None:
-    """Where a rule has looked at numbers of positions that later rounds decide."""
+    """This is for rules that read the numbers of positions which later rounds decide."""
     index, seed = torch.tensor([9]), torch.tensor(5)
     rounds = [round_noise(seed, index, torch.tensor([n]), 4, by_round=True) for n in (10, 11)]
     rounds.append(round_noise(seed, index, torch.tensor([10]), 4))

@@ -1,5 +1,5 @@
-"""Admission, preemption and the allocator during whole runs: nothing leaks, nothing deadlocks,
-and nothing that scheduling does can be seen in the output."""
+"""Admission, preemption and the allocator during whole runs: no leaks, no deadlocks, and no effect
+of scheduling on the output."""
 
 import random
 from pathlib import Path
@@ -34,7 +34,7 @@ def until_eos(tokens: list[int]) -> list[int]:
 
 
 def watch_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Blocks in use after each `extend`, asserting that they never exceed the total."""
+    """Blocks in use after each `extend`; asserts that they never exceed the total."""
     seen: list[int] = []
     extend = engine.allocator.extend
 
@@ -51,7 +51,8 @@ def watch_blocks(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("seed", range(6))
 def test_hundreds_of_prompts_in_a_tiny_cache(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Random prompts, k, batch, chunk and cache; preemption and EOS; equal to running alone."""
+    """Random prompts, k, batch, chunk and cache, with preemption and EOS, give the output of runs
+    alone."""
     rng = random.Random(seed)
     k = rng.randrange(0, 7)
     new_tokens = rng.randrange(1, 30)
@@ -88,7 +89,7 @@ def test_hundreds_of_prompts_in_a_tiny_cache(seed: int, monkeypatch: pytest.Monk
 
 
 def test_preemption_happens_and_is_invisible() -> None:
-    """Four sequences that fit together at first and not at their end."""
+    """Four sequences fit together at first, but not at their end."""
     engine = fake_engine(sometimes, num_blocks=20, batch_size=4)
     prompts = [random_prompt(3, i) for i in range(4)]
     seqs = decode(engine, prompts, 3, max_new_tokens=40)
@@ -99,7 +100,7 @@ def test_preemption_happens_and_is_invisible() -> None:
 
 
 def test_preemption_with_real_models(tmp_path: Path) -> None:
-    """Recomputed keys and values are as good as the first ones."""
+    """Recomputed keys and values give the same tokens as the first ones."""
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", seed=1)
     oracle = reference(target)
@@ -159,7 +160,7 @@ def test_what_cannot_run_is_reported_before_the_first_round() -> None:
 
 @pytest.mark.parametrize("room", [0, 1], ids=["just-fits", "one-short"])
 def test_the_smallest_cache_that_a_sequence_can_run_in(room: int) -> None:
-    """Keys and values of the last token are never needed: 13 tokens take 3 blocks of 4."""
+    """The last token needs no keys and values, so 13 tokens take 3 blocks of 4."""
     engine = fake_engine(sometimes, num_blocks=4 - room)
     (seq,) = decode(engine, [random_prompt(5)], 3, max_new_tokens=8)
     assert seq.finish_reason == ("error" if room else "length")
@@ -168,7 +169,7 @@ def test_the_smallest_cache_that_a_sequence_can_run_in(room: int) -> None:
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("k", [0, 1, 6])
 def test_every_sequence_needs_the_whole_cache(k: int) -> None:
-    """The worst contention: none can run beside another to its end."""
+    """In the worst contention no two sequences can run to their ends together."""
     engine = fake_engine(sometimes, num_blocks=6, batch_size=4, prefill_chunk=2)
     prompts = [random_prompt(5, i) for i in range(8)]
     seqs = decode(engine, prompts, k, max_new_tokens=16)
@@ -228,7 +229,7 @@ def test_all_blocks_are_back_after_a_run_that_raises(
 
 
 def test_a_failed_run_leaves_no_trace_in_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Failing at each round in turn, then running to the end on the same engine."""
+    """Runs fail at each round in turn; then one runs to the end on the same engine."""
     engine = fake_engine(sometimes, num_blocks=12, batch_size=3)
     prompts = [random_prompt(n, 4) for n in (9, 2, 5, 8)]
     requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
@@ -258,12 +259,12 @@ def test_a_proposal_never_shrinks_for_lack_of_blocks() -> None:
     seqs = [Sequence(i, [9] * 4, 4, 20) for i in range(3)]
     for seq in seqs:
         scheduler.add(seq)
-    # 2 blocks each for 4 + 4 tokens, and a spare one per running sequence: two of the three.
+    # 2 blocks each for 4 + 4 tokens, and a spare block per running sequence: room for two of three.
     assert scheduler.admit() == seqs[:2]
     for seq in seqs[:2]:
         seq.tokens += [9] * 5
         seq.target_kv, seq.draft_kv = 8, 7
-    # Now 13 tokens are 4 blocks each, and 6 are there: the younger gives way.
+    # Now 13 tokens take 4 blocks each and there are 6, so the younger sequence is preempted.
     assert scheduler.reserve() == [seqs[0]]
     assert scheduler.proposal_len(seqs[0]) == 4
     assert seqs[1].num_preemptions == 1

@@ -24,7 +24,7 @@ ONE_MATRIX = VOCAB * 64 * 4  # bytes
 
 @pytest.fixture(autouse=True)
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny models have none; ids are given directly."""
+    """Tiny models have no tokenizer; tests give ids directly."""
     monkeypatch.setattr(specdec_cli.engine.plan, "_tokenizer", lambda model: None)
     monkeypatch.setattr(specdec_cli.engine.plan, "check_same_vocabulary", lambda *given: None)
 
@@ -55,7 +55,7 @@ def weights(module: Any) -> dict[str, torch.Tensor]:
 
 
 def bytes_on_device(engine: Engine) -> int:
-    """Of all parameters of both models, by storage."""
+    """Bytes of all parameters of both models; each storage counts once."""
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes()
         for module in modules(engine)
@@ -92,7 +92,7 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
             assert ours[what] is theirs[what]
         else:
             assert torch.equal(ours[what], own[what]), "untied: its own weight, as it was"
-    # A tied matrix is needed as long as one of its uses is the draft's own.
+    # A tied matrix is still needed if only one of its two uses is borrowed.
     saved = (len(share) // 2 if tied else len(share)) * ONE_MATRIX
     assert found.shared_bytes == saved == bytes_on_device(alone) - bytes_on_device(engine)
     said = f"{', '.join(share)}: {saved / 2**20:.1f} MiB not loaded for the draft"
@@ -103,10 +103,10 @@ def test_borrowed_weights(family: str, tied: bool, share: list[str], tmp_path: P
 
 @pytest.mark.parametrize("share", [BOTH[:1], BOTH[1:], BOTH], ids="+".join)
 def test_the_draft_computes_with_what_it_borrowed(share: list[str], tmp_path: Path) -> None:
-    """Its proposals are those of a checkpoint that holds the target's tensors as its own."""
+    """Its proposals equal those of a checkpoint that contains the target's tensors."""
     target = save_tiny(tmp_path / "target", "llama", seed=0)
     draft = save_tiny(tmp_path / "draft", "llama", seed=0, num_hidden_layers=1)
-    # Without what it borrows, its head and embeddings are noise.
+    # Without the borrowed tensors, the draft's head and embeddings are noise.
     names = {"embeddings": "model.embed_tokens.weight", "lm_head": "lm_head.weight"}
     tensors = load_file(draft / "model.safetensors")
     given = load_file(target / "model.safetensors")

@@ -1,6 +1,6 @@
-"""What ends a sequence: EOS at every place of a draft, stop strings across every boundary, length.
+"""Ends of a sequence: EOS at every place of a draft, stop strings across every boundary, length.
 
-The target is a script, so that the place of each event in a round is known.
+The target follows a script, so the place of each event in a round is known.
 """
 
 from collections.abc import Sequence as Values
@@ -17,12 +17,12 @@ from specdec_cli.engine.run import Emission, Request
 from tests.engine.fakes import Rule, fake_engine
 
 EOS = 2
-FILLER = 90  # what the target writes past its script
+FILLER = 90  # the target writes this token after its script
 PROMPT = [10, 11, 12]
 
 
 def script(tokens: Values[int], prompt: Values[int] = PROMPT) -> Rule:
-    """The target writes `tokens` after `prompt`, whatever it reads."""
+    """A rule that writes `tokens` after `prompt`, independent of the text so far."""
 
     def rule(prefix: list[int]) -> int:
         place = len(prefix) - len(prompt)
@@ -72,7 +72,7 @@ SPEECH = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30]
 @pytest.mark.parametrize("place", range(K + 1))
 @pytest.mark.parametrize("before", [0, K + 1], ids=["first-round", "second-round"])
 def test_eos_accepted_or_as_bonus(place: int, before: int) -> None:
-    """A draft that proposes EOS itself; at place k it is the bonus token."""
+    """The draft proposes EOS itself; at place k EOS is the bonus token."""
     tokens = [*SPEECH[: before + place], EOS, 50, 51, 52, 53]
     target = script(tokens)
     seq, emitted = run_one(target, target, K)
@@ -141,7 +141,7 @@ def test_without_eos_ids_every_id_is_a_token() -> None:
 
 
 def test_only_the_one_that_ended_leaves_the_batch() -> None:
-    """EOS in the middle of a batch: the others go on as if nothing had happened."""
+    """After EOS in the middle of a batch the other sequences continue unchanged."""
 
     def target(prefix: list[int]) -> int:
         return EOS if prefix[0] == 41 and len(prefix) == 6 else 20 + len(prefix)
@@ -156,7 +156,7 @@ def test_only_the_one_that_ended_leaves_the_batch() -> None:
 
 
 class Pieces:
-    """Decoder over fixed pieces; an id without one is a dot."""
+    """Decoder over fixed pieces; an id without a piece is a dot."""
 
     def __init__(self, pieces: dict[int, str]) -> None:
         self.pieces = pieces
@@ -171,7 +171,7 @@ WORDS = Pieces({10: "S", 11: "ST", 20: "a", 21: "b", 22: "ST", 23: "OP", 24: "xS
 def expected(
     decoder: Decoder, tokens: Values[int], stop: tuple[str, ...], eos: frozenset[int], most: int
 ) -> tuple[list[int], str]:
-    """Token by token, with a search of the output's whole text after each."""
+    """The expected output, found by searching the whole text after each token."""
     for count in range(1, most + 1):
         if any(s in decoder.decode(tokens[:count]) for s in stop):
             return list(tokens[:count]), "stop"
@@ -196,7 +196,7 @@ STOPS: dict[str, tuple[list[int], list[int], tuple[str, ...]]] = {
 @pytest.mark.parametrize("case", STOPS)
 @pytest.mark.parametrize("k", [0, 1, 2, 3, 6])
 def test_stop_string(case: str, k: int) -> None:
-    """Wherever the rounds' boundaries fall: right, wrong and sometimes right drafts."""
+    """Right, wrong and sometimes right drafts put the rounds' boundaries at every place."""
     prompt, speech, stop = STOPS[case]
     tokens = speech + [FILLER] * 20
     target = script(tokens, prompt)
@@ -212,7 +212,7 @@ def test_stop_string(case: str, k: int) -> None:
 
 @pytest.mark.parametrize("accepted", range(4))
 def test_stop_across_an_accept_boundary(accepted: int) -> None:
-    """ "ST" is the last accepted proposal and "OP" the target's own token, and so on around it."""
+    """Cases around "ST" as the last accepted proposal and "OP" as the target's own token."""
     tokens = [20, 21, 22, 23, 20, 20]
     target = script(tokens)
     finder = StopFinder(WORDS, PROMPT, ("STOP",))
@@ -222,7 +222,7 @@ def test_stop_across_an_accept_boundary(accepted: int) -> None:
 
 
 def test_requests_run_again_begin_anew() -> None:
-    """A finder remembers the end of a text, which the next run's begin would complete."""
+    """A finder remembers the end of a text, which the next run's first tokens would complete."""
     tokens = [23, 20, 20, 22]  # from "OP" to "ST"
     engine = fake_engine(script(tokens), script(tokens), eos_ids=frozenset())
     request = Request(0, tuple(PROMPT), partial(StopFinder, WORDS, PROMPT[:1], ("STOP",)))
@@ -264,7 +264,7 @@ def test_the_first_end_counts(tokens: list[int], reason: str) -> None:
 def test_any_script_ends_where_it_should(
     speech: list[int], prompt: list[int], stop: list[str], wrong: set[int], k: int, new_tokens: int
 ) -> None:
-    """EOS, stop strings and length in any order, with a draft that is wrong at some places."""
+    """EOS, stop strings and length come in any order; the draft is wrong at some places."""
     tokens = speech + [FILLER] * 25
     target = script(tokens, prompt)
 
@@ -276,7 +276,7 @@ def test_any_script_ends_where_it_should(
     want = expected(WORDS, tokens, tuple(stop), frozenset({EOS}), new_tokens)
     assert (seq.output_ids, seq.finish_reason) == want
     rounds = len(seq.accepted_per_round) + seq.rounds_without_proposal
-    # Each round adds a token of the target's own, but the last where a proposal ended it.
+    # Each round adds a token from the target, except the last if a proposal ended it.
     assert sum(seq.accepted_per_round) + rounds - len(seq.output_ids) in (0, 1)
 
 
@@ -307,7 +307,7 @@ def byte_level() -> Trained:
 
 
 class Renumbered:
-    """The ids that one text uses, as 3, 4, 5, ...: a model of 97 ids can then write it."""
+    """A text's ids renumbered as 3, 4, 5, ..., so that a model of 97 ids can write it."""
 
     def __init__(self, inner: Trained, text: str) -> None:
         self.inner = inner

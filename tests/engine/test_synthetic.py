@@ -1,4 +1,4 @@
-"""Synthetic acceptance reproduces the rates it is given, on a real engine, at any temperature."""
+"""Synthetic acceptance reproduces the given rates, on a real engine, at any temperature."""
 
 import io
 import json
@@ -24,7 +24,7 @@ RATES = (0.8, 0.64, 0.4, 0.1)
 
 
 def test_a_mean_length_becomes_one_rate() -> None:
-    """At k = 5, 0.8 a place is (1 - 0.8^6) / (1 - 0.8) = 3.68928 tokens a round."""
+    """At k = 5 a rate of 0.8 gives (1 - 0.8^6) / (1 - 0.8) = 3.68928 tokens a round."""
     found = SyntheticAcceptance.from_length(3.68928, 5).conditional
     assert found[0] == pytest.approx(0.8, abs=1e-6)
     assert len(set(found)) == 1
@@ -39,8 +39,8 @@ def test_marginal_rates_become_conditional_ones() -> None:
 
 @pytest.fixture(scope="module", params=["draft", "ngram"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    """With an unrelated draft, of which rejection sampling would accept next to nothing; and with
-    prompt lookup."""
+    """Engines with an unrelated draft, from which rejection sampling would accept almost nothing,
+    and with prompt lookup."""
     folder = tmp_path_factory.mktemp("pair")
     target = save_tiny(folder / "target", "llama")
     sizes = {"batch_size": 16, "num_blocks": 2000}
@@ -50,7 +50,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def rounds(engine: Engine, k: int, temperature: float) -> list[tuple[int, int]]:
-    """Proposed and accepted of every round of a run over random prompts."""
+    """Proposed and accepted tokens of every round of a run over random prompts."""
     prompts = torch.randint(3, 90, (64, 9), generator=torch.Generator().manual_seed(2)).tolist()
     params = SamplingParams(temperature=temperature, max_new_tokens=60)
     result = engine.run([Request(i, tuple(p)) for i, p in enumerate(prompts)], k, params)
@@ -59,9 +59,9 @@ def rounds(engine: Engine, k: int, temperature: float) -> list[tuple[int, int]]:
 
 
 def check_rates(found: list[tuple[int, int]], conditional: tuple[float, ...]) -> None:
-    """Every place within 3 sigma, over the rounds that reached it.
+    """Check the rate at every place to 3 sigma, over the rounds that reached it.
 
-    Which rounds reach a place is settled before it is drawn, so each counts as a fair coin.
+    A round reaches a place before that place is drawn, so each draw is a Bernoulli trial.
     """
     for place, rate in enumerate(conditional):
         coins = [a > place for proposed, a in found if proposed > place and a >= place]
@@ -72,7 +72,7 @@ def check_rates(found: list[tuple[int, int]], conditional: tuple[float, ...]) ->
 
 @pytest.mark.parametrize(("k", "temperature"), [(2, 0.0), (4, 0.8)], ids=["shorter", "as long"])
 def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: Engine) -> None:
-    """A list that is longer than k is cut."""
+    """A list of rates longer than k is cut."""
     engine.rule = SyntheticAcceptance.from_rates(RATES)
     found = rounds(engine, k, temperature)
     check_rates(found, (0.8, 0.8, 0.625, 0.25)[:k])
@@ -88,7 +88,7 @@ def test_measured_rates_are_the_given_ones(k: int, temperature: float, engine: E
     ("k", "temperature"), [(2, 0.8), (4, 0.0), (7, 0.8)], ids=["shorter", "as long", "longer"]
 )
 def test_measured_length_is_the_given_one(k: int, temperature: float, engine: Engine) -> None:
-    """3.0 tokens a round at k = 4 fix the rate, which then holds for every k."""
+    """A length of 3.0 tokens at k = 4 determines the rate, which then holds for every k."""
     engine.rule = SyntheticAcceptance.from_length(3.0, 4)
     rate = engine.rule.conditional[0]
     found = rounds(engine, k, temperature)
@@ -112,7 +112,7 @@ def test_more_places_than_rates_are_refused(engine: Engine) -> None:
 def test_the_text_is_labelled(
     method: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """On the terminal and in the document; not where nothing is proposed."""
+    """The label is on the terminal and in the document, unless nothing is proposed."""
     given = ("--set", "speculation.acceptance=synthetic")
     given += ("--set", "speculation.synthetic_acceptance_length=2.5")
     options = ("demo-sampled", *prompt_options(*PROMPTS[:1]), "--max-new-tokens", "12")

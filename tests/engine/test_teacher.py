@@ -1,4 +1,4 @@
-"""What a pass over a written text says of proposals, against rounds that were really run."""
+"""Forecasts from a pass over a written text, compared with rounds that were really run."""
 
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,7 @@ PROMPTS = [[5, 9, 11, 3], [7], list(range(20, 32))]
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A target, and a draft that is the target with noise on its weights, so that it half fits."""
+    """A target, and a draft that is the target with noise on its weights."""
     from transformers import AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("pair")
@@ -54,7 +54,7 @@ def text_of(engine: Engine, seq: Sequence, params: SamplingParams) -> Text:
 
 
 def same_rounds(seqs: list[Sequence], texts: list[Text], k: int) -> None:
-    """Replayed rounds are the rounds of `seqs`, one by one; so are the counts."""
+    """Check that replayed rounds and counts equal those of `seqs`, one by one."""
     for seq, text in zip(seqs, texts, strict=True):
         rounds = list(greedy_rounds(text, k))
         assert [p for p, _ in rounds if p] == seq.proposed_per_round, (seq.index, k)
@@ -96,7 +96,7 @@ def test_greedy_replay_is_exact(
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_lookup_replay_is_exact(pair: tuple[Path, Path], temperature: float) -> None:
-    """n-grams are proposed with certainty: given the text nothing is left to chance."""
+    """n-gram proposals are certain, so given the text nothing is random."""
     engine = ngram_engine(pair[0])
     settings: dict[str, Any] = {"max_new_tokens": 40, "temperature": temperature}
     params = SamplingParams(**settings)
@@ -129,7 +129,7 @@ def test_acceptance_of_sampled_tokens_is_that_of_transformers_models(
 
 
 def test_sampled_prediction_is_right_in_the_mean(pair: tuple[Path, Path]) -> None:
-    """Rounds expected at k = 2 from texts that were written at k = 6, against rounds at k = 2."""
+    """Compares rounds at k = 2 with the rounds expected from texts that were written at k = 6."""
     engine = make_engine(*pair, num_blocks=400, batch_size=32)
     settings: dict[str, Any] = {"temperature": 0.7, "max_new_tokens": 16}
     count = 320
@@ -144,7 +144,7 @@ def test_sampled_prediction_is_right_in_the_mean(pair: tuple[Path, Path]) -> Non
     a, b = torch.tensor(expected), torch.tensor(really, dtype=torch.float)
     error = ((a.var() + b.var()) / count).sqrt()
     assert abs(a.mean() - b.mean()) < 4 * error
-    assert error < 0.025 * b.mean()  # a bias of 10 % would be seen
+    assert error < 0.025 * b.mean()  # so a bias of 10 % would show
 
 
 @cache

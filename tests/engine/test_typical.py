@@ -1,4 +1,4 @@
-"""Typical acceptance: its definition, what it gains, and that every number of it is labelled."""
+"""Typical acceptance: its definition, its gain, and the label of every number."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def test_the_definition_word_for_word() -> None:
-    """Over sharp and flat distributions, some of whose tokens are masked."""
+    """Distributions are sharp and flat, and some of their tokens are masked."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(40, 3, 20, generator=generator) * torch.linspace(0.1, 6, 40)[:, None, None]
     logits[:, 1, 10:] = float("-inf")
@@ -45,8 +45,8 @@ def test_the_definition_word_for_word() -> None:
 
 
 def test_likely_proposals_that_were_not_drawn_stand_more_often(pair: tuple[Path, Path]) -> None:
-    """Rejection sampling lets one stand with probability p. Of proposals that were drawn from a
-    good draft it accepts more than this rule does: unlikely ones, too, stand there."""
+    """Rejection sampling accepts such a proposal with probability p. Of proposals drawn from a good
+    draft it accepts more than this rule does, since it also accepts unlikely ones."""
     lengths = {}
     prompts = [[8, 9] * 10, [5, 6, 7] * 6, [11] * 9]
     for rule in (Rejection(), Typical(0.09, 0.3)):
@@ -58,7 +58,7 @@ def test_likely_proposals_that_were_not_drawn_stand_more_often(pair: tuple[Path,
 
 
 def test_it_is_lossy(tmp_path: Path) -> None:
-    """The chi-square test that lossless rules pass."""
+    """The rule fails the chi-square test that lossless rules pass."""
     tiny = lossless.save_eight(tmp_path)
     engine = make_engine(*tiny, batch_size=400, num_blocks=1000, rule=Typical(0.09, 0.3))
     params = SamplingParams(temperature=0.9, max_new_tokens=4, seed=1)
@@ -84,7 +84,8 @@ def test_batches_and_rounds_ahead_change_nothing(
 
 
 def test_every_number_is_labelled(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """Terminal and document of `generate`; warnings, report and environment of a sweep."""
+    """Labels are in the terminal and document of `generate`, and in a sweep's warnings, report and
+    environment."""
     from specdec_cli.app import main
 
     rule = ["--set", "speculation.acceptance=typical", "--max-new-tokens", "8"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec_cli.errors import SetupError
 
-# Ranks other than the first are silent later.
+# Ranks other than the first are silenced later.
 _STDERR = os.dup(2)
 
 
@@ -59,7 +59,7 @@ def plant(fault: str, rank: int) -> None:
     failing = _failing(works, mode, after=0 if stage == "load" else 2)
 
     def drafting(self: Any, *arguments: Any) -> Any:
-        """A rank without a part of the draft proposes nothing, and fails only with the others."""
+        """Fail here only on ranks that hold a part of the draft, or if all ranks fail."""
         takes_part = faulty == "all" or self.model is not None
         return (failing if takes_part else works)(self, *arguments)
 

@@ -120,7 +120,7 @@ def test_prompts_that_could_not_run_are_no_ranks_fault() -> None:
 
 
 def test_what_every_rank_finds_names_none_as_the_cause() -> None:
-    """No rank is named for an error that all ranks find alike, whichever reports it first."""
+    """No rank is named for an error that all ranks raise, independent of which reports first."""
     told: list[Report] = []
     rank = SimpleNamespace(seat=SimpleNamespace(rank=1), end=told.append)
     for error, said in [

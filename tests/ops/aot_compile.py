@@ -1,8 +1,8 @@
 """Compile kernels for sm_90; print the sizes of cubin and shared memory as JSON.
 
-The cases named as arguments, else all. Run by test_aot_compile.py as a process of its own, since a
-process that interprets kernels cannot compile them. The compiler refuses what the interpreter lets
-pass, and needs no GPU.
+Arguments name cases; without arguments all are compiled. test_aot_compile.py runs this in a
+separate process, since a process that interprets kernels cannot compile them. The compiler refuses
+code that the interpreter accepts, and needs no GPU.
 """
 
 import importlib
@@ -25,21 +25,28 @@ INT32 = {
     *("lens", "accepted", "counters", "epochs"),
 }
 FP32 = {"row_max", "row_sum", "partial"}
+PRESENT = "present"  # an operand that a case has and the cases like it lack
+
+
+def absent(*names: str) -> dict[str, None]:
+    """Operands that a launch passes as None."""
+    return {f"{name}_ptr": None for name in names}
 
 
 def attention(
     max_query_len: int, dim: int = 128, itemsize: int = 2, splits: int = 1, **extra: Any
 ) -> dict[str, Any]:
-    """Constants as the launcher chooses them; 16-bit dots, which the interpreter is spared."""
+    """Constants as the launcher chooses them, with 16-bit dots, unlike in the interpreter."""
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False, "UPCAST": False}
-    return {**sizes, **flags, "PRECISION": "ieee", **extra}
+    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "sinks_ptr": None}
+    constants = {**sizes, **flags, **extra}
+    return {name: value for name, value in constants.items() if value != PRESENT}
 
 
 LOGITS = {"V": 128256, "DRAFT_V": 128000, "PARTS": 126, "BLOCK_PARTS": 128, "BLOCK": 1024}
-LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "ONE_HOT": False, "DEPENDENT": True}
+LOGITS |= {"WAYS": 16, "SHIFT": 16, "K": 5, "BLOCK_K": 8, "DEPENDENT": True}
 MANY_LOGITS = {**LOGITS, "PARTS": 32, "BLOCK_PARTS": 32, "BLOCK": 4096, "WAYS": 4}
 LOGIT_TYPES = {
     **{f"{name}_ptr": "*i32" for name in ("counters", "keys", "equals")},
@@ -48,6 +55,7 @@ LOGIT_TYPES = {
     **{f"{name}_ptr": "*fp32" for name in ("accept_noise", "sample_noise")},
     **{"out_ptr": "*i64", "accepted_ptr": "*i64", "lens_ptr": "*i64", "goal": "fp32"},
 }
+OTHER_TYPES = {"draft_logits_ptr": "*fp16", "lens_ptr": "*i32"}
 
 
 def search(by_mass: bool, first: bool, after_top_k: bool = False, **extra: Any) -> dict[str, Any]:
@@ -71,7 +79,7 @@ def linear(
     assert tiles is not None
     constants = {name.upper(): value for name, value in tiles._asdict().items()}
     constants |= {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages}
-    return constants | around(kind, width) | {"PRECISION": "ieee", "UPCAST": False}
+    return constants | around(kind, width)
 
 
 def one_row(
@@ -87,11 +95,14 @@ def one_row(
 
 
 def around(kind: str, width: int) -> dict[str, Any]:
-    """Constants of what a product does besides."""
+    """Constants of the work beside a product."""
     parts = 0 if kind == "add" else 256
     constants = {"K": width, "PARTS": parts, "BLOCK_P": max(parts, 1), "DEPENDENT": True}
-    constants |= {"ACTIVATION": "silu" if kind == "gate" else "", "HAS_BIAS": kind == "norm"}
-    return constants | {"HAS_RESIDUAL": kind == "add", "FOR_NORM": kind == "add"}
+    constants |= {"ACTIVATION": "silu" if kind == "gate" else ""}
+    if kind == "add":
+        return constants | absent("bias", "squares")
+    constants |= absent("residual", "norm", "scaled", "out_squares")
+    return constants if kind == "norm" else constants | absent("bias")
 
 
 def rope_attention(
@@ -106,24 +117,26 @@ def rope_attention(
     constants = {name.upper(): value for name, value in cut._asdict().items()}
     constants |= {"num_warps": cut.num_warps, "num_stages": cut.num_stages, "maxnreg": cut.maxnreg}
     constants |= {"KV_HEADS": 8, "GROUP": 4, "D": dim, "BLOCK_HALF": cut.block_d // 2}
-    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False, "HAS_SINKS": False}
-    constants |= {"HAS_QUERY_NORM": False, "HAS_KEY_NORM": False}
-    constants |= {"WAITS": True}
-    return constants | {"DEPENDENT": True, "PRECISION": "ieee", "UPCAST": False, **extra}
+    constants |= {"BLOCK_SIZE": 16, "WINDOW": 0, "HAS_SOFTCAP": False}
+    constants |= absent("sinks", "query_norm", "key_norm")
+    if cut.splits == 1:
+        constants |= absent("partial", "stats", "epochs")
+    constants |= {"DEPENDENT": True, **extra}
+    return {name: value for name, value in constants.items() if value != PRESENT}
 
 
-EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True, "HAS_SINKS": True}
-EVERYTHING |= {"HAS_QUERY_NORM": True, "HAS_KEY_NORM": True}
+EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
+EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
 PEERS = {"addresses_ptr": "*i64", "flags_ptr": "*i64", "epochs_ptr": "*i32"}
 
-# Case: module, kernel, type of its other pointers, constants, types that are not the usual ones.
+# Case: module, kernel, type of its other pointers, constants, and unusual types of arguments.
 CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     "slot_mapping": (
         "attention.cache_triton",
         "slot_mapping_kernel",
         "*i1",
-        {"HAS_REJECTED": True, "BLOCK_SIZE": 16, "STEPS": 3, "BLOCK": 256},
+        {"BLOCK_SIZE": 16, "STEPS": 3, "BLOCK": 256},
         {},
     ),
     "write_kv": (
@@ -153,26 +166,26 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "round.steps_triton",
             "accept_kernel",
             "*i64",
-            {"K": 5, "BLOCK": 8, "HAS_RATES": has_rates},
+            {"K": 5, "BLOCK": 8} | rates,
             {
                 **{"lens_ptr": "*i64", "accepted_ptr": "*i64"},
                 **{"accept_noise_ptr": "*fp32", "rates_ptr": "*fp32"},
             },
         )
-        for name, has_rates in (("greedy", False), ("rates", True))
+        for name, rates in (("greedy", absent("accept_noise", "rates")), ("rates", {}))
     },
     **{
         name: (
             "round.steps_triton",
             "advance_kernel",
             "*i64",
-            {"WIDTH": 6, "BLOCK": 8, "HAS_HISTORY": name != "advance"},
+            {"WIDTH": 6, "BLOCK": 8} | history,
             {
                 **{"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
                 "history_ptr": "*i32",
             },
         )
-        for name in ("advance", "advance-history")
+        for name, history in (("advance", absent("history", "rows")), ("advance-history", {}))
     },
     **{
         f"ngram_lookup-{longest}": (
@@ -224,29 +237,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         for kernel, name, pointer, constants, types in [
             ("sample_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
             ("sample_logits", "many", "*fp32", MANY_LOGITS, LOGIT_TYPES),
-            ("reject_logits", "few", "*bf16", LOGITS, LOGIT_TYPES),
-            (
-                *("reject_logits", "other-dtype", "*bf16", MANY_LOGITS),
-                {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
-            ),
-            ("reject_logits", "one-hot", "*bf16", {**LOGITS, "ONE_HOT": True}, LOGIT_TYPES),
-            ("reject_logits", "k0", "*bf16", {**LOGITS, "K": 0, "BLOCK_K": 1}, LOGIT_TYPES),
         ]
     },
     **{
-        f"block_verify-{name}": (
-            "sampling.block_verify_triton",
-            "block_verify_kernel",
+        name: (
+            "sampling.verify_triton",
+            "verify_logits_kernel",
             "*bf16",
-            constants,
-            types,
+            {"BY_BLOCK": name.startswith("block"), **constants},
+            LOGIT_TYPES | types,
         )
         for name, constants, types in [
-            ("few", LOGITS, LOGIT_TYPES),
-            (
-                *("other-dtype", {**MANY_LOGITS, "K": 31, "BLOCK_K": 32}),
-                {**LOGIT_TYPES, "draft_logits_ptr": "*fp16", "lens_ptr": "*i32"},
-            ),
+            ("reject_logits-few", LOGITS, {}),
+            ("reject_logits-other-dtype", MANY_LOGITS, OTHER_TYPES),
+            ("reject_logits-one-hot", LOGITS | absent("draft_logits", "draft_rows"), {}),
+            ("reject_logits-k0", {**LOGITS, "K": 0, "BLOCK_K": 1}, {}),
+            ("block_verify-few", LOGITS, {}),
+            ("block_verify-other-dtype", {**MANY_LOGITS, "K": 31, "BLOCK_K": 32}, OTHER_TYPES),
         ]
     },
     **{
@@ -260,7 +267,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             (
                 "everything-fp64-scalars",
                 "*bf16",
-                attention(4096, WINDOW=512, HAS_SOFTCAP=True, HAS_SINKS=True),
+                attention(4096, WINDOW=512, HAS_SOFTCAP=True, sinks_ptr=PRESENT),
                 {"scale": "fp64", "softcap": "fp64"},
             ),
         ]
@@ -269,7 +276,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "attention.paged_triton",
         "combine_splits_kernel",
         "*bf16",
-        {"DV": 128, "BLOCK_DV": 128, "HAS_SINKS": True, "SPLITS": 8},
+        {"DV": 128, "BLOCK_DV": 128, "SPLITS": 8},
         {},
     ),
     **{
@@ -327,9 +334,9 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "*bf16",
             {
                 **{"N": 8192, "RANK": 1, "SIZE": 4, "BLOCK_RANKS": 4, "BLOCK_M": rows},
-                **{"BLOCK_N": 256, "HAS_RESIDUAL": residual, "FOR_NORM": for_norm},
-                "num_warps": rows,
-                **{"DEPENDENT": True, "INTERPRETED": False},
+                **{"BLOCK_N": 256, "num_warps": rows, "DEPENDENT": True},
+                **({} if residual else absent("residual")),
+                **({} if for_norm else absent("norm", "scaled", "squares")),
             },
             {**PEERS, "squares_ptr": "*fp32"},
         )
@@ -345,7 +352,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "*bf16",
             {
                 **{"SHARE": 32064, "RANK": 1, "SIZE": 4, "BLOCK_M": rows, "BLOCK_N": 1024},
-                **{"GROUPS": 8, "DEPENDENT": True, "INTERPRETED": False},
+                **{"GROUPS": 8, "DEPENDENT": True},
             },
             PEERS,
         )
@@ -356,8 +363,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "linear.norm_triton",
             "rms_norm_kernel",
             "*bf16",
-            {"K": 4096, "HAS_RESIDUAL": True, "HAS_POST": post}
-            | {"BLOCK": 4096, "DEPENDENT": True},
+            {"K": 4096, "BLOCK": 4096, "DEPENDENT": True} | ({} if post else absent("post")),
             {"norm_ptr": "*fp32", "post_ptr": "*fp32"} if post else {},
         )
         for post in (False, True)
@@ -404,7 +410,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         "attention.rope_triton",
         "rope_kv_kernel",
         "*bf16",
-        rope_attention(1) | EVERYTHING | {"HEADS": 32, "BLOCK_HEADS": 8},
+        rope_attention(1, **EVERYTHING) | {"HEADS": 32, "BLOCK_HEADS": 8},
         {},
     ),
     "greedy_argmax": (
@@ -423,7 +429,7 @@ ROOMS = {80: 163 * 1024, 89: 99 * 1024}
 _LINEAR = ("linear.few_rows_triton", "few_rows_linear_kernel", "*bf16")
 _ROPE = ("attention.decode_triton", "rope_attention_kernel", "*bf16")
 
-# Those that take most of an H100's shared memory, as they are cut for GPUs that have less.
+# Kernels that take most of an H100's shared memory, with the tiles for GPUs that have less.
 SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str]]]] = {
     f"{name}-sm_{arch}": (arch, (*kernel, constants | {"DEPENDENT": False}, types))
     for arch, room in ROOMS.items()
@@ -463,11 +469,11 @@ def compile_case(
         name: "constexpr" if name in constants else types.get(name, type_of(name, pointer))
         for name in names
     }
-    # What a launch finds out about its arguments; vector loads depend on it.
+    # Alignment that a launch finds out about its arguments; vector loads depend on it.
     aligned = {
         (place,): [["tt.divisibility", 16]]
         for place, name in enumerate(names)
-        if name.endswith("_ptr") or "stride" in name or name == "place"
+        if name not in constants and (name.endswith("_ptr") or "stride" in name or name == "place")
     }
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=aligned)
     if kernel == "paged_attention_kernel":

@@ -1,4 +1,4 @@
-"""Where the kernels run: on CUDA where there is a device, else in Triton's interpreter on CPU."""
+"""The device of the kernels: CUDA if there is one, else the CPU with Triton's interpreter."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`-m gpu` on a CUDA machine runs every kernel test, since all of them use the device there."""
+    """Let `-m gpu` run every kernel test on a CUDA machine, since all use the device there."""
     for item in items:
         here = Path(__file__).parent in item.path.parents
         if here and torch.cuda.is_available() and "device" in getattr(item, "fixturenames", ()):
@@ -35,7 +35,7 @@ def poison(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised memory holds NaN or absurd integers: an unwritten output cannot pass."""
+    """Fill uninitialised memory with NaN or absurd integers, so an unwritten output cannot pass."""
 
     def poisoned(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *args, **kwargs: poison(make(*args, **kwargs))
@@ -47,9 +47,8 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def language_patched_once_a_launch() -> Iterator[None]:
-    """The interpreter replaces the functions of triton.language when a kernel is launched, which
-    it undoes at the end, and over again at each call of a device function, where they are replaced
-    already: a third of the time of these tests. Here it does so once a launch."""
+    """Patch triton.language once a launch. The interpreter does it at the launch and again at each
+    call of a device function, which takes a third of the time of these tests."""
     if not hasattr(interpreter, "_LangPatchScope"):  # another release of triton
         yield
         return
@@ -60,7 +59,7 @@ def language_patched_once_a_launch() -> Iterator[None]:
         names = fn.__globals__.values()
         which = (any(v is tl for v in names), any(v is tl.core for v in names))
         if which in patched:
-            return None  # only a launch, which comes first, looks at it
+            return None  # only a launch, which comes first, reads it
         patched.add(which)
         scope = patch_lang(fn)
         restore = scope.restore

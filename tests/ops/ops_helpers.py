@@ -1,4 +1,4 @@
-"""What the tests of several ops share: skips, row starts, named errors, a paged KV pool."""
+"""Shared parts of tests of several ops: skips, row starts, named errors, a paged KV pool."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ def needs_cuda(test: Callable[..., None]) -> Callable[..., None]:
 DTYPES = [
     pytest.param(torch.float32, id="fp32"),
     pytest.param(torch.float16, id="fp16"),
-    # Triton's interpreter computes bf16 dot products wrongly, and says nothing.
+    # Triton's interpreter computes bf16 dot products wrongly, without an error.
     pytest.param(torch.bfloat16, id="bf16", marks=[pytest.mark.gpu, no_cuda]),
 ]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -40,7 +40,7 @@ def starts_of(lens: list[int], device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """One attention problem; B sequences with `queries` new of `contexts` tokens."""
+    """Sizes of one attention problem: B sequences of `contexts` tokens, `queries` of them new."""
 
     queries: tuple[int, ...]
     contexts: tuple[int, ...]
@@ -66,7 +66,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Problem:
-    """Tensors of one attention problem; arguments are named as those of `ops.paged_attention`."""
+    """Tensors of one attention problem, named like the arguments of `ops.paged_attention`."""
 
     query: Tensor
     key_cache: Tensor
@@ -81,14 +81,14 @@ class Problem:
     sinks: Tensor | None
 
     def double(self) -> "Problem":
-        """The same values in fp64, for a reference that rounds nothing."""
+        """The same values in fp64, for a reference without rounding."""
         caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
         sinks = None if self.sinks is None else self.sinks.double()
         return replace(self, query=self.query.double(), sinks=sinks, **caches)
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
-    """Random keys and values at shuffled blocks; NaN in every slot that no query may read.
+    """Random keys and values in shuffled blocks, with NaN in every slot that no query may read.
 
     Table entries past a sequence's blocks point at the trash block, which holds NaN too.
     """
@@ -131,3 +131,39 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
         softcap=shape.softcap,
         sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
     )
+
+
+def paged_attention_reference(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_tables: Tensor,
+    query_start: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    sliding_window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`ops.paged_attention`, one dot product at a time, in fp64."""
+    num_heads, block_size = query.shape[1], key_cache.shape[1]
+    group = num_heads // key_cache.shape[2]
+    out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))
+    starts, contexts = query_start.tolist(), context_lens.tolist()
+    for b, context in enumerate(contexts):
+        for token in range(starts[b], starts[b + 1]):
+            position = context - starts[b + 1] + token
+            first = max(0, position - sliding_window + 1) if sliding_window else 0
+            seen = torch.arange(first, position + 1, device=query.device)
+            block, inside = block_tables[b, seen // block_size].long(), seen % block_size
+            for head in range(num_heads):
+                keys = key_cache[block, inside, head // group].double()
+                scores = keys @ query[token, head].double() * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                weights = torch.softmax(scores, 0)[: len(seen)]
+                values = value_cache[block, inside, head // group].double()
+                out[token, head] = (weights @ values).to(out.dtype)
+    return out

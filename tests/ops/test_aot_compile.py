@@ -14,10 +14,10 @@ from specdec_kernels.launch_triton import launch_options
 
 HERE = Path(__file__).parent
 KERNELS = HERE.parents[1] / "kernels"
-SHARED_MEMORY = 227 * 1024  # what one block may use on sm_90
+SHARED_MEMORY = 227 * 1024  # bytes for one block on sm_90
 
-# A third of the time, for what others do nearly as well: `pytest tests/ops/test_aot_compile.py`
-# compiles all.
+# These cases take a third of the time, and other cases cover nearly the same code.
+# `pytest tests/ops/test_aot_compile.py` compiles all.
 SLOW = {
     *("rope_attention-fp32-D128", "rope_attention-verify-long", "rope_attention-verify-D64"),
     *("rope_attention-batch-32", "attention-fp32-D256", "linear-fp32-many", "batch-16-sm_89"),
@@ -32,7 +32,7 @@ def marked(names: Iterable[str]) -> list[Any]:
 def sizes(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, dict[str, int]]:
-    """Of the cases of the tests that are to run."""
+    """Sizes of the kernels in the selected tests."""
     items = [item for item in request.session.items if isinstance(item, pytest.Function)]
     here = [item for item in items if item.path == Path(__file__) and "sizes" in item.fixturenames]
     names = dict.fromkeys(str(item.callspec.params["case"]) for item in here)
@@ -63,12 +63,12 @@ def test_kernel_fits_gpus_with_less_shared_memory(case, sizes):
 
 @pytest.mark.parametrize("case", marked(c for c in aot_compile.CASES if c.startswith("rope_att")))
 def test_attention_begins_to_wait_soon(case, sizes):
-    """Keys that were turned in pieces before it, with barriers between, took 2 us a layer."""
+    """Transposing keys in pieces before the wait, with barriers between, took 2 us a layer."""
     assert sizes[case]["early_barriers"] <= 4 < sizes[case]["late_barriers"]
 
 
 def test_every_launch_asks_the_same_of_triton():
-    """By `launch_options`; kernels over logits by `dependence`, which has them."""
+    """Launches use `launch_options`; kernels over logits use `dependence`, which includes them."""
     said = {
         ast.unparse(call.func.value): [ast.unparse(k.value) for k in call.keywords if not k.arg]
         for path in KERNELS.glob("specdec_kernels/**/*_triton.py")

@@ -1,4 +1,4 @@
-"""Block verification: its exact law on tiny vocabularies, and the kernel against the definition."""
+"""Block verification: the exact law on tiny vocabularies, and the kernel against the definition."""
 
 import itertools
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
 from specdec_kernels.sampling.block_verify import block_chances, block_verify_reference
-from specdec_kernels.sampling.rejection import inverse_cdf
+from specdec_kernels.sampling.rejection import sample_categorical_reference
 from test_logits import (
     CASES,
     MASKED,
@@ -32,7 +32,7 @@ both = pytest.mark.parametrize("verify", [torch_blocks, triton_blocks], ids=["to
 
 @dataclass(frozen=True)
 class Pair:
-    """p and q after every prefix of tokens, numbered in base V: fp64 [V^m, V] for each length m."""
+    """p and q after every prefix of tokens: fp64 [V^m, V] for each length m, prefixes in base V."""
 
     target: list[Tensor]
     draft: list[Tensor]
@@ -50,7 +50,7 @@ class Pair:
         return torch.tensor(list(itertools.product(range(self.size), repeat=self.k)))
 
     def along(self, tables: list[Tensor]) -> Tensor:
-        """The rows of `tables` that each draft meets: [V^k, len(tables), V]."""
+        """The rows of `tables` along each draft: [V^k, len(tables), V]."""
         number = torch.arange(self.size**self.k)
         rows = [table[number // self.size ** (self.k - m)] for m, table in enumerate(tables)]
         return torch.stack(rows, 1)
@@ -61,7 +61,7 @@ class Pair:
 
 
 def make_pair(size: int, k: int, seed: int, likeness: float = 0.5) -> Pair:
-    """Random, with impossible tokens on both sides, and prefixes after which p = q."""
+    """A random pair with impossible tokens on both sides, and prefixes after which p = q."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -95,21 +95,21 @@ def decide(pair: Pair, lens: Tensor) -> Decision:
 
 
 def usable(chances: Tensor, lens: Tensor) -> Tensor:
-    """Chances in [0, 1]: 1 with nothing accepted, 0 past a draft's length."""
+    """Chances clamped to [0, 1]: 1 for accepting nothing, 0 past a draft's length."""
     place = torch.arange(chances.shape[1])
     chances = chances.masked_fill(place > lens[:, None], 0.0).clamp(0, 1)
     return chances.masked_fill(place == 0, 1.0)
 
 
 def last_that_passes(chances: Tensor, lens: Tensor) -> Tensor:
-    """Probability [N, k + 1] of each accepted length, the noise integrated exactly."""
+    """Probability [N, k + 1] of each accepted length, with the noise integrated exactly."""
     chances = usable(chances, lens)
     fails = torch.cat((1 - chances[:, 1:], torch.ones(len(chances), 1)), 1)
     return chances * fails.flip(1).cumprod(1).flip(1)
 
 
 def joint_law(pair: Pair, lens: Tensor, decision: Decision, counts: Counts) -> Tensor:
-    """Law of the next k + 1 tokens [V^(k+1)], those after a round's being the target's own."""
+    """Law of the next k + 1 tokens [V^(k+1)]; the target writes the tokens after the round's."""
     chances, follow = decision
     size, k = pair.size, pair.k
     weight = pair.chance_of_drafts()[:, None] * counts(chances, lens)
@@ -131,7 +131,7 @@ def target_law(pair: Pair) -> Tensor:
 
 
 def distance(pair: Pair, lens: Tensor, decision: Decision, counts: Counts) -> float:
-    """Total variation between what a round gives and the target's law."""
+    """Total variation between a round's law and the target's law."""
     return float((joint_law(pair, lens, decision, counts) - target_law(pair)).abs().sum() / 2)
 
 
@@ -140,20 +140,20 @@ def all_of(length: int) -> Callable[[Pair], Tensor]:
 
 
 def after_a_zero(pair: Pair) -> Tensor:
-    """Stop behind the first token 0, which stays proposed."""
+    """Lengths that stop after the first token 0, which stays proposed."""
     found = (pair.drafts() == 0).int()
     first = torch.where(found.any(1), found.argmax(1) + 1, pair.k)
     return first
 
 
 def where_unsure(pair: Pair) -> Tensor:
-    """Stop before a place at which no token is likely, as the draft knows before it draws."""
+    """Lengths that stop before a place where no token is likely, which is known before the draw."""
     unsure = (pair.along(pair.draft).amax(2) < 0.6).int()
     return torch.where(unsure.any(1), unsure.argmax(1), pair.k)
 
 
 def before_a_zero(pair: Pair) -> Tensor:
-    """Leave out the first token 0 and all behind it: the length rests on a token left out."""
+    """Lengths that drop the first token 0 and all after it, and so depend on a dropped token."""
     found = (pair.drafts() == 0).int()
     return torch.where(found.any(1), found.argmax(1), pair.k)
 
@@ -170,7 +170,7 @@ def test_the_output_has_exactly_the_targets_law(lengths):
 
 
 def test_chances_add_up_to_the_running_weights():
-    """At least i drafts stand with probability w_i given the first i: the heart of the proof."""
+    """Given the first i drafts, at least i are accepted with probability w_i, the proof's core."""
     for pair in PAIRS:
         lens = all_of(pair.k)(pair)
         counts = last_that_passes(decide(pair, lens)[0], lens)
@@ -179,7 +179,7 @@ def test_chances_add_up_to_the_running_weights():
         weight = torch.ones(len(lens), dtype=torch.float64)
         for i in range(pair.k):
             weight = torch.where(q[:, i] > 0, (weight * p[:, i] / q[:, i]).clamp(max=1), 0)
-            # Given the first i + 1, the later drafts are averaged over.
+            # Given the first i + 1 drafts, average over the later ones.
             reach = pair.chance_of_drafts() * counts[:, i + 1 :].sum(1)
             number = torch.arange(len(lens)) // pair.size ** (pair.k - i - 1)
             groups = pair.size ** (i + 1)
@@ -191,7 +191,7 @@ def test_chances_add_up_to_the_running_weights():
 
 
 def planted(fault: str, pair: Pair, lens: Tensor) -> Decision:
-    """Algorithm 2 written again, row by row, with a fault; "" for none."""
+    """Algorithm 2 row by row, with a planted fault; "" for none."""
     drafts, q, p = pair.drafts(), pair.along(pair.draft), pair.along(pair.target)
     chances, follow = torch.ones(p.shape[:2], dtype=torch.float64), p.clone()
     for n, length in enumerate(lens.tolist()):
@@ -235,12 +235,12 @@ def one_number_for_all(chances: Tensor, lens: Tensor) -> Tensor:
 
 
 def always_to_the_end(chances: Tensor, lens: Tensor) -> Tensor:
-    """The place after the last one is tested as well: lens one too long, as far as there is one."""
+    """A fault: the place after a draft's last is tested too, as if lens were one too long."""
     return last_that_passes(chances, (lens + 1).clamp(max=chances.shape[1] - 1))
 
 
 def drawn_with_the_accept_noise(pair: Pair, lens: Tensor) -> Decision:
-    """The token after i drafts is drawn with the number that failed test i + 1, not below h."""
+    """A fault: the token after i drafts is drawn with the number that failed test i + 1."""
     chances, follow = decide(pair, lens)
     running = (follow / follow.sum(2, keepdim=True)).cumsum(2)
     low = torch.nn.functional.pad(chances[:, 1:], (0, 1)).clamp(0, 1)
@@ -285,9 +285,9 @@ def test_planted_faults_are_noticed(fault):
 
 @pytest.mark.parametrize("is_fresh", [True, False], ids=["fresh", "reused"])
 def test_the_next_round_needs_numbers_of_its_own(is_fresh):
-    """Accept noise that a position keeps in every round makes the second token another's.
+    """If a position keeps its accept noise in every round, the second token has a wrong law.
 
-    A round of two drafts that accepts none, then one of one draft at the second position.
+    A round of two drafts accepts none; then a round of one draft begins at the second position.
     """
     pair = make_pair(3, 2, 1)
     lens = all_of(2)(pair)
@@ -300,7 +300,7 @@ def test_the_next_round_needs_numbers_of_its_own(is_fresh):
         if not mass > 0:
             continue
         p, q = pair.target[1][y], pair.draft[1][y]
-        failed = 0.0 if is_fresh else float(chances[n, 2])  # the number is not below that
+        failed = 0.0 if is_fresh else float(chances[n, 2])  # the number is at least this
         for z in range(3):
             if not q[z] > 0:
                 continue
@@ -331,7 +331,7 @@ def test_no_shorter_than_rejection_sampling_in_expectation():
 
 
 def test_the_reference_accepts_by_these_chances():
-    """Every pattern of passed and failed tests, and every token that may follow."""
+    """Covers every pattern of passed and failed tests, and every possible next token."""
     pair = make_pair(3, 2, 5)
     lens = after_a_zero(pair)
     chances, follow = decide(pair, lens)
@@ -347,7 +347,7 @@ def test_the_reference_accepts_by_these_chances():
             tokens, accepted = block_verify_reference(*args, noise, draw)
             rows = ((~tested | (possible & (passes | (noise < 1)))).all(1)).nonzero().squeeze(1)
             assert len(rows) and accepted[rows].tolist() == want[rows].tolist()
-            last = inverse_cdf(follow[rows, want[rows]], draw[rows, 0])
+            last = sample_categorical_reference(follow[rows, want[rows]], draw[rows, 0])
             assert torch.equal(tokens[rows, want[rows]], last)
 
 
@@ -390,7 +390,7 @@ def test_follows_the_definition(
     monkeypatch.setattr(rows_of_logits, "BLOCKS", (64, 128) if vocabulary < 1000 else (1024, 4096))
     made = make_round(lens, width, vocabulary, settings, device)
     made["lens"] = made["lens"].to(lens_dtype)
-    # Between the target's own row and the next: long prefixes pass, too.
+    # The draft's logits move towards the target's, so that long prefixes pass too.
     own = made["target_logits"][:, :width]
     made["draft_logits"] = own + like * (made["draft_logits"] - own)
     tokens, accepted = judge(verify, made, settings)
@@ -421,7 +421,7 @@ def test_drafts_of_another_dtype_or_vocabulary(
     ids=["torch", "triton"],
 )
 def test_proposals_that_were_not_drawn_and_no_proposals(verify, reject, device):
-    """Both rules have one law there, and one answer."""
+    """Both rules have the same law in these cases, and give the same answer."""
     made = make_round([0, 3, 2, 3], 3, 61, MASKED, device) | {"draft_logits": None}
     none = make_round([0, 0], 0, 33, PLAIN, device)
     for given, settings in ((made, MASKED), (none, PLAIN)):
@@ -431,7 +431,7 @@ def test_proposals_that_were_not_drawn_and_no_proposals(verify, reject, device):
 
 @both
 def test_a_prefix_may_pass_after_one_that_failed(verify, device):
-    """What rejection sampling never does: a token that is unlikely alone, mended by the next."""
+    """A token that is unlikely alone is accepted because of the next; rejection never does that."""
     p = torch.tensor([[[0.4, 0.6], [0.9, 0.1], [0.5, 0.5]]], device=device)
     q = torch.tensor([[[0.8, 0.2], [0.45, 0.55]]], device=device)
     made = {
@@ -450,7 +450,7 @@ def test_a_prefix_may_pass_after_one_that_failed(verify, device):
 @pytest.mark.parametrize("batch", [1, 32], ids=lambda batch: f"B{batch}")
 @pytest.mark.parametrize("settings", [(0.9, 0, 1.0), (0.9, 50, 0.95)], ids=str)
 def test_full_vocabulary_in_a_graph(settings, batch, device):
-    """Captured with inputs of zeros, replayed with others: nothing is read on the host."""
+    """The graph is captured with zeros and replayed with other inputs: the host reads nothing."""
     lens = [(5 * b + 5) % 6 for b in range(batch)]
     made = make_round(lens, 5, 128256, settings, device, draft_vocabulary=128000)
     empty = {name: torch.zeros_like(tensor) for name, tensor in made.items()}

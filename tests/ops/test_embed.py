@@ -12,7 +12,7 @@ EPS = 1e-5
 def make(
     tokens: int, width: int, dim: int, dtype: torch.dtype, device: torch.device
 ) -> dict[str, Tensor]:
-    """A vocabulary of 50 and 90 positions; what nobody asks for is NaN."""
+    """Tables of 50 tokens and 90 positions, with NaN in rows that are not asked for."""
     generator = torch.Generator().manual_seed(tokens + width)
     ids = torch.randint(50, (tokens,), generator=generator)
     positions = torch.randint(90, (tokens,), generator=generator)
@@ -50,7 +50,7 @@ def test_kernel(size, dtype, device):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scaled(dtype, device):
-    """As Gemma: by a value of the dtype, and with the norm's weight in fp32."""
+    """Gemma scales by a value of the dtype, and has the norm's weight in fp32."""
     arguments = make(5, 200, 24, dtype, device)
     arguments["norm_weight"] = arguments["norm_weight"].float() + 1e-4
     scale = torch.tensor(200**0.5, dtype=dtype).item()

@@ -15,7 +15,7 @@ ARGMAX = [
 
 def logits_of(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(vocabulary)
-    # Few distinct values: maxima that occur several times are the rule.
+    # Few distinct values, so most maxima occur several times.
     values = torch.randint(0, 50, (rows, vocabulary), generator=generator)
     return (values.float() / 8).to(device, dtype)
 
@@ -38,7 +38,7 @@ def test_first_maximum(size, argmax, dtype, device):
 
 @pytest.mark.parametrize("argmax", ARGMAX)
 def test_special_values(argmax, device):
-    """A maximum that is not finite is none, as the one-hot distribution of its row has NaNs."""
+    """A maximum that is not finite gives -1, as its row's one-hot distribution has NaNs."""
     logits = logits_of(8, 9000, torch.float32, device)
     logits[0, 8999] = float("nan")
     logits[1, 0] = float("nan")

@@ -42,7 +42,7 @@ SIZES = [(1, 64, 32), (3, 96, 50), (6, 200, 34), (16, 130, 48), (17, 72, 40), (7
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_layer(size, activation, dtype, device):
-    """Output projection, norm, gated MLP and the next layer's projection, one after the other."""
+    """Tests output projection, norm, gated MLP and the next layer's projection in sequence."""
     rows, width, features = size
     kind = {"dtype": dtype, "device": device}
     x, residual = normal(rows, width, **kind), normal(rows, features, **kind)
@@ -63,7 +63,7 @@ def test_layer(size, activation, dtype, device):
     tolerance = TOLERANCE[dtype]
     hidden = residual.double() + F.linear(x.double(), out_weight.double(), biases[0].double())
     assert_close("hidden", hidden, first.hidden, tolerance)
-    # Each step from what the step before it gave, so that errors do not add up.
+    # Each step starts from the previous step's result, so errors do not add up.
     mlp = F.linear(norm_of(first.hidden, norms[0]), gate_up.double())
     assert_close("inner", ops.gate.reference(mlp, activation), inner, tolerance)
     hidden = first.hidden.double() + F.linear(inner.double(), down.double())
@@ -93,7 +93,7 @@ def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
     rows, width, features = size
     rows = min(rows, tiles.block_m)
     kind = {"dtype": dtype, "device": device}
-    # Rows that lie apart, as those of a slice of a wider tensor.
+    # Rows that lie apart, as in a slice of a wider tensor.
     x = normal(rows, 2 * width, **kind)[:, :width]
     residual = normal(rows, 3 * features, **kind)[:, :features]
     weight = normal(features, width, scale=width**-0.5, **kind)
@@ -192,10 +192,10 @@ def test_rms_norm(shape, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (3, 2048)], ids=str)
 def test_norm_of_a_projection_before_it_is_added(shape, dtype, device):
-    """With weights in fp32, as Gemma's 1 + g; x is rounded when normed and when added."""
+    """Weights are fp32, like Gemma's 1 + g; x is rounded when normed and when added."""
     kind = {"dtype": dtype, "device": device}
     wide = {"dtype": torch.float32, "device": device}
-    # Rows that lie apart, and a scale at which the epsilon counts.
+    # Rows that lie apart, at a scale where the epsilon matters.
     x = normal(shape[0], 2 * shape[1], scale=1e-3, **kind)[:, shape[1] :]
     residual = normal(*shape, **kind)
     post, norm = 1 + normal(shape[1], **wide), 1 + normal(shape[1], **wide)
@@ -239,7 +239,7 @@ def test_norm_then_product(device):
 
 
 def test_references_agree_with_torch():
-    """The functions of `ops` on CPU tensors: a layer of Llama without attention."""
+    """`ops` on CPU tensors compute a Llama layer without attention like torch."""
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
     x, weight, residual = normal(3, 16, **kind), normal(8, 16, **kind), normal(3, 8, **kind)
     norm, gate_up = normal(8, **kind), normal(12, 8, **kind)
@@ -292,7 +292,7 @@ def test_few_programs_get_a_multiprocessor_each():
 
 
 def test_programs_that_nearly_fit_all_run_at_once():
-    """Models of width 5120, and what was measured for the 8B, which stays as it is."""
+    """Models of width 5120 get smaller tiles; the measured tiles of the 8B do not change."""
 
     def tiles_of(kind: str, features: int, width: int) -> Tiles:
         x = torch.empty(6, width, dtype=torch.bfloat16, device="meta")
@@ -309,7 +309,7 @@ def test_programs_that_nearly_fit_all_run_at_once():
 
 @pytest.mark.parametrize("rows", [17, 64])
 def test_programs_of_many_rows_do_not_come_in_a_turn_and_a_few(rows):
-    """What ends in the residual stream of widths from 2048 to 8192, on one turn of programs."""
+    """Layers that end in residual streams of 2048 to 8192 run in one full wave of programs."""
     for width, inner in ((2048, 8192), (3584, 18944), (4096, 14336), (5120, 13824), (8192, 28672)):
         for depth in (width, inner):
             x = torch.empty(rows, depth, dtype=torch.bfloat16, device="meta")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 EPS = 1e-5
 F32, BF16, F64 = torch.float32, torch.bfloat16, torch.float64
-# N, K: not packed; packed and kept plain; packed alone. Odd, so that the last blocks are not full.
+# N, K: not packed; packed and kept plain; only packed. Odd sizes leave the last blocks not full.
 SIZES = {"small": (75, 130), "both": (701, 257), "packed": (1031, 515)}
 packs = pytest.mark.skipif(
     not pays_to_pack(F32), reason="weights in fp32 are packed on AMD processors alone"
@@ -64,7 +64,7 @@ def test_products_match_fp64(size: str, rows: int, dtype: torch.dtype) -> None:
     plain = normal(features, width, dtype=dtype, scale=width**-0.5)
     weight = ops.pack_weight(plain)
     assert isinstance(weight, PackedWeight) == forms_of(plain.numel(), dtype).packed
-    # Rows that lie apart, as those of a slice of a wider tensor.
+    # Rows that lie apart, as in a slice of a wider tensor.
     x = normal(rows, 2 * width, dtype=dtype)[:, :width]
     residual = normal(rows, 3 * features, dtype=dtype)[:, features : 2 * features]
     before = residual.clone()
@@ -100,7 +100,7 @@ def test_gated_mlp_matches_fp64(size: str, rows: int) -> None:
 @pytest.mark.parametrize("shape", [(1, 64), (5, 100), (2, 3, 24)], ids=str)
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     x, weight = normal(*shape, dtype=dtype), normal(shape[-1], dtype=dtype)
-    x[..., 0, :] *= 1e-4  # where the epsilon counts
+    x[..., 0, :] *= 1e-4  # so small that the epsilon matters
     expected = rms_norm_reference(x.double(), weight.double(), EPS)
     before = x.clone()
     assert_close("out", expected, ops.rms_norm(x, weight, EPS), TOLERANCE[dtype])

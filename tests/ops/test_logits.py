@@ -1,4 +1,4 @@
-"""Sampling and rejection over logits, against the definition followed in fp64."""
+"""Sampling and rejection over logits, against their definitions in fp64."""
 
 from collections.abc import Callable
 
@@ -7,10 +7,13 @@ import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
-from specdec_kernels.sampling.block_verify_triton import block_verify_logits_triton
 from specdec_kernels.sampling.logit_rows_triton import logit_rows_triton
 from specdec_kernels.sampling.logits import LogitRows, to_probs
-from specdec_kernels.sampling.logits_triton import reject_logits_triton, sample_logits_triton
+from specdec_kernels.sampling.logits_triton import sample_logits_triton
+from specdec_kernels.sampling.verify_triton import (
+    block_verify_logits_triton,
+    reject_logits_triton,
+)
 from torch import Tensor
 
 from tests.lossless import chi_square
@@ -32,8 +35,7 @@ SETTINGS: list[Settings] = [
 
 
 def rule_of(function: Rule, reads_rows: bool) -> Rule:
-    """A rule as a function of what it decides by; `logit_rows` of the logits for those that read
-    them."""
+    """A rule as a function of logits and noise; rules that need `logit_rows` get them computed."""
 
     def decide(
         draft_tokens: Tensor,
@@ -50,7 +52,7 @@ def rule_of(function: Rule, reads_rows: bool) -> Rule:
             batch, width, _ = logits.shape
             if width == 0:
                 return LogitRows(accept_noise.new_empty(0, 4), accept_noise.new_empty(0, 1))
-            if logits.stride(0) == 0:  # the same in every round
+            if logits.stride(0) == 0:  # all rounds share the same rows
                 one = logit_rows_triton(logits[0], temperature, top_k, top_p)
                 return LogitRows(*(t.repeat(batch, 1) for t in one))
             return logit_rows_triton(logits.flatten(0, 1), temperature, top_k, top_p)
@@ -93,7 +95,7 @@ every_rule = pytest.mark.parametrize(
 
 
 def kept_by(logits: Tensor, rows: Tensor) -> Tensor:
-    """Which tokens a row's threshold and index keep, bool [R, V]; never one of no probability."""
+    """Mask of tokens that a row's threshold and index keep, bool [R, V]; none of probability 0."""
     x, index = logits.float(), torch.arange(logits.shape[1], device=logits.device)
     threshold, first = rows[:, 2:3], rows[:, 3:4]
     return ((x > threshold) | ((x == threshold) & (index >= first))) & (x > -INF)
@@ -105,14 +107,14 @@ def exact_weights(logits: Tensor, temperature: float) -> Tensor:
 
 
 def exact_probs(logits: Tensor, settings: Settings) -> Tensor:
-    """`to_probs` of logits [..., V] in fp64, but for what is kept."""
+    """`to_probs` of logits [..., V] in fp64, with the fp32 choice of kept tokens."""
     weights = exact_weights(logits.flatten(0, -2), settings[0]).view(logits.shape)
     weights = weights * (to_probs(logits, *settings) > 0)
     return weights / weights.sum(-1, keepdim=True)
 
 
 def check_rows(logits: Tensor, settings: Settings, found: LogitRows) -> None:
-    """Follow the definition in fp64. Rounding may move top-p's border where it is nearly met."""
+    """Check rows by the definition in fp64. Rounding may move top-p's border in close cases."""
     temperature, top_k, top_p = settings
     vocabulary = logits.shape[1]
     assert torch.equal(found.rows[:, 0], logits.float().amax(1))
@@ -140,8 +142,8 @@ def check_rows(logits: Tensor, settings: Settings, found: LogitRows) -> None:
 
 
 def some_logits(rows: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random, coarse enough for ties in the second row, with impossible tokens in the third, equal
-    in the fourth and all below zero in the fifth; every second row of a wider tensor of NaN."""
+    """Random logits: ties in the second row, impossible tokens in the third, equal values in the
+    fourth, only negative ones in the fifth; every second row of a wider tensor of NaN."""
     generator = torch.Generator().manual_seed(vocabulary)
     x = 3 * torch.randn(rows, vocabulary, generator=generator)
     for r in range(rows):
@@ -198,7 +200,7 @@ def test_cuts_of_the_vocabulary(settings, few, device, monkeypatch):
     [(0, 0.1), (0, 0.49), (0, 0.5), (0, 0.51), (0, 0.9), (1, 0.5), (3, 1.0), (5, 0.9)],
 )
 def test_ties_at_the_border(top_p, top_k, rows_of, device):
-    """The same tokens as by `to_probs`: of equal ones those of higher index."""
+    """The kept tokens are those of `to_probs`: of equal tokens the ones of higher index."""
     rows = [[2.0, 1, 2, 0, 1, 2, 0, 1], [1.0] * 8, [0, 3, 0, 3, 0, 0, 0, 0], [-0.0, 0.0] * 4]
     logits = torch.tensor(rows, dtype=torch.bfloat16, device=device)
     found = rows_of(logits, 0.7, top_k, top_p)
@@ -247,7 +249,7 @@ def test_void_rows(dtype, filters, rows_of, device, monkeypatch):
 
 
 def check_cdf(weights: Tensor, noise: float, drawn: int, name: str) -> None:
-    """Whether `drawn` is where the inverse CDF of fp64 weights falls, but for rounding."""
+    """Check that `drawn` is the inverse CDF of fp64 weights, up to rounding."""
     running = torch.cumsum(weights / weights.sum(), 0)
     assert weights[drawn] > 0, f"{name}: drawn token has no weight"
     assert running[drawn] - weights[drawn] / weights.sum() <= noise + 2e-5, f"{name}: too far"
@@ -274,13 +276,13 @@ def test_draws_follow_the_definition(vocabulary, settings, device):
 
 
 def rounds(device: torch.device) -> int:
-    """How many draws of a chi-square test: the interpreter takes milliseconds for each."""
+    """Number of draws of a chi-square test; the interpreter takes milliseconds for each."""
     return 20_000 if device.type == "cuda" else 400
 
 
 @pytest.mark.parametrize("settings", [(0.7, 0, 1.0), (1.2, 12, 0.9)], ids=str)
 def test_draws_have_the_distribution(settings, device):
-    """And the test would notice another temperature, or a filter left out."""
+    """The test would also notice another temperature, or a missing filter."""
     count, vocabulary = rounds(device), 24
     generator = torch.Generator().manual_seed(3)
     logits = (1.5 * torch.randn(1, vocabulary, generator=generator)).bfloat16()
@@ -306,8 +308,8 @@ def make_round(
     draft_vocabulary: int = 0,
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.bfloat16, torch.bfloat16),
 ) -> dict[str, Tensor]:
-    """Arguments of a rule but the settings, drafts drawn from q; what lies past a row's length is
-    NaN, or no token at all."""
+    """Arguments of a rule except the settings, with drafts drawn from q. Entries past a row's
+    length are NaN or invalid tokens."""
     generator = torch.Generator().manual_seed(len(lens) * 1000 + width * 100 + vocabulary)
     batch, own = len(lens), draft_vocabulary or vocabulary
     p = 2 * torch.randn(batch, width + 1, vocabulary, generator=generator)
@@ -349,9 +351,9 @@ def check_round(
     accepted: Tensor,
     one_hot: Tensor | None = None,
 ) -> None:
-    """Follow the rule row by row; rounding may only move a draw at a CDF step.
+    """Check a rule row by row; rounding may only move a draw at a CDF step.
 
-    one_hot: q in place of what the draft's logits make.
+    one_hot: q to use in place of the draft's logits.
     """
     host = {name: tensor.cpu() for name, tensor in made.items()}
     missing = host["target_logits"].shape[2] - host["draft_logits"].shape[2]
@@ -418,7 +420,7 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
 def test_proposals_that_were_not_drawn(
     lens, width, vocabulary, settings, scale, reject, device, monkeypatch
 ):
-    """q is one-hot: d stands with the target's own chance, and never comes back as the next."""
+    """q is one-hot: d is accepted with the target's chance, and never drawn after a rejection."""
     monkeypatch.setattr(rows_of_logits, "BLOCKS", (64, 128))
     made = make_round(lens, width, vocabulary, settings, device)
     made["target_logits"] = made["target_logits"] * scale
@@ -478,7 +480,7 @@ def test_a_draft_without_a_token_spoils_its_round_alone(reject, device):
     made["draft_tokens"][1, 1] = -1
     _, accepted = judge(reject, made, settings)
     assert accepted.tolist() == [int(want[1][0]), -2, int(want[1][2])]
-    made["target_logits"][1, 0, 5] = INF  # the draft is reported, as it came first
+    made["target_logits"][1, 0, 5] = INF  # the draft is reported, because it comes first
     assert judge(reject, made, settings)[1].tolist() == accepted.tolist()
 
 
@@ -497,7 +499,7 @@ def test_a_draft_equal_to_the_target_is_accepted(reject, device):
 @both_rejections
 @pytest.mark.parametrize("settings", [(0.8, 0, 1.0), (1.2, 6, 0.9)], ids=str)
 def test_the_emitted_token_has_the_targets_distribution(settings, reject, device):
-    """And the test would notice a draft that claims another distribution than it was drawn from."""
+    """The test would also notice a draft that claims another distribution than its own."""
     generator = torch.Generator().manual_seed(7)
     count = rounds(device) if reject is triton_rejects else 20_000
     vocabulary = 8
@@ -541,7 +543,7 @@ def test_full_vocabulary(settings, dtype, num_rows, device):
 @pytest.mark.parametrize("settings", [(0.9, 0, 1.0), (0.9, 50, 1.0), (0.9, 0, 0.95)], ids=str)
 @pytest.mark.parametrize("batch", [1, 32], ids=lambda batch: f"B{batch}")
 def test_rejection_over_the_full_vocabulary_in_a_graph(batch, settings, device):
-    """Captured with inputs of NaN, replayed with others: nothing is read on the host."""
+    """The graph is captured with NaN and replayed with other inputs: the host reads nothing."""
     lens = [(5 * b + 5) % 6 for b in range(batch)]
     made = make_round(lens, 5, 128256, settings, device, draft_vocabulary=128000)
     empty = {name: torch.zeros_like(tensor) for name, tensor in made.items()}

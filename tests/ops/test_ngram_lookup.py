@@ -1,4 +1,4 @@
-"""Looking n-grams up: the reference and the kernel against the definition, word for word."""
+"""Lookup of n-grams: the reference and the kernel against the definition in plain Python."""
 
 import pytest
 import specdec_kernels.round.ngram_triton as ngram_triton
@@ -18,7 +18,7 @@ def by_definition(text, longest, shortest, room):
 
 
 def history_of(texts, device, width):
-    """A row a text, in another order and among other rows; behind each what must not be read."""
+    """A row for each text, in another order and among other rows; the rest must not be read."""
     history = torch.full((2 * len(texts) + 1, width + 3), 10**6, dtype=torch.int32)
     rows = [2 * len(texts) - 1 - 2 * i for i in range(len(texts))]
     for row, text in zip(rows, texts, strict=True):
@@ -43,7 +43,7 @@ def check(lookup, texts, rooms, longest, shortest, k, device):
 @pytest.mark.parametrize(("longest", "shortest"), [(1, 1), (3, 1), (3, 2), (4, 4), (9, 1)])
 @pytest.mark.parametrize("block", [16, 64, 2048])
 def test_lookup_follows_the_definition(lookup, longest, shortest, block, device, monkeypatch):
-    """Texts of a few different tokens, some longer than the kernel looks at together."""
+    """Texts have few different tokens, and some are longer than the kernel reads at once."""
     monkeypatch.setattr(ngram_triton, "BLOCK", block)
     generator = torch.Generator().manual_seed(longest)
     k = 5
@@ -59,11 +59,11 @@ def test_lookup_follows_the_definition(lookup, longest, shortest, block, device,
 @both
 def test_the_first_of_the_longest(lookup, device):
     texts = [
-        [2, 8, 1, 2, 9, 1, 2],  # 1 2 occurred once, 2 alone earlier
-        [7, 7, 7, 7],  # the first place of the longest suffix, which overlaps
+        [2, 8, 1, 2, 9, 1, 2],  # 1 2 occurs once before, 2 alone earlier
+        [7, 7, 7, 7],  # the first match of the longest suffix overlaps it
         [1, 2, 3],
         [5],
-        [0, 0],  # token 0 is one like any other
+        [0, 0],  # token 0 is an ordinary token
         [3, 1, 1, 2, 3, 1],
     ]
     check(lookup, texts, [4] * len(texts), 3, 1, 4, device)
@@ -73,6 +73,6 @@ def test_the_first_of_the_longest(lookup, device):
 @both
 @pytest.mark.parametrize("k", [1, 3, 16])
 def test_one_long_text(lookup, k, device):
-    """What is found lies at the very beginning, or at the last place there can be."""
+    """The match lies at the beginning of the text, or at the last possible place."""
     text = list(range(5000))
     check(lookup, [[9000, *text, 9000], [*text, 4999]], [k, k], 4, 1, k, device)

@@ -5,9 +5,14 @@ import sys
 from pathlib import Path
 
 import torch
-from ops_helpers import Shape, assert_close, make_problem, needs_cuda
+from ops_helpers import (
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
 from specdec_kernels import ops
-from specdec_kernels.attention.paged import paged_attention_reference
 from specdec_kernels.dispatch import Kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -72,7 +77,7 @@ def test_attention_on_cpu():
 
 @needs_cuda
 def test_cuda_never_waits_for_the_host(device):
-    """All ops, captured into one CUDA graph: a synchronisation would fail the capture."""
+    """All ops are captured into one CUDA graph; a synchronisation would fail the capture."""
     problem = make_problem(Shape((2, 3), (40, 9), padding=1), torch.bfloat16, device)
     logits = torch.randn(2, 3, 5000, generator=torch.Generator().manual_seed(1)).to(device)
     drafts, lens = logits[:, :2].argmax(2), torch.tensor([2, 1], device=device)
@@ -104,7 +109,7 @@ def test_cuda_never_waits_for_the_host(device):
 
 
 def test_triton_functions_take_what_the_public_ones_take():
-    """Names, order and defaults; launch settings may follow, each with a default."""
+    """Names, order and defaults are the same; launch settings with defaults may follow."""
     kernels = [value for value in vars(ops).values() if isinstance(value, Kernel)]
     assert len(kernels) > 20
     for kernel in kernels:

@@ -2,8 +2,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ops_helpers import DTYPES, TOLERANCE, Problem, Shape, assert_close, make_problem, needs_cuda
-from specdec_kernels.attention.paged import gather_attention, gather_plan, paged_attention_reference
+from ops_helpers import (
+    DTYPES,
+    TOLERANCE,
+    Problem,
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
+from specdec_kernels.attention.paged import gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor
@@ -119,7 +128,7 @@ def test_gather(shape, dtype):
 @pytest.mark.parametrize("window", [0, 1, 7, 40])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 33), (5, 33), (5, 5), (20, 64), (40, 40)], ids=str)
 def test_a_sequence_in_one_piece_of_the_cache(shape, window):
-    """Whose keys need no gathering; other blocks hold NaN."""
+    """Its keys need no gathering; other blocks hold NaN."""
     queries, context = shape
     problem = make_problem(
         Shape((queries,), (context,), window=window), torch.float64, torch.device("cpu")

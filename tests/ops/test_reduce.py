@@ -1,4 +1,4 @@
-"""Sums and logits of one rank, beside others that have already written their parts."""
+"""Sums and logits on one rank, after the other ranks have written their parts."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ WIDE = 2**31 - 2  # counters wrap around
 
 
 def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
-    """The view of `rank`, and all ranks' flags. parts: [size, places, MAX_ROWS, N] of all ranks."""
+    """`Peers` as `rank` sees them, and all ranks' flags. parts: [size, places, MAX_ROWS, N]."""
     size, device = len(parts), parts.device
     all_flags = torch.full((size, flags, size), WIDE, dtype=torch.int32, device=device)
     peers = Peers(
@@ -58,7 +58,7 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
     norm, residual = normal(width), normal(rows, 2 * width)[:, :width]
     assert peers.take(0, MAX_ROWS + 1, width) is None
     for call, place in enumerate((0, 1, 0, 1), start=1):
-        flags[rank, :used, :rank] += 1  # what the others announce
+        flags[rank, :used, :rank] += 1  # set by the other ranks
         before = flags.clone()
         out = reduce_add_norm_triton(peers, place, residual, norm, EPS)
         before[:, :used, rank] += 1
@@ -68,7 +68,7 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
         expected = residual.double() + parts[:, place, :rows].double().sum(0)
         assert_close("hidden", expected, out.hidden, 2 * TOLERANCE[dtype])
         normed = F.rms_norm(out.hidden.double(), (width,), norm.double(), EPS)
-        if rows > 64:  # products of many rows take a finished norm
+        if rows > 64:  # products of many rows need a finished norm
             assert out.squares is None
             assert_close("norm", normed, out.scaled, TOLERANCE[dtype])
             continue
@@ -82,7 +82,7 @@ def test_sums_of_ranks(rows, width, size, dtype, device):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (6, 600), (69, 320)])
 def test_sums_alone(rows, width, dtype, device):
-    """In turn with sums that have a residual: they share the flags."""
+    """These sums alternate with sums that have a residual, since they share the flags."""
     generator = torch.Generator().manual_seed(width)
     parts = torch.randn((3, 2, MAX_ROWS, width), generator=generator).to(device, dtype)
     parts[:, :, rows:] = float("nan")

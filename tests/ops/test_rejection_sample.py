@@ -16,7 +16,7 @@ ALMOST_ONE = 1 - 2**-24
 def make_inputs(
     lens: list[int], width: int, vocabulary: int, device: torch.device
 ) -> dict[str, Tensor]:
-    """Random rows, drafts drawn from q; what lies past a row's length is NaN or no token at all."""
+    """Random rows, drafts drawn from q; entries past a row's length are NaN or invalid tokens."""
     generator = torch.Generator().manual_seed(len(lens) * 1000 + width * 100 + vocabulary)
     rows = len(lens)
     q = torch.softmax(2 * torch.randn(rows, width, vocabulary, generator=generator), 2)
@@ -42,7 +42,7 @@ def make_inputs(
 
 
 def check_by_definition(inputs: dict[str, Tensor], tokens: Tensor, accepted: Tensor) -> None:
-    """Follow the definition row by row, in fp64; rounding may only move a draw at a CDF step."""
+    """Check the definition row by row in fp64; rounding may only move a draw at a CDF step."""
     host = {name: tensor.cpu() for name, tensor in inputs.items()}
     for b, length in enumerate(host["lens"].tolist()):
         count = 0
@@ -170,7 +170,7 @@ def test_two_drafts_leave_the_joint_distribution_unchanged():
 
 @both
 def test_greedy_is_the_one_hot_case(sample, device):
-    """Equal drafts are accepted, the first other one is replaced by the target's token."""
+    """Drafts equal to the target's tokens are accepted; the first other one is replaced by it."""
     vocabulary = 7
     draft = torch.tensor([[1, 2, 3], [1, 5, 3], [6, 2, 3]], device=device)
     target = torch.tensor([[1, 2, 3, 4]], device=device).expand(3, 4)
@@ -189,7 +189,7 @@ def test_greedy_is_the_one_hot_case(sample, device):
 
 @both
 def test_empty_residual_draws_from_the_target(sample, device):
-    """q exceeds p everywhere, as rounding can make it: max(p - q, 0) is zero."""
+    """Rounding can make q exceed p everywhere, so that max(p - q, 0) is zero."""
     p = torch.tensor([0.0, 0.25, 0.75], device=device)
     q = torch.tensor([0.0, 0.5, 0.75], device=device)
     noise = torch.tensor([[0.9, 0.0], [0.9, 0.3]], device=device)
@@ -207,7 +207,7 @@ def test_empty_residual_draws_from_the_target(sample, device):
 
 @both
 def test_zero_draft_row_draws_from_the_target(sample, device):
-    """A step past k_i under a CUDA graph has q = 0: its residual is p, the bonus draw."""
+    """Under a CUDA graph a step past k_i has q = 0, so its residual is p, as for a bonus draw."""
     p = torch.tensor([0.25, 0.25, 0.5], device=device)
     tokens, accepted = sample(
         torch.tensor([[0]], device=device),

@@ -5,10 +5,17 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from ops_helpers import DTYPES, TOLERANCE, Shape, assert_close, make_problem, needs_cuda
+from ops_helpers import (
+    DTYPES,
+    TOLERANCE,
+    Shape,
+    assert_close,
+    make_problem,
+    needs_cuda,
+    paged_attention_reference,
+)
 from specdec_kernels import ops
 from specdec_kernels.attention.decode_triton import rope_attention_triton
-from specdec_kernels.attention.paged import paged_attention_reference
 from specdec_kernels.attention.rope import Rotation, split_heads_reference
 from specdec_kernels.attention.split_triton import part_of
 from specdec_kernels.attention.tiles import num_splits
@@ -20,7 +27,7 @@ EPS = 1e-6
 
 @dataclass(frozen=True)
 class Layer:
-    """Arguments of `ops.rope_attention`, by name, and what is to come out."""
+    """Arguments of `ops.rope_attention`, by name, and the expected results."""
 
     arguments: dict[str, object]
     live: int
@@ -30,7 +37,7 @@ class Layer:
     expected_value_cache: Tensor
 
     def run(self, **overrides: object) -> Tensor:
-        """Results on fresh copies of the caches, which are checked too."""
+        """Run on fresh copies of the caches, and check these too; returns the result."""
         caches = {name: self.arguments[name].clone() for name in ("key_cache", "value_cache")}
         out = rope_attention_triton(**{**self.arguments, **caches, **overrides})
         for name, actual in caches.items():
@@ -45,7 +52,7 @@ class Layer:
 def make_layer(
     shape: Shape, dtype: torch.dtype, device: torch.device, norms: bool = False
 ) -> Layer:
-    """A problem whose new tokens' slots are NaN still; padding tokens write to the trash block."""
+    """A problem with NaN in the slots of new tokens; padding tokens write to the trash block."""
     problem = make_problem(shape, dtype, device)
     generator = torch.Generator().manual_seed(sum(shape.contexts) + shape.dk)
     heads, bs, dim = shape.heads + 2 * shape.kv_heads, shape.block_size, shape.dk
@@ -115,7 +122,7 @@ SHAPES = [
     Shape((1, 3), (70, 5), sinks=True),
     Shape((1, 2), (170, 33), sinks=True, softcap=1.5, window=140, heads=16, kv_heads=1),
     Shape((2, 1), (12, 7), padding=3),
-    # Too many rows for one tile: rotation and attention are kernels of their own.
+    # Too many rows for one tile, so rotation and attention are separate kernels.
     Shape((37,), (37,), heads=8, kv_heads=1, dk=32, dv=32, block_size=16),
     Shape((40, 1, 17), (40, 90, 50), heads=6, kv_heads=1, dk=24, dv=24, block_size=7, padding=2),
 ]
@@ -161,7 +168,7 @@ def test_sequence_without_context_stays_finite(device):
 
 @pytest.mark.parametrize("splits", [1, 2])
 def test_queries_before_the_first_token_are_padding(splits, device):
-    """A prompt of one token is fed as two: the one before it belongs to nobody."""
+    """A prompt of one token is fed as two tokens, of which the first is padding."""
     layer = make_layer(Shape((1, 2), (1, 2), sinks=True), torch.float32, device)
     order = torch.tensor([0, 0, 0, 0, 1, 2], device=device)  # three padding tokens in all
     given = {name: layer.arguments[name][order] for name in ("qkv", "cos", "sin", "slots")}

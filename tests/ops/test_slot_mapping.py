@@ -42,7 +42,7 @@ def test_slots_follow_the_block_table(lens, block_size, with_rejected, slot_mapp
 @both
 def test_what_must_not_be_stored_goes_to_the_trash_block(slot_mapping, device):
     tables = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32, device=device)
-    # Valid, past the model, past the table, rejected, and two tokens of no row.
+    # Valid, past the model, past the table, rejected, and two tokens without a row.
     positions = torch.tensor([7, 9, 1 << 33, 2, 3, 1], device=device)
     rejected = torch.tensor([False, False, False, True, False, False], device=device)
     slots = slot_mapping(tables, starts_of([1, 3], device), positions, rejected, 5, 9)

@@ -14,7 +14,7 @@ from specdec_kernels.attention.cache_triton import write_kv_triton
 )
 def test_tokens_land_in_their_slots(tokens, heads, dk, dv, block_size, dtype, write, device):
     blocks = 6
-    # Transposed, as models hand them over: [Hkv, T, D] in memory.
+    # Transposed, as models pass them: [Hkv, T, D] in memory.
     key = torch.randn(heads, tokens, dk, device=device).to(dtype).transpose(0, 1)
     value = torch.randn(heads, tokens, dv, device=device).to(dtype).transpose(0, 1)
     # Key and value interleaved in one pool: the caches are not contiguous as a whole.

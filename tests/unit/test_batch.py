@@ -25,7 +25,7 @@ Case = tuple[list[Span], list[int], int]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Spans of random sequences with shuffled blocks; every one feeds at least one token."""
+    """Spans of random sequences with shuffled blocks; every span feeds at least one token."""
     block_size = draw(st.integers(1, 5))
     batch = draw(st.integers(1, 5))
     blocks = draw(st.permutations(range(1, 200)))
@@ -96,7 +96,7 @@ def test_a_chunk_of_a_prompt_needs_no_logits(seq: Sequence) -> None:
 
 
 def loaded(seq: Sequence) -> BatchState:
-    """Two slots, the second of them idle."""
+    """A state of two slots, of which the second is idle."""
     state = BatchState.empty(2, 3, CPU)
     state.load([seq], 0)
     return state
@@ -117,7 +117,7 @@ def fed(
 
 
 def test_scoring_feeds_the_last_token_and_the_proposals(seq: Sequence) -> None:
-    """Three of four proposals are this sequence's; ids the model lacks are its last one."""
+    """Three of four proposals are live; ids past the vocabulary become the model's last id."""
     batch, live = fed(seq, [15, 90, 91, 99, 93], 3, -1, 1)
     assert batch.token_ids.tolist() == [15, 90, 91, 94]
     assert batch.positions.tolist() == [5, 6, 7, 8]

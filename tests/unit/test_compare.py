@@ -1,4 +1,4 @@
-"""What follows from the records of a comparison: points, the best pair, flips, tokens."""
+"""Conclusions from the records of a comparison: points, the best pair, flips, tokens."""
 
 import json
 import re
@@ -93,7 +93,7 @@ def changed(sample: Sample, **fields: Any) -> Sample:
 def filled(
     settings: ComparisonSettings = SETTINGS, **draft_ms: tuple[float, float]
 ) -> ComparisonRecords:
-    """Records in which the draft takes so long by degree, at batch sizes 1 and 8."""
+    """Records with given draft times by degree, at batch sizes 1 and 8."""
     records = ComparisonRecords(settings, {})
     for name, by_size in draft_ms.items():
         pair = Pair(2, int(name.removeprefix("tp")))
@@ -186,7 +186,7 @@ Round = tuple[float, float, float, int]  # ms of draft, verification and host; t
     ],
 )
 def test_why_the_best_is_the_best(best: Round, rival: Round, why: str, tmp_path: Path) -> None:
-    """The stages that differ most come first, whichever way they differ."""
+    """The stages that differ most come first, in either direction."""
     records = ComparisonRecords(replace(SETTINGS, batch_sizes=(1,)), {})
     for degree, (draft, verify, host, tokens) in ((1, best), (2, rival)):
         pair, rounds = Pair(2, degree), 30 // tokens
@@ -235,7 +235,7 @@ def test_what_failed_is_a_row_and_no_baseline(
 
 
 def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
-    """Prompts that could not run at a pair, at k = 0 as little as at k."""
+    """Mark prompts as unable to run at a pair, both at k = 0 and at k."""
     for k in (0, 2):
         found = records.samples[pair, Key("a-draft", batch_size, k)]
         for index in indices:
@@ -309,7 +309,7 @@ def test_a_record_with_a_value_of_another_kind_is_named(tmp_path: Path) -> None:
 
 
 def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
-    """A batch size that was cut short is measured again as a whole, on one start of the ranks."""
+    """A batch size that was cut short is measured again whole, in one start of the ranks."""
     first, last = (sample(Pair(2, 1), 1, 2, 0, verify=ms) for ms in (10.0, 20.0))
     folder = RunFolder(tmp_path)
     folder.append("samples.jsonl", first, last)
@@ -393,7 +393,7 @@ def test_worlds_are_merged_as_repeats() -> None:
     one, other = ({0: sample(Pair(2, d), 1, 0, 0, verify=ms)} for d, ms in ((1, 10.0), (2, 20.0)))
     merged = merge_repeats([one, other])[0]
     assert merged.decode_seconds == [0.3, 0.6] and merged.stage_ms == {"verify": [300, 600]}
-    assert one[0].decode_seconds == [0.3]  # what was merged is not changed
+    assert one[0].decode_seconds == [0.3]  # the merged samples are not changed
 
 
 def test_merged_worlds_held_as_much_memory_as_the_one_that_held_most() -> None:
@@ -403,7 +403,7 @@ def test_merged_worlds_held_as_much_memory_as_the_one_that_held_most() -> None:
 
 
 def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path: Path) -> None:
-    """Their times are merged into one point, and any of them had room for no more."""
+    """Their times are merged into one point, and the smallest cache had no room for more."""
     records = filled(tp1=(2.0, 8.0), tp2=(5.0, 3.0))
     held = {1: (9, [9, 12]), 2: (11, [11, 11])}
     for degree, (_, by_rank) in held.items():
@@ -414,7 +414,7 @@ def test_plain_decoding_has_the_smallest_cache_of_the_pairs_that_ran_it(tmp_path
 
 
 def test_plain_decoding_has_failed_once_it_has_at_every_pair(tmp_path: Path) -> None:
-    """Until then the ranks of the next pair may still measure it."""
+    """Before that, the ranks of the next pair may still measure it."""
     records = ComparisonRecords(SETTINGS, {})
     records.failures[Pair(2, 2), 1] = Failure("failed", "rank 0: gone")
     first = records.update_points(RunFolder(tmp_path))
@@ -467,7 +467,7 @@ def test_exit_codes(
 
 
 def planned(skips: dict[Pair, Skip]) -> ComparisonPlan:
-    """A plan of which nothing else is known."""
+    """A plan with these skips and nothing else."""
     plan = ComparisonPlan.__new__(ComparisonPlan)
     object.__setattr__(plan, "skips", skips)
     return plan

@@ -136,7 +136,7 @@ def test_json_of_texts_and_of_lines(tmp_path: Path) -> None:
 def test_csv_kinds(tmp_path: Path) -> None:
     quoted = '\ufeffid,question\r\n1,"a, ""b""\r\nc"\r\n\r\n2,  d \r\n'
     assert texts(load(write(tmp_path / "a.csv", quoted))) == ['a, "b"\r\nc', "  d "]
-    # Numbers are text in a table of text; nothing is guessed.
+    # In a table of text, numbers stay text; no types are guessed.
     assert texts(load(write(tmp_path / "b.csv", "prompt\n007\nNA\n"))) == ["007", "NA"]
     long = "x" * 200_000
     assert texts(load(write(tmp_path / "c.csv", f"prompt\n{long}\n"))) == [long]
@@ -254,7 +254,7 @@ def test_bad_lines_may_be_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixtu
             "Expecting value at column 1"
         ]
         caplog.clear()
-        # What lies behind the limit is not looked at.
+        # Rows past the limit are not read.
         assert texts(load(path, skip_bad=True, limit=2)) == ["a", "b"]
         assert "skipped 1 bad line: " in caplog.records[0].getMessage()
     assert texts(load(path, limit=1)) == ["a"]

@@ -1,4 +1,4 @@
-"""The demo prompts are a file of data: its schema, its spread, and where it was cut from."""
+"""The file of demo prompts: its schema, its spread over categories, and its origin."""
 
 import ast
 import importlib.util

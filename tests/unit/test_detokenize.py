@@ -1,4 +1,4 @@
-"""Text from growing token lists: no character split, nothing lost, stops found where they are."""
+"""Text from growing token lists: no character is split, none is lost, and stops are found."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -90,7 +90,7 @@ def stream(decoder: Decoder, prompt: Sequence[int], output: Sequence[int]) -> li
 
 
 def keep_by_hand(decoder: Decoder, output: list[int], stop: tuple[str, ...]) -> int | None:
-    """The shortest prefix of the output whose own text holds a stop string."""
+    """The length of the shortest prefix of the output whose text holds a stop string."""
     for count in range(1, len(output) + 1):
         if any(s in decoder.decode(output[:count]) for s in stop):
             return count
@@ -104,7 +104,7 @@ def test_pieces_are_the_decode_of_everything(name: str, before: str, after: str)
     tokenizer = TOKENIZERS[name]()
     prompt = tokenizer.encode(before)
     ids = tokenizer.encode(before + after)
-    # Only a prompt whose tokens are a prefix of the whole can be continued by the rest.
+    # The rest can continue a prompt only if the prompt's tokens are a prefix of the whole.
     shared = 0
     while shared < min(len(prompt), len(ids)) and prompt[shared] == ids[shared]:
         shared += 1
@@ -116,7 +116,7 @@ def test_pieces_are_the_decode_of_everything(name: str, before: str, after: str)
 
 
 def test_the_byte_level_tokenizer_splits_characters() -> None:
-    """Otherwise the tests above would show little."""
+    """Without such splits the tests above would show little."""
     tokenizer = byte_level()
     assert len(tokenizer.encode("🧵")) >= 3
     assert len(tokenizer.encode("漢")) >= 2
@@ -126,7 +126,7 @@ def test_the_byte_level_tokenizer_splits_characters() -> None:
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.parametrize("char", ["é", "ß", "漢", "🧵"])
 def test_long_runs_of_multi_byte_characters(name: str, char: str) -> None:
-    """The window that is decoded moves on; it must not start inside a character."""
+    """The decoded window moves on, and must not start inside a character."""
     tokenizer = TOKENIZERS[name]()
     ids = tokenizer.encode(char * 40 + "x")
     pieces = stream(tokenizer, [], ids)
@@ -141,7 +141,7 @@ def test_long_runs_of_multi_byte_characters(name: str, char: str) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 299), max_size=5), max_size=8))
 def test_bytes_that_are_no_text_do_not_disturb_what_follows(chunks: list[list[int]]) -> None:
-    """Random ids hold invalid UTF-8; it shows as replacement characters, once each."""
+    """Random ids hold invalid UTF-8, which shows as replacement characters, once each."""
     tokenizer = byte_level()
     (plain,) = tokenizer.encode("x")
     size = tokenizer.tokenizer.get_vocab_size()
@@ -212,7 +212,7 @@ PIECES = Pieces("a", "b", "ab", "bab", "STOP", "xSTOPy", "ST", "OP", " ", "")
 def test_stop(
     prompt: list[int], output: list[int], stop: tuple[str, ...], want: int | None, feed: int
 ) -> None:
-    """The same answer however many tokens arrive at once, as a round's acceptance decides."""
+    """The result does not depend on the number of tokens that arrive at once."""
     finder = StopFinder(PIECES, prompt, stop)
     done = 0
     found = None

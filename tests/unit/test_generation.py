@@ -1,4 +1,4 @@
-"""The text of an output, apart from engines."""
+"""The text of an output, without an engine."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -32,7 +32,7 @@ def text_of(output: list[int], stop: tuple[str, ...], reason: FinishReason) -> s
     ("output", "stop", "want"),
     [
         ([1, 2], (" three",), "two"),
-        ([2], (" three",), ""),  # the space is the one that decoding drops
+        ([2], (" three",), ""),  # decoding drops this space
         ([2], ("three",), ""),
         ([1, 2], ("wo th",), "t"),
     ],

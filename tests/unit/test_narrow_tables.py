@@ -1,4 +1,4 @@
-"""Tables of results on narrow terminals: what a row is about is never what is cut."""
+"""Tables of results on narrow terminals: the columns that name a row are never cut."""
 
 import io
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ def test_sweep(width: int) -> None:
 
 
 def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
-    """To the left of verifying, as they come in a round, and the second to be left out."""
+    """The column stands before verifying, as in a round, and is the second to be left out."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
     for point in points:
         point["draft"] = DRAFT
@@ -134,7 +134,7 @@ def test_comparison(width: int) -> None:
     ]
     tables = compare_view.results_tables(as_points(points), width)
     assert len(tables) == (1 if width == 160 else 2)
-    for table in tables:  # whole, and the times of rounds below where they do not fit beside
+    for table in tables:  # whole, with the times of rounds below if they do not fit beside
         lines = lines_of(table, max(width, table_width(table).maximum))
         rows = [line for line in lines if line.split()[1:2] and line.split()[0].isdigit()]
         assert [row.split()[:3] for row in rows] == expected

@@ -1,4 +1,4 @@
-"""Folders that version 0.1.0 of `sweep-k` and `compare-tp` wrote are still read and written alike.
+"""Folders of `sweep-k` and `compare-tp` from version 0.1.0 are read, and written in the same form.
 
 They are in `tests/old_runs`: the demo pair at k = 0 and 1, with 4 new tokens.
 """
@@ -37,7 +37,7 @@ FILES = [
 
 @pytest.mark.parametrize(("name", "kind"), FILES)
 def test_records_are_written_as_they_were_read(name: str, kind: type[Record]) -> None:
-    """Byte for byte: names, values and the order of fields."""
+    """Names, values and the order of fields are the same, byte for byte."""
     written = "".join(f"{to_json(record)}\n" for record in read_records(OLD / name, kind))
     assert written == (OLD / name).read_text() and written.count("\n") > 0
 

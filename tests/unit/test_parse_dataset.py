@@ -1,4 +1,4 @@
-"""`PATH[:SPLIT[:COLUMN]]`: what belongs together stays together."""
+"""`PATH[:SPLIT[:COLUMN]]`: paths and slices that contain colons stay whole."""
 
 from pathlib import Path
 
@@ -89,7 +89,7 @@ PARTS = st.none() | NAMES | SLICES
 @given(path=PATHS, split=PARTS, column=PARTS)
 def test_what_was_joined_comes_apart(path: str, split: str | None, column: str | None) -> None:
     assume("\0" not in path and not (len(path) == 1 and (split or column or "")[:1] in "/\\"))
-    # A name that ends like a scheme, with an empty part behind it, would read as one.
+    # A name that ends like a scheme, before an empty part, would read as a scheme.
     tail = f":{split or ''}:{column}" if column else f":{split}" if split else ""
     assume("://" not in tail and not tail.startswith(("://", ":/")))
     assume(path != "demo" and not Path(path).exists())

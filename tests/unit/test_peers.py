@@ -1,4 +1,4 @@
-"""When ranks add up through each other's memory; the kernels' own tests are in tests/ops."""
+"""The limits of sums through peers' memory; tests/ops has the tests of the kernels."""
 
 import pytest
 import torch
@@ -10,11 +10,11 @@ from specdec_cli.core.peers import sum_rows
     ("size", "width", "dtype", "rows"),
     [
         (2, 8192, torch.bfloat16, 256),  # one part of 256 rows is 4 MiB
-        (4, 2048, torch.bfloat16, 256),  # no more than there is room for
+        (4, 2048, torch.bfloat16, 256),  # the memory has no more rows
         (4, 4096, torch.bfloat16, 170),
         (4, 8192, torch.bfloat16, 85),
         (4, 8192, torch.float32, 42),
-        (8, 2**20, torch.float32, 1),  # a token alone always
+        (8, 2**20, torch.float32, 1),  # one row always
     ],
 )
 def test_a_rank_reads_four_mebibytes_for_a_sum_at_most(

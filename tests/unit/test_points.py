@@ -1,4 +1,4 @@
-"""Points from samples: which intervals they may claim, and which of them is recommended."""
+"""Points from samples: their intervals, and the recommended point."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.report_helpers import sample_record
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float, /, **changes: Any) -> Sample:
-    """A prompt that got 12 tokens. rounds: proposed and accepted tokens of each."""
+    """A sample with 12 output tokens. rounds: proposed and accepted tokens of each."""
     found = sample_record(
         index=index,
         k=max((p for p, _ in rounds), default=0),
@@ -45,7 +45,7 @@ def metrics_of(point: Point) -> PointMetrics:
 
 
 def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
-    """Their times are one observation, however many they are."""
+    """Their times are one observation, independent of their number."""
     samples = {
         Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(4)},
         Key("d", 4, 2): {i: sample(i, [(2, 2)] * 4, 0.5) for i in range(4)},
@@ -85,7 +85,7 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     metrics = metrics_of(point)
     assert (metrics.num_prompts, metrics.num_output_tokens) == (2, 24)
     assert (metrics.num_rounds, metrics.num_drafts, metrics.num_preemptions) == (6, 12, 4)
-    # Two prompts, each twice its first repeat in the mean, over six rounds.
+    # Two prompts over six rounds; each one's mean is twice its first repeat.
     for name, ms in stages.items():
         assert metrics.stage_ms(name) == pytest.approx(2 * 2 * ms / 6)
     assert metrics.round_ms == pytest.approx(4e3 / 6)
@@ -109,13 +109,13 @@ def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
         Key("d", 4, 1): {0: sample(0, [(1, 0)] * 12, 1.0), 1: sample(1, [(1, 1)] * 6, 0.5)},
     }
     _, point = points_of(samples)
-    assert point.mean_acceptance_length_ci == [1.0, 2.0]  # of two prompts, t says 0.03 to 60
+    assert point.mean_acceptance_length_ci == [1.0, 2.0]  # for two prompts t gives 0.03 to 60
     assert point.speedup is not None and point.speedup_ci is not None
     assert point.speedup_ci[0] < point.speedup < point.speedup_ci[1]
 
 
 def test_a_mean_length_lies_in_its_interval() -> None:
-    """Prompts that are alike leave an interval without width, and rounding is not to move it."""
+    """Equal prompts give an interval without width, which rounding must not move."""
     for accepted in range(1, 7):
         rounds = [(3, 1)] * accepted + [(3, 2)] * 5
         samples = {
@@ -129,7 +129,7 @@ def test_a_mean_length_lies_in_its_interval() -> None:
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:
-    """Prompts end in another order in another batch size, or in a sweep of shards."""
+    """Prompts end in another order at another batch size, or in a sweep of shards."""
     drawn = [sample(i, [(3, i % 4)] * (3 + i % 2), 0.4 + i / 10) for i in range(9)]
     found = []
     for order in (drawn, drawn[::-1], drawn[4:] + drawn[:4]):
@@ -155,7 +155,7 @@ def test_the_order_of_prompts_changes_nothing() -> None:
 def test_what_follows_the_end_of_a_text_was_not_rejected(
     reason: str, num_tokens: int, alpha: float
 ) -> None:
-    """Three rounds of 4, of which 4, 4 and 1 stand: the second place of the last is what counts."""
+    """Three rounds of 4 accept 4, 4 and 1; only the last round's second place may count or not."""
     rounds, tokens = [(4, 4), (4, 4), (4, 1)], [1] * num_tokens
     ended = sample(0, rounds, 0.5, finish_reason=reason, token_ids=tokens)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 4): {0: ended}}
@@ -168,7 +168,7 @@ def test_what_follows_the_end_of_a_text_was_not_rejected(
     length = 5.0 if alpha == 1.0 else (1 - 0.9**5) / (1 - 0.9)
     assert prediction.iid_mean_acceptance_length == pytest.approx(length)
     assert prediction.iid_error == pytest.approx(length / 4.0 - 1)
-    # Over all drafts and proposals, as they are counted everywhere.
+    # Rates are over all drafts and proposals, as everywhere.
     assert metrics.conditional_acceptance_rate_per_pos == [1.0, 2 / 3, 1.0, 1.0]
     assert metrics.mean_acceptance_length == 4.0
     assert metrics.acceptance_rate_per_pos == [1.0, 2 / 3, 2 / 3, 2 / 3]
@@ -186,7 +186,7 @@ def test_a_last_round_without_proposals_cuts_no_other() -> None:
 
 
 def test_a_prediction_is_held_against_what_was_measured() -> None:
-    """Positive errors are of predictions that promise too much."""
+    """Errors are positive if a prediction is too high."""
     rounds = [(1, 1)] * 4 + [(1, 0)] * 4
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.2)}, Key("d", 1, 1): {0: sample(0, rounds, 1.0)}}
     overlap = (0.25,) * 4 + (0.75,) * 8
@@ -195,7 +195,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     plain, point = block_points(samples, list(samples), {}, forecasts, seed=0)
     prediction = point.prediction
     assert prediction is not None and plain.prediction is not None
-    # 12 rounds of 0.1 s over 6 of 0.15 s, where 1.2 s over 1 s were measured.
+    # Predicted: 12 rounds of 0.1 s over 6 of 0.15 s. Measured: 1.2 s over 1 s.
     assert point.predicted_speedup == prediction.speedup == pytest.approx(4 / 3)
     assert prediction.speedup_error == pytest.approx(4 / 3 / 1.2 - 1)
     assert prediction.mean_acceptance_length == 2.0
@@ -205,7 +205,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
 
 
 def test_the_stages_of_the_time_curve() -> None:
-    """Means per round over its parts; nothing is known of broadcasts in an older folder."""
+    """Stages are means per round over the curve's parts; older folders have no broadcasts."""
     part: dict[str, Any] = dict(draft="d", batch_size=1, k=3, part=0)
     part |= dict(rounds=2, sequence_rounds=2, decode_seconds=0.1)
     part |= dict(draft_ms=12.0, verify_ms=40.0, sample_ms=2.0)
@@ -222,10 +222,9 @@ NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts
 def with_drafts(
     speeds: dict[tuple[str, int], float], noise: dict[tuple[str, int], float]
 ) -> tuple[list[Point], dict[str, Any], dict[str, Any]]:
-    """Points at a batch size of 1 of drafts that are so much faster than k = 0; the recommendation,
-    and the document.
+    """Points at batch size 1 with these speed-ups by (draft, k); the recommendation and document.
 
-    noise: by how much the times of its prompts vary, where that is not 1.
+    noise: a point's factor on the variation of its prompts' times, by default 1.
     """
     drafts = list(dict.fromkeys(draft for draft, _ in speeds))
     samples: dict[Key, dict[int, Sample]] = {}
@@ -235,7 +234,7 @@ def with_drafts(
         samples[Key(draft, 1, 0)] = plain
         for (name, k), speed in speeds.items():
             if name == draft:
-                # A point's noise is its own: turned about, so that ties are not exact.
+                # Each point rotates the noise, so that ties are not exact.
                 own = NOISE[k:] + NOISE[:k]
                 spread = noise.get((name, k), 1.0)
                 times = [(1 + (x - 1) * spread) / speed for x in own]
@@ -251,7 +250,7 @@ def with_drafts(
 def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Of two drafts a smaller k with the other says nothing; with the same it proposes less."""
+    """A smaller k with another draft is no gain; with the same draft it proposes less."""
     speeds = {("a", 1): 1.995, ("a", 2): 1.5, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.7}
     points, best, document = with_drafts(speeds, {})
     assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])

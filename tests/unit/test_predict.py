@@ -1,4 +1,4 @@
-"""Expected rounds against every way in which rounds can fall, one by one."""
+"""Expected rounds against an enumeration of all possible rounds."""
 
 import random
 from itertools import pairwise
@@ -15,7 +15,7 @@ from tests.rounds import greedy_rounds
 
 
 def enumerated(text: Text, k: int) -> tuple[float, float, float, float]:
-    """Drafts, plain rounds, proposed and accepted tokens: by walking the tree of all outcomes."""
+    """Drafts, plain rounds, proposed and accepted tokens, from the tree of all outcomes."""
     assert text.accept is not None
 
     def walk(start: int) -> tuple[float, float, float, float]:
@@ -62,14 +62,14 @@ def test_expected_rounds(k: int, draft_limit: int, limit: int, is_greedy: bool) 
 
 def test_rounds_by_hand() -> None:
     text = Text(limit=8, draft_limit=99, accept=(1.0, 1.0, 0.0, 1.0, 1.0, 1.0, 1.0, 0.0))
-    # Two stand and the third falls; then three and the target's own, then nothing is left to say.
+    # Two are accepted and the third is not; then three and the target's own; then nothing is left.
     assert list(greedy_rounds(text, 3)) == [(3, 2), (3, 3), (0, 0)]
     assert list(greedy_rounds(text, 1)) == [(1, 1), (1, 0), (1, 1), (1, 1), (0, 0)]
     assert list(greedy_rounds(text, 0)) == [(0, 0)] * 8
 
 
 def test_a_text_that_ends_in_an_accepted_proposal() -> None:
-    """The last of the text's tokens ended it early: what was proposed behind it does not stand."""
+    """The text's last token ended it early, so proposals after it are not accepted."""
     text = Text(limit=20, draft_limit=99, accept=(1.0, 1.0, 1.0))
     assert list(greedy_rounds(text, 5)) == [(5, 3)]
     found = expected_rounds([text], 5)
@@ -88,7 +88,7 @@ def test_one_rate_for_every_token_gives_the_iid_formula() -> None:
 def test_draws_stand_below_the_rate_of_their_place() -> None:
     draws = (0.1, 0.6, 0.5, 0.1, 0.9, 0.1)
     text = Text(limit=9, draft_limit=99, draws=draws, rates=(0.8, 0.4))
-    # 0.1 < 0.8 stands, 0.6 does not below 0.4; then 0.5 and 0.1 stand, 0.9 is the target's own.
+    # 0.1 < 0.8 is accepted, 0.6 >= 0.4 is not; then 0.5 and 0.1 are, and 0.9 is the target's own.
     assert list(greedy_rounds(text, 2)) == [(2, 1), (2, 2), (2, 1)]
     assert [a for _, a in greedy_rounds(text, 1)] == [1, 1, 0, 1]
 
@@ -103,8 +103,8 @@ def test_longer_proposals_accept_no_less() -> None:
 def test_recorded_rounds_win_over_the_pass() -> None:
     text = Text(limit=6, draft_limit=99, accept=(1.0, 0.0, 1.0, 0.0, 1.0, 1.0))
     known, news = with_recorded(text, [(2, 2), (2, 1)])
-    # Round one accepted 0 and 1 (the pass had 1 wrong), 2 was the target's own; round two accepted
-    # 3 (wrong too) and refused 4 (wrong too).
+    # Round one accepted 0 and 1 (the pass is wrong about 1), and 2 was the target's own. Round two
+    # accepted 3 and rejected 4 (the pass is wrong about both).
     assert known.accept == (1.0, 1.0, 1.0, 1.0, 0.0, 1.0)
     assert news == 3
 

@@ -1,4 +1,4 @@
-"""Budgets, the split over ranks, and what is read of a host; hand-computed."""
+"""Budgets, the split over ranks, and the memory of a host, against hand-computed numbers."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_figures_of_many_ranks_are_not_cut(
 
 
 def test_what_is_stranded_is_what_the_other_ranks_cannot_use() -> None:
-    """On the rank with least room a part of a block is left, which nobody could use."""
+    """On the rank with the least room a part of a block is left unused."""
     ranks = [{"rank": i, "stranded_bytes": n * 2**20} for i, n in enumerate((5, 1, 7))]
     document = {"ranks": ranks, "limiting_rank": 1, "num_blocks": 9, "block_size": 16}
     document |= {"method": "measured", "max_tokens": 128, "max_sequences": 1, "context": 100}

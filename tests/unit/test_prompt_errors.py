@@ -32,7 +32,7 @@ def messages(*items: str) -> str:
     return f'{A}{{"messages": [{", ".join(items)}]}}\n'
 
 
-# The file's content, the line that has to be named (0: none is), and words that have to be there.
+# The file's content, the line that the message must name (0 for none), and words it must have.
 TEXT: dict[str, tuple[str | bytes, int, str]] = {
     "empty": ("", 1, "no prompts in it"),
     "only-blank": ("\n  \n\t\r\n", 1, "no prompts in it"),
@@ -144,7 +144,7 @@ Capture = pytest.CaptureFixture[str]
 
 
 def refused(capsys: Capture, name: str, line: int, words: str) -> None:
-    """Exit 2 with a line that says where and why, then the same as one JSON document."""
+    """Check for exit 2 with a line that names place and reason, then the same as JSON."""
     arguments = ["generate", "--target", "/no/such/model", "--prompt-file", name]
     assert main(arguments) == 2
     plain = capsys.readouterr()
@@ -225,8 +225,8 @@ def test_bad_prompt_options(capsys: Capture) -> None:
         assert capsys.readouterr().err.startswith(f"error: {words}")
 
 
-# Generated files: whatever they hold, the answer is that the model is not there (5), or where the
-# file is wrong (2).
+# Generated files: for any content the error is a missing model (5), or names the place in the file
+# that is wrong (2).
 
 PIECES = [
     *'{}[]",:\\\n\r\t\0 ', '{"prompt": "', '"}\n', "\ufeff", "\u2028", "\\ud83d", "\\u0000", "\x1b[31m",

@@ -19,7 +19,7 @@ from specdec_cli.text import inert
 GOOD = "target: {model: t}\n"
 PAIR = "target: {model: t, tensor_parallel_size: 4}\ndraft: {model: d}\n"
 
-# Recipe text, the line that has to be named, and words that have to be there.
+# Recipe text, the line that the message must name, and words it must have.
 MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "empty": ("", 1, "target.model: is required"),
     "only-comments": ("# nothing\n", 1, "target.model: is required"),
@@ -253,7 +253,7 @@ def test_thousands_of_unknown_keys_take_no_time(
     assert lines[50] == "error: and 4950 more problems"
 
 
-# Generated recipes: they resolve, or the error says where they do not.
+# Generated recipes: they resolve, or the error names the place that is wrong.
 
 SEEDS = [
     *(
@@ -349,6 +349,6 @@ def test_values_of_any_kind(
             data[section][last] = value
         else:
             data[section] = value
-    # JSON is YAML but for its words for numbers that are none.
+    # JSON is YAML, except for its words for infinity and NaN.
     text = json.dumps(data, indent=1).replace("Infinity", ".inf").replace("NaN", ".nan")
     check(tmp_path / "values.yaml", text.encode(), capsys)

@@ -1,4 +1,4 @@
-"""Reports of run folders made by hand: the figures are the folder's, and words follow from them."""
+"""Reports of run folders made by hand: figures equal the folder's, and words follow from them."""
 
 import csv
 import functools
@@ -199,7 +199,7 @@ def test_comparison(comparison: Content) -> None:
         ]
     broadcast = {tuple(row[:3]): row[5] for row in tables["table-rounds"][1:]}
     assert broadcast["4", "2", "1"] == "0.160"
-    # The fastest, not the largest speed-up, which is against another plain decoding.
+    # The fastest point, not the one with the largest speed-up, which has another plain decoding.
     assert comparison.headline == (
         "The best depends on batch size. At 1: target TP 4 with draft TP 2; at 32: target TP 4 "
         "alone."
@@ -256,7 +256,7 @@ def test_no_speculation(tmp_path: Path) -> None:
     )
     assert content.deployment is not None and content.deployment.config is None
     assert content.deployment.command == "vllm serve org/target-8b"
-    # The figures of proposals are shown all the same.
+    # The figures of proposals are shown anyway.
     assert content.category_point == "k = 1 with draft-1b, batch size 1."
 
 
@@ -397,7 +397,7 @@ def test_damaged_files_are_left_out(tmp_path: Path) -> None:
 def test_a_damaged_point_is_left_out_and_named(
     key: str, value: object, name: str, tmp_path: Path
 ) -> None:
-    """Also a number without end: no point is shown with a part of its figures."""
+    """The same holds for an infinite number: no point is shown with only some figures."""
     points = sweep_points(ks=(0, 1, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
     *outer, last = key.split(".")
     inner = points[1]
@@ -419,7 +419,7 @@ def test_metrics_of_another_k_are_left_out(tmp_path: Path) -> None:
 
 
 def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
-    """As in every file, where JSON has null for it."""
+    """Files have null for such numbers too."""
     points = sweep_points(ks=(0, 1), batch_sizes=(1,), drafts=ONE_DRAFT)
     points[1] |= {"predicted_speedup": float("nan"), "speedup_ci": [1.0, float("inf")]}
     content = read(write_folder(tmp_path, points, finished=False))
@@ -613,6 +613,14 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     }
+    beside_drafts = read(write_folder(tmp_path / "c", points)).deployment
+    assert beside_drafts is not None and beside_drafts.config is not None
+    assert beside_drafts.config["method"] == "ngram" and "model" not in beside_drafts.config
+    plugged = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("echo", 0.7, 0.1),))
+    recipe["speculation"] = {"method": "echo"}
+    unknown = read(write_folder(tmp_path / "d", plugged, recipe=recipe)).deployment
+    assert unknown is not None and unknown.config is None
+    assert unknown.notes == ("vLLM has no method echo: this k cannot be put into its config.",)
     recipe = json.loads(json.dumps(RECIPE))
     recipe["sampling"]["temperature"] = 0.8
     recipe["draft"]["revision"] = "main"
@@ -638,7 +646,7 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not(tmp_path: Path) ->
 
 
 def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
-    """The run's own recommendation, though its point was not measured."""
+    """The run's recommendation is kept, although its point was not measured."""
     points = sweep_points(ks=(0, 1, 2, 4), batch_sizes=(1,), drafts=ONE_DRAFT)
     (point,) = [p for p in points if p["k"] == 2]
     point |= {"status": "skipped", "reason": "predicted, not measured", "metrics": None}

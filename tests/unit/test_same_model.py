@@ -1,4 +1,4 @@
-"""Whether two folders are of the same models, and drafts whose context ends early."""
+"""Comparison of models between run folders, and drafts whose context ends early."""
 
 import copy
 import shutil
@@ -31,7 +31,7 @@ def settings(target: str, weights: str | None, draft: str = "d") -> dict[str, An
         (settings("t", "1"), settings("/a/t", "1"), None),
         (settings("t", "1"), settings("t", "2"), Difference("target.model", "t", "t", True)),
         (settings("t", "1"), settings("u", "2"), Difference("target.model", "t", "u")),
-        # A folder of an earlier version: names are all there is.
+        # A folder of an earlier version only has names.
         (settings("t", None), settings("t", "1"), None),
         (settings("t", None), settings("u", "1"), Difference("target.model", "t", "u")),
         # Records are labelled with the draft's name.
@@ -51,7 +51,7 @@ def test_settings_difference(
 
 
 def test_random_weights_are_told_by_the_setting_that_made_them() -> None:
-    """Their fingerprints differ too, but nobody has changed the folder."""
+    """Fingerprints differ too, although the folder has not changed."""
     there, now = settings("t", "1"), settings("t", "2")
     now["recipe"]["target"]["load_format"] = "dummy"
     expected = Difference("target.load_format", "auto", "dummy")
@@ -81,7 +81,7 @@ def test_fingerprint(tmp_path: Path) -> None:
         weights.write_bytes(content)
         assert fingerprint(copied, "auto") != same
         content[place] ^= 1
-    weights.write_bytes(content[:5])  # whoever loads it says what is wrong
+    weights.write_bytes(content[:5])  # the loader reports the damage
     assert fingerprint(copied, "auto") != same
     weights.unlink()
     weights.mkdir()  # no weights at all
@@ -96,7 +96,7 @@ def test_fingerprint(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("holds", "lengths", "new", "past"),
     [
-        (128, [10, 128, 0], 500, 0),  # as long as the target's; two prompts cannot run
+        (128, [10, 128, 0], 500, 0),  # a context like the target's; two prompts cannot run
         (126, [10], 500, 1),
         (127, [10], 500, 0),  # the last token is the target's own
         (40, [10, 20, 21], 20, 0),

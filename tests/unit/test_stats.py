@@ -1,4 +1,4 @@
-"""Intervals over prompts: against scipy where it has the method, and their coverage."""
+"""Intervals over prompts: their coverage, and comparisons with scipy's methods."""
 
 import importlib.util
 import math
@@ -43,7 +43,7 @@ def skewed(n: int, seed: int = 0) -> stats.SumRatio:
 def test_rounds_without_proposals_are_told_where_they_count(
     drafts: int, without: int, rate: float | None
 ) -> None:
-    """Beyond one in ten; where nothing was ever proposed there is no acceptance to explain."""
+    """They are shown beyond one in ten, unless nothing was ever proposed."""
     assert stats.proposing_rate(drafts, without) == (pytest.approx(rate) if rate else None)
 
 
@@ -58,7 +58,7 @@ def test_measures_are_ratios_of_sums() -> None:
 
 
 def test_interval_agrees_with_scipy_where_both_are_right() -> None:
-    """BCa of scipy and ours are second-order correct: for many prompts they meet."""
+    """scipy's BCa and our interval are second-order correct, so they agree for many prompts."""
     measure = skewed(400)
 
     def ratio(a: np.ndarray, b: np.ndarray, axis: int) -> np.ndarray:
@@ -75,7 +75,7 @@ def test_interval_agrees_with_scipy_where_both_are_right() -> None:
 
 
 def test_few_prompts_take_students_t() -> None:
-    """Of a mean over equal denominators: exactly scipy's interval, but for the logarithm."""
+    """For a mean over equal denominators it is scipy's interval, except for the logarithm."""
     values = [10.0, 10.1, 9.9, 10.05]
     found = stats.interval(stats.speed(values, [1.0] * 4))
     mean, error = np.mean(values), scipy.stats.sem(values)
@@ -85,7 +85,7 @@ def test_few_prompts_take_students_t() -> None:
 
 @pytest.mark.parametrize("prompts", range(2, 8))
 def test_few_prompts_of_any_number_take_their_own_students_t(prompts: int) -> None:
-    """Values so close that the logarithm is as good as straight."""
+    """Values are so close that the logarithm is nearly linear."""
     values = [10.0 + 0.001 * (i % 3 + i) for i in range(prompts)]
     found = stats.interval(stats.speed(values, [1.0] * prompts))
     assert found is not None
@@ -97,11 +97,11 @@ def test_too_little_to_say() -> None:
     assert stats.interval(skewed(1)) is None
     assert stats.interval(stats.speed([1.0, 2.0], [1.0, 2.0])) is None  # no spread at all
     shared = [stats.speed([8.0] * 4, [seconds] * 4) for seconds in (2.0, 1.0, 1.0)]
-    assert stats.choose(shared) == stats.Choice(1, (1, 2))  # those that are equal are tied
+    assert stats.choose(shared) == stats.Choice(1, (1, 2))  # equal ones are tied
 
 
 def test_a_measure_without_a_value_is_not_the_largest() -> None:
-    """Wherever it stands: NaN compares with nothing."""
+    """This holds at any place in the list; NaN compares with nothing."""
     none, slow, fast = (stats.speed(t, [1, 2]) for t in ([0, 0], [1, 2.5], [3, 4]))
     assert stats.choose([none, fast]) == stats.Choice(1, (1,))
     assert stats.choose([fast, none]) == stats.Choice(0, (0,))
@@ -111,7 +111,7 @@ def test_a_measure_without_a_value_is_not_the_largest() -> None:
 
 @pytest.mark.parametrize(("prompts", "noise"), [(8, 0.001), (20, 0.001), (20, 0.01)])
 def test_one_disturbed_prompt_leaves_an_interval_of_use(prompts: int, noise: float) -> None:
-    """The others are as good as alike, and so is their error in resamples without it."""
+    """The other prompts are nearly identical, so resamples without the outlier hardly vary."""
     rng = np.random.default_rng(0)
     seconds = 1.0 + noise * rng.standard_normal(prompts)
     seconds[3] *= 2.0
@@ -137,13 +137,13 @@ def test_paired_comparison_sees_what_separate_intervals_do_not() -> None:
     assert separate[0] is not None and separate[1] is not None
     assert separate[0][1] > separate[1][0]  # they overlap
     choice = stats.choose(measures)
-    assert (choice.best, choice.tied) == (1, (1,))  # 5 % is seen on the same prompts
+    assert (choice.best, choice.tied) == (1, (1,))  # 5 % is significant on the same prompts
     choice = stats.choose([measures[0], measures[2]])
     assert choice.tied == (0, 1)  # 0.1 % is not
 
 
 def test_coverage() -> None:
-    """A part of scripts/proofs/intervals.py: the percentile bootstrap's 89 % would fail."""
+    """A part of scripts/proofs/intervals.py. The percentile bootstrap's 89 % would fail here."""
     found = proof().coverage(250, 20, seed=3, methods=["ours"])
     # 250 sweeps at a true 95 %: below 91 % with probability 0.004.
     assert all(0.91 <= share <= 0.99 for share in found.values()), found

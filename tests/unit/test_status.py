@@ -1,4 +1,4 @@
-"""The bar over what is done before a command starts."""
+"""The bar over the work before a command starts."""
 
 from specdec_cli.commands.status import Stages, waiting
 

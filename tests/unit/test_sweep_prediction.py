@@ -1,7 +1,7 @@
-"""Predicted speed-ups against an engine whose times are known: what is left is prediction's own.
+"""Predicted speed-ups against an engine whose times are known, so errors are the prediction's.
 
-The engine is a stand-in that decides rounds by the random numbers of the real one, and whose clock
-is a formula. Batches are refilled and run empty as the real ones do.
+The engine is a stand-in: the real engine's random numbers decide rounds, and a formula gives their
+times. Batches are refilled and run empty like real ones.
 """
 
 from collections import deque
@@ -19,6 +19,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
+from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
@@ -27,17 +28,16 @@ from specdec_cli.launch.world import World
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
-from specdec_cli.terminal.sweep import Silent
 from tests.support import noise_of
 
 RATES = tuple(0.8 ** (i + 1) for i in range(8))
 NUM_PROMPTS = {1: 24, 8: 96, 32: 256}
 TOKENS, PROMPT = 96, 8
-OVERHEAD_MS = 0.4  # of a round, in no stage
+OVERHEAD_MS = 0.4  # part of a round outside all stages
 
 
 def stages(k: int, active: int, length: float) -> dict[str, float]:
-    """Milliseconds: a pass costs more for more rows and a longer text, a draft step a quarter."""
+    """Milliseconds by stage: a pass costs more for more rows and text, a draft step a quarter."""
     return {
         "draft": k * (1.0 + 0.01 * active + 1e-4 * length),
         "verify": 4.0 + 0.02 * active * (k + 1) + 1e-3 * length,
@@ -52,13 +52,13 @@ def draws(index: int) -> list[float]:
 
 
 def stand(index: int, start: int, k: int) -> int:
-    """How many of k proposals stand in a round that begins at an output token."""
+    """Number of accepted proposals, of k, in a round that begins at an output token."""
     chain = takewhile(lambda d: d < 0.8, draws(index)[start : start + k])
     return sum(1 for _ in chain)
 
 
 class KnownEngine:
-    """Runs rounds in no time at all, and says how long they took."""
+    """An engine that runs rounds instantly and reports the formula's times."""
 
     def __init__(self, batch_size: int) -> None:
         self.batch_size = batch_size
@@ -144,7 +144,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
     )
     engine = KnownEngine(batch_size)
     monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", lambda *_: engine)
-    return Sweep(plan, SweepRecords(), Silent(), World(None, "cpu", 120.0)).run()
+    return Sweep(plan, SweepRecords(), Watcher(), World(None, "cpu", 120.0)).run()
 
 
 @pytest.mark.parametrize("batch_size", [1, 8, 32])
@@ -157,4 +157,4 @@ def test_nothing_but_noise_is_left(monkeypatch: pytest.MonkeyPatch, batch_size: 
         length_error = prediction.mean_acceptance_length_error
         assert length_error is not None and abs(length_error) < 1e-12
         assert prediction.speedup_error is not None and abs(prediction.speedup_error) < 0.02
-        assert point.k == 0 or 1.02 < (point.speedup or 0) < 1.8  # there was something to predict
+        assert point.k == 0 or 1.02 < (point.speedup or 0) < 1.8  # there is a speed-up to predict

@@ -31,14 +31,13 @@ def slot_mapping_kernel(
     block_tables_ptr,  # [B, MB] int32
     out_start_ptr,  # [B + 1] int32
     positions_ptr,  # [T] int64
-    rejected_ptr,  # [T] bool, or anything without HAS_REJECTED
+    rejected_ptr,  # [T] bool, or None
     slots_ptr,  # [T] int64, out
     num_tokens,
     num_rows,
     num_columns,
     limit,
     table_stride,
-    HAS_REJECTED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -48,7 +47,7 @@ def slot_mapping_kernel(
     row = row_of(out_start_ptr, place, num_rows, STEPS)
     position = tl.load(positions_ptr + place, mask=live, other=0)
     keep = (position < limit) & (place < tl.load(out_start_ptr + num_rows))
-    if HAS_REJECTED:
+    if rejected_ptr is not None:
         keep = keep & (tl.load(rejected_ptr + place, mask=live, other=1) == 0)
     column = tl.maximum(tl.minimum(position // BLOCK_SIZE, num_columns - 1), 0)
     entry = block_tables_ptr + row.to(tl.int64) * table_stride + column
@@ -73,14 +72,13 @@ def slot_mapping_triton(
         block_tables,
         out_start,
         positions,
-        positions if rejected is None else rejected,
+        rejected,
         slots,
         num_tokens,
         num_rows,
         num_columns,
         min(max_model_len, num_columns * block_size),
         block_tables.stride(0),
-        HAS_REJECTED=rejected is not None,
         BLOCK_SIZE=block_size,
         STEPS=num_rows.bit_length(),
         BLOCK=BLOCK,

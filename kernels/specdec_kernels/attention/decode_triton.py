@@ -34,18 +34,18 @@ from specdec_kernels.attention.softmax_triton import (
     new_tile,
     weighted_mean,
 )
-from specdec_kernels.attention.split_triton import combine_parts, part_of, store_part
+from specdec_kernels.attention.split_triton import combine_rows, part_of, store_part
 from specdec_kernels.attention.tiles import ALONE, MIN_KEYS, choose_cut
-from specdec_kernels.gpu import multiprocessors, shared_memory
+from specdec_kernels.gpu import capability, multiprocessors, shared_memory
 from specdec_kernels.launch_triton import (
     EPOCHS,
+    INTERPRETED,
     after_predecessor,
     arrive,
-    dependent_launch,
+    dependence,
     epoch_of,
     epochs,
     finish,
-    launch_options,
     wait_for,
 )
 
@@ -75,15 +75,15 @@ def rope_attention_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
     cos_ptr,  # [T, D], of which the halves are equal
     sin_ptr,  # [T, D], likewise
-    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
-    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    query_norm_ptr,  # [D], or None
+    key_norm_ptr,  # [D], or None
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], in and out
     slots_ptr,  # [T] int64
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
-    sinks_ptr,  # [H]; only with HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, D], out
     partial_ptr,  # [B, Hkv, SPLITS, BLOCK_M, BLOCK_D] fp32, out; only with SPLITS > 1
     stats_ptr,  # [B, Hkv, SPLITS, BLOCK_M] int64, `packed_stats`, out; only with SPLITS > 1
@@ -112,20 +112,14 @@ def rope_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    HAS_QUERY_NORM: tl.constexpr,
-    HAS_KEY_NORM: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
     MANY_ROWS: tl.constexpr,  # of more
-    WAITS: tl.constexpr,  # else the last program combines all: the interpreter runs one at a time
     BLOCK_M: tl.constexpr,
     BLOCK_NEW: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     UNIT: tl.constexpr = BLOCK_SIZE if BLOCK_N % BLOCK_SIZE == 0 else 16  # of a part's length
     HEADS: tl.constexpr = KV_HEADS * GROUP
@@ -212,7 +206,7 @@ def rope_attention_kernel(
         new_key, new_value = load_heads(
             new_key_ptr, new_value_ptr, fresh_token, fresh_live, half, dim, qkv_stride, D
         )
-    query = rotated(query, query_turn, query_norm_ptr, half, eps, D, HAS_QUERY_NORM)
+    query = rotated(query, query_turn, query_norm_ptr, half, eps, D)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
@@ -221,24 +215,22 @@ def rope_attention_kernel(
     # Always true without splits, but the branch stays: otherwise queries and new keys would be
     # rotated in a product's layout, in which every warp holds all of them.
     if num_fresh > 0:
-        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D, HAS_KEY_NORM)
+        new_key = rotated(new_key, new_turn, key_norm_ptr, half, eps, D)
         store_heads(
             key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
         )
         new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
-                query, tile, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+                query, tile, new, scale, softcap, HAS_SOFTCAP
             )
         else:
             row_max, _, fresh_weights, acc = attend(
-                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
+                row_max, acc, query, new, scale, softcap, HAS_SOFTCAP
             )
         row_sum = tl.sum(fresh_weights, axis=1)
     elif SPLITS > 1:
-        row_max, _, sums, acc = attend(
-            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
-        )
+        row_max, _, sums, acc = attend(row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP)
     # Even a pipelined loop without iterations takes half a microsecond.
     if (SPLITS == 1) | (first + BLOCK_N < high):
         before = row_max
@@ -258,8 +250,6 @@ def rope_attention_kernel(
             BLOCK_N,
             WINDOW,
             HAS_SOFTCAP,
-            PRECISION,
-            UPCAST,
         )
         row_sum *= tl.exp2(before - finite(row_max))
     row_sum += tl.sum(sums, axis=1)
@@ -273,41 +263,35 @@ def rope_attention_kernel(
                 partial_ptr, stats_ptr, split, row_max, row_sum, acc, row_live, BLOCK_D, BLOCK_M
             )
             rows = query_len * GROUP
-            last = arrive(epochs_ptr, epoch, not WAITS)
+            last = arrive(epochs_ptr, epoch, INTERPRETED)
             out_ptr += (query_begin.to(tl.int64) * HEADS + kv_head * GROUP) * D
             few = parts <= FEW_PARTS
             at_a_time = tl.where(few, FEW_ROWS, MANY_ROWS)
             mine = 0
             step = at_a_time
-            if WAITS:
+            if INTERPRETED:  # programs run one by one: the last combines all
+                if not last:
+                    return
+            else:
                 mine = split * at_a_time
                 step = parts * at_a_time
                 if mine >= rows:
                     return
                 wait_for(epochs_ptr, epoch)
-            elif not last:
-                return
-            memory = (partial_ptr, stats_ptr, sinks_ptr + kv_head * GROUP, out_ptr)
-            span = (mine, rows, step, parts)
-            combine_parts(
-                memory,
-                span,
-                few,
-                HEADS,
-                GROUP,
-                D,
-                BLOCK_D,
-                BLOCK_M,
-                HAS_SINKS,
-                SPLITS,
-                FEW_PARTS,
-                FEW_ROWS,
-                MANY_ROWS,
-            )
+            memory = (partial_ptr, stats_ptr, sinks_ptr, out_ptr)
+            span = (mine, rows, step, parts, kv_head * GROUP)
+            if few:
+                combine_rows(
+                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, True, FEW_PARTS, FEW_ROWS
+                )
+            elif SPLITS > FEW_PARTS:
+                combine_rows(
+                    memory, span, HEADS, GROUP, D, BLOCK_D, BLOCK_M, False, SPLITS, MANY_ROWS
+                )
             if mine == 0:
                 finish(epochs_ptr, epoch)
             return
-    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + head, row_live, HAS_SINKS)
+    acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head, row_live)
     out_at = (packed * HEADS + head)[:, None] * D + dim[None, :]
     tl.store(out_ptr + out_at, acc.to(out_ptr.dtype.element_ty), mask=out_mask)
 
@@ -385,10 +369,11 @@ def rope_attention_triton(
         block_n,
         shared_memory(device),
         multiprocessors(device),
+        capability(device),
     )
     programs = num_sequences * kv_heads
     out = torch.empty((num_tokens, heads * head_dim), dtype=qkv.dtype, device=device)
-    partial = stats = counts = out
+    partial = stats = counts = None
     parts = 1
     if cut.splits > 1:
         assert programs <= EPOCHS
@@ -397,24 +382,9 @@ def rope_attention_triton(
         partial = torch.empty((*size, cut.block_m, cut.block_d), dtype=torch.float32, device=device)
         stats = torch.empty((*size, cut.block_m), dtype=torch.int64, device=device)
         counts = epochs(device)
-    dependent = dependent_launch(qkv)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
-        qkv,
-        cos,
-        sin,
-        qkv if query_norm is None else query_norm,
-        qkv if key_norm is None else key_norm,
-        key_cache,
-        value_cache,
-        slots,
-        block_tables,
-        query_start,
-        context_lens,
-        qkv if sinks is None else sinks,
-        out,
-        partial,
-        stats,
-        counts,
+        *(qkv, cos, sin, query_norm, key_norm, key_cache, value_cache, slots),
+        *(block_tables, query_start, context_lens, sinks, out, partial, stats, counts),
         float(scale),
         float(softcap),
         float(eps),
@@ -435,24 +405,16 @@ def rope_attention_triton(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         HAS_SOFTCAP=softcap > 0,
-        HAS_SINKS=sinks is not None,
-        HAS_QUERY_NORM=query_norm is not None,
-        HAS_KEY_NORM=key_norm is not None,
         SPLITS=cut.splits,
         FEW_PARTS=cut.few_parts,
         FEW_ROWS=cut.few_rows,
         MANY_ROWS=cut.many_rows,
-        WAITS=qkv.is_cuda,
         BLOCK_M=cut.block_m,
         BLOCK_NEW=cut.block_new,
         BLOCK_N=cut.block_n,
-        DEPENDENT=dependent,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not qkv.is_cuda,
         num_warps=cut.num_warps,
         num_stages=cut.num_stages,
         maxnreg=cut.maxnreg,
-        **launch_options(dependent),
+        **dependence(qkv),
     )
     return out

@@ -1,4 +1,4 @@
-"""Ragged paged attention in torch: the tests' oracle, and the CPU path.
+"""Ragged paged attention in torch: the CPU path.
 
 The queries of sequence b are its last `query_start[b + 1] - query_start[b]` context positions.
 Their keys are already in the cache. Prefill, catch-up, decoding and scoring differ only in these
@@ -21,42 +21,6 @@ from specdec_kernels.dispatch import kernel
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
 # one call. Longer ones (prefill) go one sequence at a time, since padding would waste more.
 FEW_QUERIES = 16
-
-
-def paged_attention_reference(
-    query: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    block_tables: Tensor,
-    query_start: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """See `ops.paged_attention`: one dot product at a time, in fp64."""
-    num_heads, block_size = query.shape[1], key_cache.shape[1]
-    group = num_heads // key_cache.shape[2]
-    out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))
-    starts, contexts = query_start.tolist(), context_lens.tolist()
-    for b, context in enumerate(contexts):
-        for token in range(starts[b], starts[b + 1]):
-            position = context - starts[b + 1] + token
-            first = max(0, position - sliding_window + 1) if sliding_window else 0
-            seen = torch.arange(first, position + 1, device=query.device)
-            block, inside = block_tables[b, seen // block_size].long(), seen % block_size
-            for head in range(num_heads):
-                keys = key_cache[block, inside, head // group].double()
-                scores = keys @ query[token, head].double() * scale
-                if softcap:
-                    scores = softcap * torch.tanh(scores / softcap)
-                if sinks is not None:
-                    scores = torch.cat([scores, sinks[head : head + 1].double()])
-                weights = torch.softmax(scores, 0)[: len(seen)]
-                values = value_cache[block, inside, head // group].double()
-                out[token, head] = (weights @ values).to(out.dtype)
-    return out
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from specdec_kernels.attention.paged import FEW_QUERIES
-from specdec_kernels.attention.softmax_triton import LOG2E
+from specdec_kernels.attention.softmax_triton import LOG2E, finite, weighted_mean
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
 from specdec_kernels.gpu import shared_memory
-from specdec_kernels.launch_triton import launch_options
+from specdec_kernels.launch_triton import INTERPRETED, launch_options
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
@@ -30,7 +30,7 @@ def paged_attention_kernel(
     block_tables_ptr,  # [B, MB] int32
     query_start_ptr,  # [B + 1] int32
     context_lens_ptr,  # [B] int32
-    sinks_ptr,  # [H], or anything without HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out; with SPLITS > 1 [T, H, SPLITS, DV] fp32
     row_max_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1, in units of log2
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
@@ -55,12 +55,9 @@ def paged_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
     sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -90,7 +87,7 @@ def paged_attention_kernel(
         mask=row_live[:, None] & (dim_k < DK)[None, :],
         other=0.0,
     )
-    if UPCAST:
+    if INTERPRETED:
         query = query.to(tl.float32)
 
     # Keys that some query of the tile sees: [low, high). Keys outside may be unwritten.
@@ -129,11 +126,11 @@ def paged_attention_kernel(
             mask=stored[:, None] & (dim_v < DV)[None, :],
             other=0.0,
         )
-        if UPCAST:
+        if INTERPRETED:
             key = key.to(tl.float32)
             value = value.to(tl.float32)
 
-        scores = tl.dot(query, key, input_precision=PRECISION) * scale
+        scores = tl.dot(query, key, input_precision="ieee") * scale
         if HAS_SOFTCAP:
             # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
@@ -143,13 +140,12 @@ def paged_attention_kernel(
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
 
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        # A row that has seen no key yet stays at -inf, and inf - inf would be NaN.
-        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+        base = finite(new_max)
         weights = tl.exp2(scores - base[:, None])
         keep = tl.exp2(row_max - base)
         row_sum = row_sum * keep + tl.sum(weights, axis=1)
         acc = acc * keep[:, None]
-        acc += tl.dot(weights.to(value.dtype), value, input_precision=PRECISION)
+        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
         row_max = new_max
 
     out_row = packed * num_heads + head
@@ -164,13 +160,7 @@ def paged_attention_kernel(
             mask=(row_live & (row_sum > 0))[:, None] & (dim_v < DV)[None, :],
         )
     else:
-        if HAS_SINKS:
-            sink = tl.load(sinks_ptr + head, mask=row_live, other=0.0).to(tl.float32) * LOG2E
-            new_max = tl.maximum(row_max, sink)
-            keep = tl.exp2(row_max - new_max)
-            row_sum = row_sum * keep + tl.exp2(sink - new_max)
-            acc = acc * keep[:, None]
-        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head, row_live)
         tl.store(
             out_ptr + (out_row * DV)[:, None] + dim_v[None, :],
             acc.to(out_ptr.dtype.element_ty),
@@ -184,13 +174,12 @@ def combine_splits_kernel(
     row_max_ptr,  # [T, H, SPLITS] fp32, in units of log2
     row_sum_ptr,  # [T, H, SPLITS] fp32
     query_start_ptr,  # [B + 1] int32
-    sinks_ptr,  # [H], or anything without HAS_SINKS
+    sinks_ptr,  # [H], or None
     out_ptr,  # [T, H, DV], out
     num_sequences,
     num_heads,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -203,13 +192,13 @@ def combine_splits_kernel(
     split_max = tl.load(row_max_ptr + row * SPLITS + split, mask=split < live, other=float("-inf"))
     split_sum = tl.load(row_sum_ptr + row * SPLITS + split, mask=split < live, other=0.0)
     top = tl.max(split_max, axis=0)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         top = tl.maximum(top, sink)
-    top = tl.where(top == float("-inf"), 0.0, top)
+    top = finite(top)
     factor = tl.exp2(split_max - top)
     total = tl.sum(split_sum * factor, axis=0)
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         total += tl.exp2(sink - top)
     partial = tl.load(
         partial_ptr + (row * SPLITS + split)[:, None] * DV + dim[None, :],
@@ -266,16 +255,8 @@ def paged_attention_triton(
         out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
     paged_attention_kernel[(num_sequences * num_tiles, kv_heads, splits)](
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        query_start,
-        context_lens,
-        query if sinks is None else sinks,
-        partial,
-        row_stats[0],
-        row_stats[1],
+        *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
+        *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
         num_tiles,
@@ -292,30 +273,19 @@ def paged_attention_triton(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         HAS_SOFTCAP=softcap > 0,
-        HAS_SINKS=sinks is not None,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not query.is_cuda,
         num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
         num_stages=3,
         **launch_options(),
     )
     if splits > 1:
         combine_splits_kernel[(num_tokens, num_heads)](
-            partial,
-            row_stats[0],
-            row_stats[1],
-            query_start,
-            query if sinks is None else sinks,
-            out,
-            num_sequences,
-            num_heads,
+            *(partial, row_stats[0], row_stats[1], query_start, sinks, out),
+            *(num_sequences, num_heads),
             DV=dv,
             BLOCK_DV=block_dv,
-            HAS_SINKS=sinks is not None,
             SPLITS=splits,
             **launch_options(),
         )

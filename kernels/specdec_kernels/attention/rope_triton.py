@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 
 
 @triton.jit
@@ -27,8 +27,11 @@ def normed(first, second, norm_ptr, half, eps, D: tl.constexpr):
 
 
 @triton.jit
-def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.constexpr):
-    """Heads [R, D] as halves, normed and rotated in fp32. turn: cosines and sines."""
+def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr):
+    """Heads [R, D] as halves, normed (unless the pointer is None) and rotated in fp32.
+
+    turn: cosines and sines.
+    """
     first, second = head
     cos, sin = turn
     dtype = first.dtype
@@ -36,7 +39,7 @@ def rotated(head, turn, norm_ptr, half, eps, D: tl.constexpr, HAS_NORM: tl.const
     second = second.to(tl.float32)
     cos = cos.to(tl.float32)
     sin = sin.to(tl.float32)
-    if HAS_NORM:
+    if norm_ptr is not None:
         first, second = normed(first, second, norm_ptr, half, eps, D)
     return (first * cos - second * sin).to(dtype), (second * cos + first * sin).to(dtype)
 
@@ -104,8 +107,8 @@ def rope_kv_kernel(
     qkv_ptr,  # [T, (H + 2 Hkv) D]
     cos_ptr,  # [T, D], of which the halves are equal
     sin_ptr,  # [T, D], likewise
-    query_norm_ptr,  # [D]; only with HAS_QUERY_NORM
-    key_norm_ptr,  # [D]; only with HAS_KEY_NORM
+    query_norm_ptr,  # [D], or None
+    key_norm_ptr,  # [D], or None
     query_ptr,  # [T, H, D], out
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D], out
@@ -124,8 +127,6 @@ def rope_kv_kernel(
     D: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    HAS_QUERY_NORM: tl.constexpr,
-    HAS_KEY_NORM: tl.constexpr,
     BLOCK_HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -146,11 +147,11 @@ def rope_kv_kernel(
     first = first.to(tl.float32)
     second = tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
     # Heads without a norm or rotation pass with factors of 1 and 0.
-    if HAS_QUERY_NORM:
+    if query_norm_ptr is not None:
         one, two = normed(first, second, query_norm_ptr, half, eps, D)
         first = tl.where(is_query[:, None], one, first)
         second = tl.where(is_query[:, None], two, second)
-    if HAS_KEY_NORM:
+    if key_norm_ptr is not None:
         one, two = normed(first, second, key_norm_ptr, half, eps, D)
         first = tl.where(is_key[:, None], one, first)
         second = tl.where(is_key[:, None], two, second)
@@ -193,18 +194,9 @@ def rope_kv(
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = width // head_dim - 2 * kv_heads
     query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
-    dependent = dependent_launch(qkv)
     block_heads = 8
     rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
-        qkv,
-        cos,
-        sin,
-        qkv if query_norm is None else query_norm,
-        qkv if key_norm is None else key_norm,
-        query,
-        key_cache,
-        value_cache,
-        slots,
+        *(qkv, cos, sin, query_norm, key_norm, query, key_cache, value_cache, slots),
         float(eps),
         qkv.stride(0),
         cos.stride(0),
@@ -215,11 +207,8 @@ def rope_kv(
         D=head_dim,
         BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         BLOCK_SIZE=block_size,
-        HAS_QUERY_NORM=query_norm is not None,
-        HAS_KEY_NORM=key_norm is not None,
         BLOCK_HEADS=block_heads,
-        DEPENDENT=dependent,
         num_warps=2,
-        **launch_options(dependent),
+        **dependence(qkv),
     )
     return query

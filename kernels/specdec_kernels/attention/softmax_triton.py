@@ -9,6 +9,8 @@ keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that eac
 import triton
 import triton.language as tl
 
+from specdec_kernels.launch_triton import INTERPRETED
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -21,8 +23,6 @@ def attend(
     scale,  # positive
     softcap,
     HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Add one tile of keys to the softmax.
 
@@ -30,12 +30,12 @@ def attend(
     still to be summed, and the new `acc`.
     """
     key, value, visible = tile
-    scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    scores, scale = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
     new_max = tl.maximum(row_max, tl.max(scores, axis=1) * scale)
     base = finite(new_max)
     weights = tl.exp2(scores * scale - base[:, None])
     keep = tl.exp2(row_max - base)
-    acc = weighted(weights, value, acc * keep[:, None], PRECISION, UPCAST)
+    acc = weighted(weights, value, acc * keep[:, None])
     return new_max, keep, weights, acc
 
 
@@ -47,8 +47,6 @@ def attend_both(
     scale,
     softcap,
     HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Start a softmax with two tiles at once, so that their steps do not wait for each other.
 
@@ -57,39 +55,30 @@ def attend_both(
     """
     key, value, visible = tile
     fresh_key, fresh_value, seen = fresh_tile
-    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
-    fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST)
+    scores, unit = scored(query, key, visible, scale, softcap, HAS_SOFTCAP)
+    fresh, _ = scored(query, fresh_key, seen, scale, softcap, HAS_SOFTCAP)
     row_max = tl.maximum(tl.max(scores, axis=1), tl.max(fresh, axis=1)) * unit
     base = finite(row_max)[:, None]
     weights = tl.exp2(scores * unit - base)
     fresh_weights = tl.exp2(fresh * unit - base)
     acc = tl.zeros([scores.shape[0], value.shape[1]], tl.float32)
-    acc = weighted(weights, value, acc, PRECISION, UPCAST)
-    acc = weighted(fresh_weights, fresh_value, acc, PRECISION, UPCAST)
+    acc = weighted(weights, value, acc)
+    acc = weighted(fresh_weights, fresh_value, acc)
     return row_max, weights, fresh_weights, acc
 
 
 @triton.jit
-def scored(
-    query,
-    key,
-    visible,
-    scale,
-    softcap,
-    HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def scored(query, key, visible, scale, softcap, HAS_SOFTCAP: tl.constexpr):
     """Scores [M, N], -inf where not visible, and the factor that makes them logarithms base 2."""
     query_first, query_second = query
     key_first, key_second = key
-    if UPCAST:
+    if INTERPRETED:
         query_first = query_first.to(tl.float32)
         query_second = query_second.to(tl.float32)
         key_first = key_first.to(tl.float32)
         key_second = key_second.to(tl.float32)
-    scores = tl.dot(query_first, key_first, input_precision=PRECISION)
-    scores = tl.dot(query_second, key_second, scores, input_precision=PRECISION)
+    scores = tl.dot(query_first, key_first, input_precision="ieee")
+    scores = tl.dot(query_second, key_second, scores, input_precision="ieee")
     if HAS_SOFTCAP:
         # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
         scores = softcap * (2 * tl.sigmoid(2 * scale * scores / softcap) - 1)
@@ -98,11 +87,11 @@ def scored(
 
 
 @triton.jit
-def weighted(weights, value, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def weighted(weights, value, acc):
     """acc + weights @ value."""
-    if UPCAST:
+    if INTERPRETED:
         value = value.to(tl.float32)
-    return tl.dot(weights.to(value.dtype), value, acc, input_precision=PRECISION)
+    return tl.dot(weights.to(value.dtype), value, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -112,22 +101,16 @@ def finite(row_max):
 
 
 @triton.jit
-def with_sink(row_max, row_sum, sink):
-    """Sum of a softmax with a sink added, and the factor of the earlier sums."""
-    top = tl.maximum(row_max, sink)
-    keep = tl.exp2(row_max - top)
-    return row_sum * keep + tl.exp2(sink - top), keep
-
-
-@triton.jit
-def weighted_mean(row_max, row_sum, acc, sinks_at, live, HAS_SINKS: tl.constexpr):
+def weighted_mean(row_max, row_sum, acc, sinks_ptr, head, live):
     """Weighted mean of the values [M, D], zeros for a row that sees no key.
 
-    sinks_at: addresses [M] of the rows' sinks, if any, which are keys without a value.
+    sinks_ptr: sinks of all heads, which are keys without a value, or None. head: [M].
     """
-    if HAS_SINKS:
-        sink = tl.load(sinks_at, mask=live, other=0.0).to(tl.float32) * LOG2E
-        row_sum, keep = with_sink(row_max, row_sum, sink)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head, mask=live, other=0.0).to(tl.float32) * LOG2E
+        top = tl.maximum(row_max, sink)
+        keep = tl.exp2(row_max - top)
+        row_sum = row_sum * keep + tl.exp2(sink - top)
         acc *= keep[:, None]
     return acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
 
@@ -229,8 +212,6 @@ def join_tiles(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """Add the cached keys from `begin` on to the softmax.
 
@@ -241,8 +222,6 @@ def join_tiles(
         tile = cached_tile(
             cache, start, low, high, query_position, D, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW
         )
-        row_max, keep, weights, acc = attend(
-            row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP, PRECISION, UPCAST
-        )
+        row_max, keep, weights, acc = attend(row_max, acc, query, tile, scale, softcap, HAS_SOFTCAP)
         sums = sums * keep[:, None] + weights
     return row_max, sums, acc

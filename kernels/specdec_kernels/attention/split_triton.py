@@ -150,14 +150,13 @@ def many_parts(
 
 @triton.jit
 def combine_rows(
-    memory,  # partial_ptr, stats_ptr, sinks_ptr of this key head, and out_ptr of its first row
-    span,  # first row, rows, step, number of parts
+    memory,  # partial_ptr, stats_ptr, sinks_ptr (or None), and out_ptr of this key head's first row
+    span,  # first row, rows, step, number of parts, first query head
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
     FEW: tl.constexpr,
     PARTS: tl.constexpr,  # at least as many as there are
     ROWS: tl.constexpr,
@@ -167,7 +166,7 @@ def combine_rows(
     FEW selects `few_parts`, else `many_parts`.
     """
     partial_ptr, stats_ptr, sinks_ptr, out_ptr = memory
-    first, rows, step, parts = span
+    first, rows, step, parts, head = span
     for start in range(first, rows, step):
         row = start + tl.arange(0, ROWS)
         dim = tl.arange(0, BLOCK_D)
@@ -180,53 +179,6 @@ def combine_rows(
                 partial_ptr, stats_ptr, parts, row, BLOCK_D, BLOCK_M, PARTS
             )
         live = row < rows
-        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr + row % GROUP, live, HAS_SINKS)
+        acc = weighted_mean(row_max, row_sum, acc, sinks_ptr, head + row % GROUP, live)
         out_at = out_ptr + (row // GROUP * (HEADS * D) + row % GROUP * D)[:, None] + dim[None, :]
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & (dim < D)[None, :])
-
-
-@triton.jit
-def combine_parts(
-    memory,  # as in `combine_rows`
-    span,
-    few,  # True if there are at most FEW_PARTS parts
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    FEW_PARTS: tl.constexpr,
-    FEW_ROWS: tl.constexpr,
-    MANY_ROWS: tl.constexpr,
-):
-    """`combine_rows`, FEW_ROWS or MANY_ROWS at a time, depending on the number of parts."""
-    if few:
-        combine_rows(
-            memory,
-            span,
-            HEADS,
-            GROUP,
-            D,
-            BLOCK_D,
-            BLOCK_M,
-            HAS_SINKS,
-            True,
-            FEW_PARTS,
-            FEW_ROWS,
-        )
-    elif SPLITS > FEW_PARTS:
-        combine_rows(
-            memory,
-            span,
-            HEADS,
-            GROUP,
-            D,
-            BLOCK_D,
-            BLOCK_M,
-            HAS_SINKS,
-            False,
-            SPLITS,
-            MANY_ROWS,
-        )

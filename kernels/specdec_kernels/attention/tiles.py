@@ -3,9 +3,16 @@
 `scripts/bench/kernels.py` shows their effect.
 """
 
+import math
 from typing import NamedTuple
 
-from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY, power_of_2_from, power_of_2_to
+from specdec_kernels.gpu import (
+    CAPABILITY,
+    MULTIPROCESSORS,
+    SHARED_MEMORY,
+    power_of_2_from,
+    power_of_2_to,
+)
 
 MAX_SPLITS = 33
 MAX_PAGED_SPLITS = 32
@@ -33,6 +40,37 @@ class Cut(NamedTuple):
     maxnreg: int | None  # registers a thread
 
 
+class Depth(NamedTuple):
+    """Pipeline stages of programs that have a whole context each."""
+
+    head_bytes: int  # of a padded head, at most
+    block_m: int  # at most
+    crowding: float  # programs for each multiprocessor, at most
+    num_stages: int
+
+
+# The first depth that fits counts. A program that is alone on a multiprocessor, or has small heads,
+# must load further ahead. Fewer than 7 stages would leave room for a third program where two are
+# intended.
+H200 = (
+    Depth(128, 16, math.inf, 7),
+    Depth(128, 32, math.inf, 5),
+    Depth(256, 32, 1, 5),
+    Depth(256, 16, math.inf, 2),
+)
+DEPTHS = {(9, 0): H200}  # by compute capability; devices without a table use an H200's
+SHALLOW = 3  # stages of all others
+
+
+def depth_of(device: tuple[int, int], head_bytes: int, block_m: int, crowding: float) -> int:
+    """The stages in the table of `device`."""
+    wanted = (head_bytes, block_m, crowding)
+    for *limits, num_stages in DEPTHS.get(device, DEPTHS[CAPABILITY]):
+        if all(value <= limit for value, limit in zip(wanted, limits, strict=True)):
+            return int(num_stages)
+    return SHALLOW
+
+
 def num_splits(programs: int, max_context: int, at_once: int) -> int:
     """Most parts of a context, such that the parts of all `programs` are at most `at_once`.
 
@@ -57,10 +95,12 @@ def choose_cut(
     block_n: int | None = None,
     room: int = SHARED_MEMORY,
     multiprocessors: int = MULTIPROCESSORS,
+    device: tuple[int, int] = CAPABILITY,
 ) -> Cut:
     """Launch configuration of attention over block tables for `max_context` tokens.
 
     room: bytes of shared memory that one program can have. multiprocessors: number on the GPU.
+    device: its compute capability.
     """
     block_m = max(16, power_of_2_from(max_query_len * group))
     block_d = max(32, power_of_2_from(head_dim))
@@ -81,17 +121,9 @@ def choose_cut(
         each = 3
     splits = splits or num_splits(programs, max_context, each * multiprocessors)
     few_parts = min(splits, FEW_SPLITS)
-    num_stages = 3
-    if splits == 1 and block_m <= 32 and block_d * itemsize <= 256:
-        # A program that is alone on a multiprocessor, or has small heads, must load further ahead.
-        # Fewer than 7 stages would leave room for a third program where two are intended.
-        if block_d * itemsize <= 128:
-            num_stages = 7 if block_m == 16 else 5
-        elif programs <= multiprocessors:
-            num_stages = 5
-        else:
-            num_stages = 2 if block_m == 16 else 3
-    num_stages = min(num_stages, stages_within(room, block_m, block_n, block_d, itemsize))
+    crowding = programs / multiprocessors
+    depth = depth_of(device, block_d * itemsize, block_m, crowding) if splits == 1 else SHALLOW
+    num_stages = min(depth, stages_within(room, block_m, block_n, block_d, itemsize))
     return Cut(
         splits=splits,
         few_parts=few_parts,

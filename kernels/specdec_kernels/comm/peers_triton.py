@@ -29,27 +29,20 @@ from specdec_kernels.comm.peers import (
     SUM_ROWS,
     Peers,
 )
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence, load_acquired
 from specdec_kernels.linear.norm_triton import rms_norm_triton
 from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.tiles import FEW_ROWS
 
 
 @triton.jit
-def read_flags(flags, INTERPRETED: tl.constexpr):
-    """int32 counters at addresses [SIZE], with acquire semantics."""
-    if INTERPRETED:
-        found = tl.load(flags)
-    else:
-        found = tl.inline_asm_elementwise(
-            "ld.acquire.sys.global.s32 $0, [$1];",
-            "=r,l",
-            [flags.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    return found
+def wait_for_peers(flags, epoch):
+    """Wait until the counters at all addresses `flags` [N] have reached `epoch`."""
+    # The difference, since counters wrap around.
+    behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
+    while behind < 0:
+        behind = tl.min(load_acquired(flags, "sys") - epoch, axis=0)
+    tl.debug_barrier()
 
 
 @triton.jit
@@ -64,11 +57,11 @@ def reduce_add_norm_kernel(
     addresses_ptr,  # [SIZE] int64
     flags_ptr,  # [SIZE] int64
     epochs_ptr,  # [F] int32, in and out
-    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
-    norm_ptr,  # [N], with FOR_NORM
+    residual_ptr,  # [T, N], or None
+    norm_ptr,  # [N], or None
     hidden_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out, with FOR_NORM
-    squares_ptr,  # [T, N / BLOCK_N] fp32, out, with FOR_NORM
+    scaled_ptr,  # [T, N], out; only with norm
+    squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     num_rows,
     place,  # elements before the part in each rank's memory
     residual_stride,
@@ -78,10 +71,7 @@ def reduce_add_norm_kernel(
     BLOCK_RANKS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    FOR_NORM: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     column_block = tl.program_id(0)
     program = tl.program_id(1) * tl.num_programs(0) + column_block
@@ -89,7 +79,7 @@ def reduce_add_norm_kernel(
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     mask = (row < num_rows)[:, None] & (column < N)[None, :]
     inside = row[:, None] * N + column[None, :]
-    if FOR_NORM:
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column < N, other=0.0).to(tl.float32)
     peer = tl.minimum(tl.arange(0, BLOCK_RANKS), SIZE - 1)
     pads = tl.load(flags_ptr + peer)
@@ -100,14 +90,10 @@ def reduce_add_norm_kernel(
     theirs = pads.to(tl.pointer_type(tl.int32)) + program * SIZE + RANK
     announce = tl.arange(0, BLOCK_RANKS) < SIZE
     tl.atomic_add(theirs, 1, mask=announce, sem="release", scope="sys")
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual_at = row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr + residual_at, mask=mask, other=0.0).to(tl.float32)
-    # The difference, since counters wrap around.
-    behind = tl.min(read_flags(own + peer, INTERPRETED) - epoch, axis=0)
-    while behind < 0:
-        behind = tl.min(read_flags(own + peer, INTERPRETED) - epoch, axis=0)
-    tl.debug_barrier()
+    wait_for_peers(own + peer, epoch)
     tl.store(epochs_ptr + program, epoch)
 
     summed = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -117,10 +103,10 @@ def reduce_add_norm_kernel(
         summed += part.to(tl.float32)
     # The sum is rounded first, as by an all-reduce that returns a tensor.
     hidden = summed.to(hidden_ptr.dtype.element_ty)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         hidden = (residual + hidden.to(tl.float32)).to(hidden_ptr.dtype.element_ty)
     tl.store(hidden_ptr + inside, hidden, mask=mask)
-    if FOR_NORM:
+    if norm_ptr is not None:
         wide = tl.where(mask, hidden.to(tl.float32), 0.0)
         tl.store(scaled_ptr + inside, (wide * norm[None, :]).to(hidden.dtype), mask=mask)
         squares_at = row * tl.num_programs(0) + column_block
@@ -164,18 +150,11 @@ def _reduce(
     blocks = triton.cdiv(width, SUM_COLUMNS)
     assert peers.epochs.numel() >= blocks * triton.cdiv(num_rows, SUM_ROWS)
     hidden = torch.empty((num_rows, width), dtype=parts.dtype, device=parts.device)
-    norm_weight, scaled, squares = norm or (hidden, hidden, hidden)
-    dependent = dependent_launch(parts)
+    norm_weight, scaled, squares = norm or (None, None, None)
     # Flags belong to tiles, so tiles are the same for any number of rows above two.
     reduce_add_norm_kernel[(blocks, triton.cdiv(num_rows, SUM_ROWS))](
-        peers.addresses,
-        peers.flags,
-        peers.epochs,
-        hidden if residual is None else residual,
-        norm_weight,
-        hidden,
-        scaled,
-        squares,
+        *(peers.addresses, peers.flags, peers.epochs),
+        *(residual, norm_weight, hidden, scaled, squares),
         num_rows,
         place * parts.stride(0),
         0 if residual is None else residual.stride(0),
@@ -185,12 +164,8 @@ def _reduce(
         BLOCK_RANKS=triton.next_power_of_2(peers.size),
         BLOCK_M=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
         BLOCK_N=SUM_COLUMNS,
-        HAS_RESIDUAL=residual is not None,
-        FOR_NORM=norm is not None,
-        DEPENDENT=dependent,
-        INTERPRETED=not parts.is_cuda,
         num_warps=min(SUM_ROWS, triton.next_power_of_2(num_rows)),
-        **launch_options(dependent),
+        **dependence(parts),
     )
     return hidden
 
@@ -209,7 +184,6 @@ def gather_columns_kernel(
     BLOCK_N: tl.constexpr,
     GROUPS: tl.constexpr,
     DEPENDENT: tl.constexpr,
-    INTERPRETED: tl.constexpr,
 ):
     source = tl.program_id(0)
     group = tl.program_id(2)
@@ -224,12 +198,7 @@ def gather_columns_kernel(
     if source != RANK:
         epoch = tl.load(epochs_ptr + pair * SIZE + source) + 1
         tl.atomic_add(theirs + RANK, 1, sem="release", scope="sys")
-        # The difference, since counters wrap around.
-        one = tl.arange(0, 1)
-        behind = tl.min(read_flags(own + source + one, INTERPRETED) - epoch, axis=0)
-        while behind < 0:
-            behind = tl.min(read_flags(own + source + one, INTERPRETED) - epoch, axis=0)
-        tl.debug_barrier()
+        wait_for_peers(own + source + tl.arange(0, 1), epoch)
         tl.store(epochs_ptr + pair * SIZE + source, epoch)
 
     for first in range(group * BLOCK_M, num_rows, GROUPS * BLOCK_M):
@@ -247,7 +216,6 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
     out = peers.parts.new_empty(num_rows, peers.size * share)
     blocks = triton.cdiv(share, GATHER_COLUMNS)
     assert peers.epochs.numel() >= blocks * GATHER_GROUPS * peers.size
-    dependent = dependent_launch(out)
     block_m = min(GATHER_ROWS, triton.next_power_of_2(num_rows))
     groups = min(GATHER_GROUPS, triton.cdiv(num_rows, block_m))
     # Ranks are the first grid dimension, so that programs that wait for each other start together.
@@ -263,9 +231,7 @@ def gather_columns_triton(peers: Peers, num_rows: int) -> Tensor:
         BLOCK_M=block_m,
         BLOCK_N=GATHER_COLUMNS,
         GROUPS=groups,
-        DEPENDENT=dependent,
-        INTERPRETED=not out.is_cuda,
         num_warps=4,
-        **launch_options(dependent),
+        **dependence(out),
     )
     return out

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.linear.reference import Normed
 
 
@@ -73,7 +73,6 @@ def embed_triton(
         (2, num_rows, width), dtype=embedding.dtype, device=embedding.device
     )
     cos, sin = torch.empty((2, num_rows, dim), dtype=cos_table.dtype, device=cos_table.device)
-    dependent = dependent_launch(embedding)
     block = triton.next_power_of_2(width)
     embed_kernel[(num_rows,)](
         token_ids,
@@ -93,8 +92,7 @@ def embed_triton(
         BLOCK=block,
         BLOCK_D=triton.next_power_of_2(dim),
         HAS_SCALE=scale != 1.0,
-        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
-        **launch_options(dependent),
+        **dependence(embedding),
     )
     return Normed(hidden, scaled, None, eps), cos, sin

@@ -14,6 +14,8 @@ than one slice.
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 # (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,66 +24,17 @@ from torch import Tensor
 from specdec_kernels.gpu import CACHE_LINE
 from specdec_kernels.launch_triton import (
     COUNTERS,
+    INTERPRETED,
     after_predecessor,
     counters,
-    dependent_launch,
     is_last,
-    launch_options,
     prefetch_l2,
 )
+from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
-from specdec_kernels.linear.reference import ACTIVATIONS
-from specdec_kernels.linear.tiles import Tiles
+from specdec_kernels.linear.tile_tables import Tiles
 
 LINE = tl.constexpr(CACHE_LINE)
-
-
-def linear_outputs(
-    x: Tensor,
-    weight: Tensor,
-    block_n: int,
-    *,
-    squares: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    into: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Check a product's operands and allocate its results.
-
-    Args:
-        x: [T, K], rows contiguous.
-        weight: [N, K], contiguous; [2N, K] with an activation.
-        block_n: Features of a program.
-        squares: [T, P] fp32, sums of squares of x.
-        bias: [N].
-        activation: "" or one of ACTIVATIONS.
-        residual: [T, N], rows contiguous.
-        norm_weight: [N], of the norm that follows.
-        into: [T, N], contiguous, where to write the first result.
-
-    Returns:
-        [T, N], which is `into` if given; with `norm_weight` also [T, N] for the product times it,
-        and [T, ceil(N / block_n)] fp32 for sums of squares, else the first result in their place.
-    """
-    num_rows, width = x.shape
-    num_features = weight.shape[0] // (2 if activation else 1)
-    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
-    assert activation in ("", *ACTIVATIONS)
-    assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
-    assert bias is None or bias.shape == (num_features,)
-    assert norm_weight is None or norm_weight.shape == (num_features,)
-    out = into
-    if out is None:
-        out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
-    assert out.shape == (num_rows, num_features) and out.is_contiguous()
-    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
-    if norm_weight is None:
-        return out, out, out
-    blocks = -(-num_features // block_n)
-    out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
-    return out, torch.empty_like(out), out_squares
 
 
 @triton.jit
@@ -140,17 +93,15 @@ def add_product(
     sums,  # [M, N] or [SLICES, M, N]; with SWAP [N, M] or [SLICES, N, M]
     SLICES: tl.constexpr,
     SWAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     """sums + x @ weight.T, slice by slice; with SWAP its transpose."""
-    if UPCAST:
+    if INTERPRETED:
         x = x.to(tl.float32)
         weight = weight.to(tl.float32)
     if SWAP:
-        sums = tl.dot(weight, transposed(x, SLICES), sums, input_precision=PRECISION)
+        sums = tl.dot(weight, transposed(x, SLICES), sums, input_precision="ieee")
     else:
-        sums = tl.dot(x, transposed(weight, SLICES), sums, input_precision=PRECISION)
+        sums = tl.dot(x, transposed(weight, SLICES), sums, input_precision="ieee")
     return sums
 
 
@@ -234,12 +185,12 @@ def few_rows_linear_kernel(
     x_ptr,  # [T, K]
     squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
     weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
-    bias_ptr,  # [N]; only with HAS_BIAS
-    residual_ptr,  # [T, N]; only with HAS_RESIDUAL
-    norm_ptr,  # [N]; only with FOR_NORM
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [T, N], or None
+    norm_ptr,  # [N], or None
     out_ptr,  # [T, N], out
-    scaled_ptr,  # [T, N], out times norm, out; only with FOR_NORM
-    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with FOR_NORM
+    scaled_ptr,  # [T, N], out times norm, out; only with norm
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out; only with norm
     partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
     counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
     num_rows,
@@ -250,9 +201,6 @@ def few_rows_linear_kernel(
     K: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    FOR_NORM: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -262,8 +210,6 @@ def few_rows_linear_kernel(
     PREFETCH: tl.constexpr,  # features of every weight row to prefetch before the wait
     EARLY: tl.constexpr,  # number of last features, loaded before the wait and used at the end
     DEPENDENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
     SWAP: tl.constexpr = BLOCK_M < 16  # a product of mma.sync has 16 rows and 8 columns
@@ -289,14 +235,14 @@ def few_rows_linear_kernel(
     row_live = row < num_rows
     place = row.to(tl.int64)[:, None] * num_features + column[None, :]
     mask = row_live[:, None] & column_live[None, :]
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=column_live, other=0.0)
-    if FOR_NORM:
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
     after_predecessor(DEPENDENT)
 
     # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual_ptr += row.to(tl.int64)[:, None] * residual_stride + column[None, :]
         residual = tl.load(residual_ptr, mask=mask, other=0.0)
     if PARTS > 0:
@@ -320,12 +266,12 @@ def few_rows_linear_kernel(
         weight_mask = along_depth(k < K, SLICES)
         x = tl.load(x_at, mask=x_mask, other=0.0)
         weight = load_weight(weight_at, weight_mask, EVEN)
-        acc = add_product(x, weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        acc = add_product(x, weight, acc, SLICES, SWAP)
         if GATED:
             up = load_weight(up_at, weight_mask, EVEN)
-            acc_up = add_product(x, up, acc_up, SLICES, SWAP, PRECISION, UPCAST)
+            acc_up = add_product(x, up, acc_up, SLICES, SWAP)
     if EARLY > 0:
-        acc = add_product(early_x, early_weight, acc, SLICES, SWAP, PRECISION, UPCAST)
+        acc = add_product(early_x, early_weight, acc, SLICES, SWAP)
     acc, acc_up = whole_sums(acc, acc_up, SLICES, SWAP)
 
     if SPLITS > 1:
@@ -338,94 +284,48 @@ def few_rows_linear_kernel(
         factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
         acc *= factor
         acc_up *= factor
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += bias.to(tl.float32)[None, :]
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         acc += residual.to(tl.float32)
     if GATED:
         acc = activate(acc, ACTIVATION) * acc_up
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + place, out, mask=mask)
-    if FOR_NORM:
+    if norm_ptr is not None:
         store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
 
 
 def few_rows_linear(
-    x: Tensor,
-    weight: Tensor,
-    tiles: Tiles,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    activation: str = "",
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    into: Tensor | None = None,
+    x: Tensor, weight: Tensor, tiles: Tiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel; arguments and results are those of `linear_outputs`."""
-    out, scaled, out_squares = linear_outputs(
-        x,
-        weight,
-        tiles.block_n,
-        squares=squares,
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        norm_weight=norm_weight,
-        into=into,
-    )
-    num_rows, width = x.shape
-    num_features = out.shape[1]
+    """Launch the kernel for x [T, K]; `fused` as in `Fused`, results as in `Launch`."""
+    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    (num_rows, width), (_, num_features) = x.shape, results[0].shape
     blocks = triton.cdiv(num_features, tiles.block_n)
     assert num_rows <= tiles.block_m
-    partial = counts = out
+    partial = counts = None
     if tiles.splits > 1:
-        assert not activation and blocks <= COUNTERS
-        partial = torch.empty((tiles.splits, *out.shape), dtype=torch.float32, device=x.device)
+        assert not constants["ACTIVATION"] and blocks <= COUNTERS
+        size = (tiles.splits, num_rows, num_features)
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
         counts = counters(x.device)
-    parts = 0 if squares is None else squares.shape[1]
     # A prefetch must not reach past the end of the weight.
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
-    dependent = dependent_launch(x)
+    residual = fused.get("residual")
     few_rows_linear_kernel[(blocks, tiles.splits)](
-        x,
-        x if squares is None else squares,
-        weight,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        x if norm_weight is None else norm_weight,
-        out,
-        scaled,
-        out_squares,
-        partial,
-        counts,
-        num_rows,
-        num_features,
-        x.stride(0),
+        *(*operands, partial, counts, num_rows, num_features, x.stride(0)),
         0 if residual is None else residual.stride(0),
-        float(eps),
-        K=width,
-        PARTS=parts,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        FOR_NORM=norm_weight is not None,
+        float(fused.get("eps", 0.0)),
         BLOCK_M=tiles.block_m,
-        BLOCK_N=tiles.block_n,
         BLOCK_K=tiles.block_k,
-        BLOCK_P=triton.next_power_of_2(max(parts, 1)),
         SLICES=tiles.slices,
         SPLITS=tiles.splits,
-        PREFETCH=prefetch if dependent else 0,
+        PREFETCH=prefetch if constants["DEPENDENT"] else 0,
         EARLY=tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
-        DEPENDENT=dependent,
-        PRECISION="ieee",
-        # CPU tensors mean Triton's interpreter, whose dot of 16-bit operands is not to be trusted.
-        UPCAST=not x.is_cuda,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
-        **launch_options(dependent),
+        **constants,
     )
-    return out, scaled, out_squares
+    return results

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
+from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.linear.reference import ACTIVATIONS, Normed
 
 
@@ -33,17 +33,15 @@ def normed_row(x, norm, eps, K: tl.constexpr):
 @triton.jit
 def rms_norm_kernel(
     x_ptr,  # [T, K]
-    residual_ptr,  # [T, K]; only with HAS_RESIDUAL
-    post_ptr,  # [K], weight of a norm of x before it is added; only with HAS_POST
+    residual_ptr,  # [T, K], or None
+    post_ptr,  # [K], weight of a norm of x before it is added, or None
     norm_ptr,  # [K]
-    hidden_ptr,  # [T, K], x + residual, out; only with HAS_RESIDUAL
+    hidden_ptr,  # [T, K], x + residual, out; only with a residual
     out_ptr,  # [T, K], out
     x_stride,
     residual_stride,
     eps,
     K: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_POST: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -51,13 +49,13 @@ def rms_norm_kernel(
     k = tl.arange(0, BLOCK)
     eps = tl.full([], eps, tl.float32)
     norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    if HAS_POST:
+    if post_ptr is not None:
         post = tl.load(post_ptr + k, mask=k < K, other=0.0)
     after_predecessor(DEPENDENT)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
-    if HAS_POST:
+    if post_ptr is not None:
         x = normed_row(x, post, eps, K)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(hidden_ptr + row * K + k, x, mask=k < K)
@@ -98,25 +96,15 @@ def add_norm(
     assert residual is None or (residual.shape == x.shape and residual.stride(1) == 1)
     out = torch.empty((num_rows, width), dtype=x.dtype, device=x.device)
     hidden = x if residual is None else torch.empty_like(out)
-    dependent = dependent_launch(x)
     block = triton.next_power_of_2(width)
     rms_norm_kernel[(num_rows,)](
-        x,
-        x if residual is None else residual,
-        norm_weight if post_norm is None else post_norm,
-        norm_weight,
-        hidden,
-        out,
-        x.stride(0),
+        *(x, residual, post_norm, norm_weight, hidden, out, x.stride(0)),
         0 if residual is None else residual.stride(0),
         float(eps),
         K=width,
-        HAS_RESIDUAL=residual is not None,
-        HAS_POST=post_norm is not None,
         BLOCK=block,
-        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // 512)),
-        **launch_options(dependent),
+        **dependence(x),
     )
     return hidden, out
 
@@ -131,7 +119,6 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
     num_rows, num_features = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.stride(1) == 1 and activation in ACTIVATIONS
     out = torch.empty((num_rows, num_features), dtype=gate_up.dtype, device=gate_up.device)
-    dependent = dependent_launch(gate_up)
     gate_kernel[(num_rows, triton.cdiv(num_features, 1024))](
         gate_up,
         out,
@@ -139,8 +126,7 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
         gate_up.stride(0),
         ACTIVATION=activation,
         BLOCK=1024,
-        DEPENDENT=dependent,
-        **launch_options(dependent),
+        **dependence(gate_up),
     )
     return out
 

@@ -9,12 +9,14 @@ of plain multiplications: one row gives the tensor cores nothing to do.
 # (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
 # grow.)
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor, dependent_launch, launch_options
-from specdec_kernels.linear.few_rows_triton import linear_outputs
+from specdec_kernels.launch_triton import after_predecessor
+from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.tiles import RowTiles
 
@@ -49,20 +51,17 @@ def one_row_linear_kernel(
     x_ptr,  # [K]
     squares_ptr,  # [P] fp32, sums of squares of parts of the row; only with PARTS
     weight_ptr,  # [N, K]; with ACTIVATION [2 N, K], the gate's rows first
-    bias_ptr,  # [N]; only with HAS_BIAS
-    residual_ptr,  # [N]; only with HAS_RESIDUAL
-    norm_ptr,  # [N]; only with FOR_NORM
+    bias_ptr,  # [N], or None
+    residual_ptr,  # [N], or None
+    norm_ptr,  # [N], or None
     out_ptr,  # [N], out
-    scaled_ptr,  # [N], out times norm, out; only with FOR_NORM
-    out_squares_ptr,  # [N / BLOCK_N] fp32, out; only with FOR_NORM
+    scaled_ptr,  # [N], out times norm, out; only with norm
+    out_squares_ptr,  # [N / BLOCK_N] fp32, out; only with norm
     num_features,  # N
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,  # P, or 0 for an x that is not to be scaled
     ACTIVATION: tl.constexpr,  # "" for a plain product
-    HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    FOR_NORM: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -77,14 +76,14 @@ def one_row_linear_kernel(
     weight = chunks_of(rows_ptr, K, CHUNK, "evict_first")
     if GATED:
         up = chunks_of(rows_ptr + num_features.to(tl.int64) * K, K, CHUNK, "evict_first")
-    if HAS_BIAS:
+    if bias_ptr is not None:
         bias = tl.load(bias_ptr + column, mask=live, other=0.0)
-    if FOR_NORM:
+    if norm_ptr is not None:
         norm = tl.load(norm_ptr + column, mask=live, other=0.0)
     after_predecessor(DEPENDENT)
 
     x = chunks_of(x_ptr + tl.zeros([1, 1], tl.int32), K, CHUNK, "")
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         residual = tl.load(residual_ptr + column, mask=live, other=0.0)
     if PARTS > 0:
         part = tl.arange(0, BLOCK_P)
@@ -93,9 +92,9 @@ def one_row_linear_kernel(
     if PARTS > 0:
         factor = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         acc *= factor
-    if HAS_BIAS:
+    if bias_ptr is not None:
         acc += bias.to(tl.float32)
-    if HAS_RESIDUAL:
+    if residual_ptr is not None:
         acc += residual.to(tl.float32)
     if GATED:
         acc_up = dot_products(up, x, BLOCK_N, K, CHUNK)
@@ -104,7 +103,7 @@ def one_row_linear_kernel(
         acc = activate(acc, ACTIVATION) * acc_up
     out = acc.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + column, out, mask=live)
-    if FOR_NORM:
+    if norm_ptr is not None:
         # The norm uses the rounded values, as the next kernel reads them.
         wide = tl.where(live, out.to(tl.float32), 0.0)
         tl.store(scaled_ptr + column, (wide * norm.to(tl.float32)).to(out.dtype), mask=live)
@@ -112,57 +111,16 @@ def one_row_linear_kernel(
 
 
 def one_row_linear(
-    x: Tensor,
-    weight: Tensor,
-    tiles: RowTiles,
-    *,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
-    bias: Tensor | None = None,
-    activation: str = "",
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    into: Tensor | None = None,
+    x: Tensor, weight: Tensor, tiles: RowTiles, **fused: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernel for x [1, K]; arguments and results are those of `linear_outputs`."""
+    """Launch the kernel for x [1, K]; `fused` as in `Fused`, results as in `Launch`."""
     assert x.shape[0] == 1
-    out, scaled, out_squares = linear_outputs(
-        x,
-        weight,
-        tiles.block_n,
-        squares=squares,
-        bias=bias,
-        activation=activation,
-        residual=residual,
-        norm_weight=norm_weight,
-        into=into,
-    )
-    width, num_features = x.shape[1], out.shape[1]
-    parts = 0 if squares is None else squares.shape[1]
-    dependent = dependent_launch(x)
+    operands, constants, results = prepared(x, weight, tiles.block_n, Fused(**fused))
+    num_features = results[0].shape[1]
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
-        x,
-        x if squares is None else squares,
-        weight,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        x if norm_weight is None else norm_weight,
-        out,
-        scaled,
-        out_squares,
-        num_features,
-        float(eps),
-        K=width,
-        PARTS=parts,
-        ACTIVATION=activation,
-        HAS_BIAS=bias is not None,
-        HAS_RESIDUAL=residual is not None,
-        FOR_NORM=norm_weight is not None,
-        BLOCK_N=tiles.block_n,
+        *(*operands, num_features, float(fused.get("eps", 0.0))),
         CHUNK=tiles.chunk,
-        BLOCK_P=triton.next_power_of_2(max(parts, 1)),
-        DEPENDENT=dependent,
         num_warps=tiles.num_warps,
-        **launch_options(dependent),
+        **constants,
     )
-    return out, scaled, out_squares
+    return results

@@ -1,10 +1,11 @@
-"""Launch configurations of products of few rows, chosen from shapes and measured on an H200.
+"""Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU.
 
 `scripts/bench/kernels.py` shows their effect. Nothing is tuned at run time: every rank and every
 run uses the same.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -12,15 +13,17 @@ from torch import Tensor
 
 from specdec_kernels.gpu import (
     CACHE_LINE,
+    CAPABILITY,
     MULTIPROCESSORS,
     SHARED_MEMORY,
+    capability,
     power_of_2_from,
     power_of_2_to,
     shared_memory,
 )
+from specdec_kernels.linear.tile_tables import TABLES, Tiles
 
 FEW_ROWS = 64
-WIDE = 3584  # rows of at least this many numbers get deeper tiles
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -32,20 +35,6 @@ GATE = 4096  # least bytes of each half that a program of a gate loads
 MOST = 16  # most features of a program
 CHUNK = 2048  # most numbers of a row in one tile
 HEAD = 4  # products with more than this many features for each number read are the logits
-
-
-class Tiles(NamedTuple):
-    """Launch configuration of `few_rows_triton.few_rows_linear_kernel`."""
-
-    block_m: int  # at least the number of rows; below 16 they are the columns of mma.sync
-    block_n: int  # features of a program
-    block_k: int  # numbers of the sum at a time
-    slices: int  # parts of block_k, each for some warps
-    splits: int  # parts of the sum, each for a program
-    prefetch: int  # numbers of each weight row to prefetch before the wait
-    num_warps: int
-    num_stages: int
-    early: int = 0  # numbers of each weight row to load into registers before the wait
 
 
 def spread(tiles: Tiles, programs: int, itemsize: int, room: int = SHARED_MEMORY) -> Tiles:
@@ -113,20 +102,15 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
     Up to FEW_ROWS rows these kernels are faster, since with cuBLAS the norm, the gate and the sum
-    are kernels of their own. Up to 8 rows are the columns of mma.sync, up to 16 its rows; more use
-    an M of 64, which the compiler maps to wgmma. room: bytes of shared memory, else the GPU's.
+    are kernels of their own. The device's table has tiles for 16 bits; here they are fitted to
+    other types, to the width and to the shared memory. room: bytes of it, else the GPU's.
     """
     room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     if num_rows > FEW_ROWS:
         return None
-    if num_rows <= 8:
-        tiles = tiles_of_8(kind, width, num_features)
-    elif num_rows <= 16:
-        tiles = tiles_of_16(kind, width, num_features)
-    else:
-        tiles = tiles_of_64(kind, width, num_features)
+    tiles = tiles_for(capability(x.device), kind, num_rows, width, num_features)
     if x.dtype == torch.float32:
         tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
     while tiles.block_k > 256 and width % tiles.block_k:
@@ -145,75 +129,19 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     return tiles
 
 
-def tiles_of_8(kind: str, width: int, num_features: int) -> Tiles:
-    """Tiles for up to 8 rows: 16 features, with four warps that each have a quarter of BLOCK_K.
-
-    A warp's products run one after the other, so a tile of one slice would take four times as long
-    from one barrier to the next, longer than loading its weights.
-    """
-    programs = -(-num_features // 16)
-    if kind == "gate":
-        if num_features > (32 if width < WIDE else 64) * MULTIPROCESSORS:
-            return tiles_of_16(kind, width, num_features)
-        return Tiles(8, 16, 512, 4, 1, 256, 4, 6 if programs <= MULTIPROCESSORS else 3)
-    if num_features > 128 * MULTIPROCESSORS:
-        return tiles_of_16(kind, width, num_features)
-    early = 512 if width > 2048 or (width >= 1024 and programs <= MULTIPROCESSORS) else 0
-    if kind == "norm":
-        if width < WIDE:
-            return Tiles(8, 16, 512, 4, 1, 1024, 4, 5, early)
-        return Tiles(8, 16, 512, 4, 1, 256, 4, 3, early)
-    if programs <= MULTIPROCESSORS and width >= 2048:
-        return Tiles(8, 16, 1024, 4, 1, 512, 4, 5)
-    if programs > MULTIPROCESSORS and width <= 2048:
-        return Tiles(8, 16, 512, 4, 1, 512, 4, 5)
-    return Tiles(8, 16, 256, 4, 1, 512, 4, 6, early)
-
-
-def tiles_of_16(kind: str, width: int, num_features: int) -> Tiles:
-    """Tiles for up to 16 rows."""
-    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
-    if kind == "add":
-        if num_features <= 16 * MULTIPROCESSORS and width >= 2048:
-            return Tiles(16, 16, 1024, 4, 1, 512, 4, 4)
-        return Tiles(16, 16, 256, 4, 1, 512, 4, 6, 0 if narrow or many else 512)
-    if narrow and many:
-        return Tiles(16, 32, 128, 1, 1, 256, 4, 5)
-    if kind == "gate":
-        return Tiles(16, 32, 256, 1, 1, 256, 4, 3)
-    if num_features > 64 * MULTIPROCESSORS:
-        return Tiles(16, 32, 256, 1, 1, 256, 4, 4)
-    if many:
-        return Tiles(16, 32, 256, 1, 1, 512, 4, 4, 256)
-    if narrow:
-        return Tiles(16, 16, 256, 4, 1, 1024, 4, 7)
-    return Tiles(16, 32, 256, 1, 1, 1024, 4, 4, 512)
-
-
-def tiles_of_64(kind: str, width: int, num_features: int) -> Tiles:
-    """Tiles for up to FEW_ROWS rows: wide, since every program loads and multiplies all of x.
-
-    At 5120 features, 80 programs of 64 features are faster than 160 of 32.
-    """
-    narrow, many = width < WIDE, num_features > 32 * MULTIPROCESSORS
-    one_turn = num_features <= 64 * MULTIPROCESSORS  # one wave of programs of 64 features
-    if kind == "add":
-        if num_features <= 16 * MULTIPROCESSORS:
-            return Tiles(64, 32, 128, 1, 2, 512, 4, 8)
-        if not many:
-            return Tiles(64, 32, 256, 1, 1, 512, 4, 4)
-        if one_turn:
-            return Tiles(64, 64, 128, 1, 1, 512, 4, 6)
-        return Tiles(64, 32, 128, 1, 1, 512, 4, 8)
-    if kind == "gate":
-        if not one_turn and num_features <= 128 * MULTIPROCESSORS:
-            return Tiles(64, 64, 128, 1, 1, 256, 8, 4)
-        return Tiles(64, 64, 64, 1, 1, 256, 4, 5)
-    if not many:
-        return Tiles(64, 32, 128, 1, 1, 256, 4, 5)
-    if narrow:
-        return Tiles(64, 64, 64, 1, 1, 256, 4, 7)
-    return Tiles(64, 64, 128, 1, 1, 256, 4, 5 if one_turn else 3)
+@lru_cache
+def tiles_for(
+    device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
+) -> Tiles:
+    """The first tiles in the table of `device`, a compute capability, that a product fits."""
+    return next(
+        case.tiles
+        for case in TABLES.get(device, TABLES[CAPABILITY])
+        if case.kind == kind
+        and case.rows >= num_rows
+        and case.width <= width
+        and case.features >= num_features
+    )
 
 
 class RowTiles(NamedTuple):

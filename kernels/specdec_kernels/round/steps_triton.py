@@ -21,14 +21,13 @@ def accept_kernel(
     proposed_ptr,  # [B, K] int64
     best_ptr,  # [B, K + 1] int64
     lens_ptr,  # [B] int64
-    accept_noise_ptr,  # [B, K] fp32, or anything without HAS_RATES
-    rates_ptr,  # [K] fp32, or anything without HAS_RATES
+    accept_noise_ptr,  # [B, K] fp32, or None
+    rates_ptr,  # [K] fp32, or None
     tokens_ptr,  # [B, K + 1] int64, out
     accepted_ptr,  # [B] int64, out
     noise_stride,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_RATES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -36,7 +35,7 @@ def accept_kernel(
     best = tl.load(best_ptr + row * (K + 1) + place, mask=place <= K, other=0)
     proposed = tl.load(proposed_ptr + row * K + place, mask=place < K, other=0)
     drafted = (place < length) & (place < K)
-    if HAS_RATES:
+    if rates_ptr is not None:
         noise = tl.load(accept_noise_ptr + row * noise_stride + place, mask=place < K, other=1.0)
         rate = tl.load(rates_ptr + place, mask=place < K, other=0.0)
         stands = drafted & (noise < rate)
@@ -64,13 +63,12 @@ def advance_kernel(
     active_ptr,  # [B] bool, in and out
     eos_ids_ptr,  # [E] int64
     record_ptr,  # [B, K + 3] int64, out
-    history_ptr,  # [R, L] int32, out, or anything without HAS_HISTORY
-    rows_ptr,  # [B] int64, likewise
+    history_ptr,  # [R, L] int32, out, or None
+    rows_ptr,  # [B] int64, or None
     num_eos,
     history_stride,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_HISTORY: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -105,7 +103,7 @@ def advance_kernel(
         tl.store(tail_ptr + row * 2 + 1, last)
         tl.store(length_ptr + row, length)
         tl.store(active_ptr + row, stays)
-        if HAS_HISTORY:
+        if history_ptr is not None:
             end_ptr = history_ptr + tl.load(rows_ptr + row) * history_stride + before_round
             tl.store(end_ptr + place, tokens.to(tl.int32), mask=place < count)
 
@@ -125,17 +123,10 @@ def accept_triton(
     tokens = torch.empty_like(best)
     accepted = torch.empty_like(lens)
     accept_kernel[(rows,)](
-        proposed,
-        best,
-        lens,
-        lens if accept_noise is None else accept_noise,
-        lens if rates is None else rates,
-        tokens,
-        accepted,
+        *(proposed, best, lens, accept_noise, rates, tokens, accepted),
         0 if accept_noise is None else accept_noise.stride(0),
         K=width,
         BLOCK=triton.next_power_of_2(width + 1),
-        HAS_RATES=rates is not None,
         num_warps=1,
         **launch_options(),
     )
@@ -163,22 +154,11 @@ def advance_triton(
     assert (history is None) == (rows is None)
     assert history is None or history.stride(1) == 1
     advance_kernel[(batch,)](
-        tokens,
-        accepted,
-        lens,
-        tail,
-        length,
-        limit,
-        active,
-        eos_ids,
-        record,
-        record if history is None else history,
-        lens if rows is None else rows,
+        *(tokens, accepted, lens, tail, length, limit, active, eos_ids, record, history, rows),
         eos_ids.numel(),
         0 if history is None else history.stride(0),
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
-        HAS_HISTORY=history is not None,
         num_warps=1,
         **launch_options(),
     )

@@ -11,9 +11,8 @@ from specdec_kernels.launch_triton import (
     COUNTERS,
     after_predecessor,
     counters,
-    dependent_launch,
+    dependence,
     is_last,
-    launch_options,
 )
 
 PARTS = 32
@@ -77,7 +76,6 @@ def greedy_argmax_triton(logits: Tensor) -> Tensor:
     out = torch.empty(num_rows, dtype=torch.int64, device=device)
     tops = torch.empty((num_rows, PARTS), dtype=torch.float32, device=device)
     indices = torch.empty((num_rows, PARTS), dtype=torch.int32, device=device)
-    dependent = dependent_launch(logits)
     greedy_argmax_kernel[(num_rows, PARTS)](
         logits,
         tops,
@@ -88,7 +86,6 @@ def greedy_argmax_triton(logits: Tensor) -> Tensor:
         V=vocabulary,
         PARTS=PARTS,
         BLOCK=BLOCK,
-        DEPENDENT=dependent,
-        **launch_options(dependent),
+        **dependence(logits),
     )
     return out

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.sampling.logits import TINY, LogitRows, reject_logits, round_probs, spoiled
-from specdec_kernels.sampling.rejection import emitted, inverse_cdf
+from specdec_kernels.sampling.rejection import emitted, sample_categorical_reference
 
 
 def block_chances(
@@ -76,11 +76,11 @@ def block_verify_reference(
     passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
     accepted = F.pad(passes * place, (1, 0)).amax(1)
     row = torch.arange(draft_tokens.shape[0], device=lens.device)
-    last = inverse_cdf(follow[row, accepted], sample_noise[row, accepted])
+    last = sample_categorical_reference(follow[row, accepted], sample_noise[row, accepted])
     return emitted(draft_tokens, lens, target_probs, accepted, last)
 
 
-@kernel("specdec_kernels.sampling.block_verify_triton:block_verify_logits_triton")
+@kernel("specdec_kernels.sampling.verify_triton:block_verify_logits_triton")
 def block_verify_logits(
     draft_tokens: Tensor,
     lens: Tensor,

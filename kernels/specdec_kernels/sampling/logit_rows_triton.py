@@ -20,9 +20,8 @@ from specdec_kernels.launch_triton import (
     COUNTERS,
     after_predecessor,
     counters,
-    dependent_launch,
+    dependence,
     is_last,
-    launch_options,
 )
 from specdec_kernels.sampling.logits import TINY, LogitRows
 
@@ -51,6 +50,12 @@ def value_of(key, SHIFT: tl.constexpr):
     magnitude = tl.where(key < 0, -key, key) << SHIFT
     value = magnitude.to(tl.float32, bitcast=True)
     return tl.where(key < 0, -value, value)
+
+
+@triton.jit
+def logits_at(logits_ptr, at, mask, V: tl.constexpr):
+    """Logits of a row at places `at` as fp32, -inf outside `mask` and past its V numbers."""
+    return tl.load(logits_ptr + at, mask=mask & (at < V), other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
@@ -89,7 +94,7 @@ def row_sums_kernel(
     scale = tl.full([], scale, tl.float32)
 
     at = part * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf")).to(tl.float32)
+    x = logits_at(logits_ptr + row * stride, at, True, V)
     top = tl.max(x, axis=0)
     # A part of -inf alone gives no NaN here. NaN and +inf make the sum NaN.
     base = tl.where(top == float("-inf"), 0.0, top)
@@ -171,8 +176,7 @@ def search_kernel(
 
     if is_open:
         at = part * BLOCK + tl.arange(0, BLOCK)
-        x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
-        x = x.to(tl.float32)
+        x = logits_at(logits_ptr + row * stride, at, True, V)
         weight = tl.exp2((x - maximum) * scale)
         way = tl.arange(0, WAYS)
         found = tl.zeros([WAYS], tl.float32)
@@ -238,8 +242,7 @@ def settle_kernel(
         threshold = value_of(tl.load(keys_ptr + row * 2), SHIFT)
         lane = tl.arange(0, BLOCK)
         at = part * BLOCK + lane
-        x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
-        x = x.to(tl.float32)
+        x = logits_at(logits_ptr + row * stride, at, True, V)
         more = tl.sum(tl.where(x > threshold, tl.exp2((x - maximum) * scale), 0.0), axis=0)
         equal = tl.sum(((x == threshold) & (at < V)).to(tl.int32), axis=0)
         tl.store(parts_ptr + row * PARTS + part, more)
@@ -266,8 +269,7 @@ def settle_kernel(
                 border = tl.max(tl.where(at_border, every, 0), axis=0)
                 skipped = tl.sum(tl.where(every == border, equals - kept, 0), axis=0)
                 at = border * BLOCK + lane
-                x = tl.load(logits_ptr + row * stride + at, mask=at < V, other=float("-inf"))
-                x = x.to(tl.float32)
+                x = logits_at(logits_ptr + row * stride, at, True, V)
                 tied = (x == threshold) & (at < V)
                 rank = tl.cumsum(tied.to(tl.int32), axis=0)
                 first = tl.min(tl.where(tied & (rank > skipped), at, V), axis=0)
@@ -293,11 +295,6 @@ def cut(vocabulary: int, parts: int) -> dict[str, int]:
         "BLOCK_PARTS": triton.next_power_of_2(parts),
         "BLOCK": block,
     }
-
-
-def dependence(logits: Tensor) -> dict[str, bool]:
-    dependent = dependent_launch(logits)
-    return {"DEPENDENT": dependent, **launch_options(dependent)}
 
 
 def logit_rows_triton(logits: Tensor, temperature: float, top_k: int, top_p: float) -> LogitRows:

@@ -118,7 +118,7 @@ def sample_logits(
     return sample_categorical_reference(to_probs(logits, temperature, top_k, top_p), noise)
 
 
-@kernel("specdec_kernels.sampling.logits_triton:reject_logits_triton")
+@kernel("specdec_kernels.sampling.verify_triton:reject_logits_triton")
 def reject_logits(
     draft_tokens: Tensor,
     lens: Tensor,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
-    """Index drawn from unnormalised `weights [N, V]` by `noise [N]` in [0, 1): `[N]` int64.
+def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
+    """Draw from unnormalised `weights` [N, V] by inverse CDF, `noise` [N] in [0, 1): [N] int64.
 
     The smallest index whose running sum exceeds noise * total, never one of zero weight; -1 where
     the row holds a NaN. On CPU torch carries a running sum of fp32 in fp64.
@@ -22,15 +22,6 @@ def inverse_cdf(weights: Tensor, noise: Tensor) -> Tensor:
     threshold = torch.minimum(noise * total, below_total)
     index = torch.searchsorted(running, threshold[:, None], right=True).squeeze(1)
     return index.clamp(max=weights.shape[1] - 1).masked_fill(total.isnan(), -1)
-
-
-def sample_categorical_reference(probs: Tensor, noise: Tensor) -> Tensor:
-    """Draw from `probs` [N, V] fp32 by inverse CDF with `noise` [N] fp32 in [0, 1): [N] int64.
-
-    The smallest index whose running sum exceeds noise * total, never one of zero probability; -1
-    where a row holds a NaN.
-    """
-    return inverse_cdf(probs, noise)
 
 
 def emitted(
@@ -99,6 +90,6 @@ def rejection_sample_reference(
         residual = (weights - draft_probs[row, accepted.clamp(max=width - 1)]).clamp_(min=0)
         from_residual = (stop < length) & (residual.sum(1, keepdim=True) > 0)
         weights = torch.where(from_residual, residual, weights)
-    last = inverse_cdf(weights, sample_noise.gather(1, stop).squeeze(1))
+    last = sample_categorical_reference(weights, sample_noise.gather(1, stop).squeeze(1))
 
     return emitted(draft_tokens, lens, target_probs, accepted, last)

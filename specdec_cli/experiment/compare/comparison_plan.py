@@ -13,6 +13,7 @@ import torch
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
@@ -21,16 +22,10 @@ from specdec_cli.experiment.preparing import device_name, few_prompts, for_engin
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
-from specdec_cli.experiment.settings_file import (
-    check_same,
-    keep_environment_warning,
-    read_settings_file,
-    reopened,
-    write_settings,
-)
 from specdec_cli.models.loader import Description, describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
+from specdec_cli.recipe.choices.registry import needs_draft
 from specdec_cli.text import digest
 
 
@@ -82,7 +77,7 @@ def plan_comparison(
     degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
-    if recipe.draft is None or recipe.speculation.method != "draft_model":
+    if recipe.draft is None or not needs_draft(recipe.speculation.method):
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
             "pass --draft and --set speculation.method=draft_model, or give the recipe both",
@@ -181,7 +176,7 @@ def warnings_of(plan: ComparisonPlan) -> list[str]:
     """Warnings for readers of the results."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
-    if is_dummy and not plan.settings.is_synthetic:
+    if is_dummy and not plan.settings.has_given_acceptance:
         found.append(
             "the weights are random, and so is what is accepted: set speculation.acceptance to "
             "synthetic, and rates"
@@ -239,14 +234,14 @@ def open_folder(
     """
     where = plan.where
     if resume and (path / "settings.json").exists():
-        theirs = read_settings_file(path).get("settings")
+        theirs = settings_file.read_settings_file(path).get("settings")
         if not isinstance(theirs, dict) or "target_tps" not in theirs:
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")
-        check_same(path, "comparison", theirs, plan.settings.as_dict())
-        folder = reopened(path, records.load)
+        settings_file.check_same(path, "comparison", theirs, plan.settings.as_dict())
+        folder = settings_file.reopened(path, records.load)
         if records.is_open(plan.to_run):
-            keep_environment_warning(folder, plan.settings, where)
+            settings_file.keep_environment_warning(folder, plan.settings, where)
         return folder
     folder = RunFolder.create(path, plan.recipe, where)
-    write_settings(folder, plan.settings, warnings_of(plan))
+    settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     return folder

@@ -4,17 +4,16 @@ If a pair's ranks fail, that pair has failed; the others go on.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
+from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -22,20 +21,12 @@ from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
 
 
-class PairWatcher(Protocol):
-    """Receives the progress of a comparison."""
-
-    def begin(self, pair: Pair) -> None: ...
-
-    def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None: ...
-
-
 def run_pairs(
     plan: ComparisonPlan,
     records: ComparisonRecords,
     folder: RunFolder,
     program: Sequence[str],
-    watcher: PairWatcher,
+    watcher: Watcher,
 ) -> list[int]:
     """Measure every pair that is not recorded yet. Returns the exit codes of failed pairs.
 
@@ -126,7 +117,7 @@ def exit_code(
     Without any result it is the code that stopped the pairs. Tokens that differ but must not
     (`tokens`, of the document) come before missing results, which make it partial.
     """
-    statuses = _statuses(records.points)
+    statuses = {point.status for point in records.points}
     samples = [s for found in records.samples.values() for s in found.values()]
     if "ok" not in statuses and not records.failures:
         return ExitCode.PARTIAL  # every pair ran, and no prompt could
@@ -136,10 +127,6 @@ def exit_code(
     if is_broken(tokens):
         return ExitCode.LOSSLESSNESS
     missing = any(not skip.expected for skip in plan.skips.values())
-    failed = bool({"failed", "oom"} & set(statuses)) or missing
+    failed = bool({"failed", "oom"} & statuses) or missing
     failed = failed or not all(s.could_run for s in samples)
     return ExitCode.PARTIAL if failed else ExitCode.OK
-
-
-def _statuses(points: Sequence[Point]) -> list[str]:
-    return [p.status for p in points]

@@ -209,7 +209,7 @@ def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
         ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
         for pair, batch_size, k, samples in _complete(records, settings)
     )
-    is_comparable = settings.is_greedy and not settings.is_synthetic
+    is_comparable = settings.is_greedy and not settings.has_given_acceptance
     return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 

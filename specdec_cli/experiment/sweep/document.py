@@ -18,7 +18,7 @@ from specdec_cli.experiment.points import (
     why_none,
 )
 from specdec_cli.experiment.predict import Text, with_recorded
-from specdec_cli.experiment.records import Key, Point, Sample
+from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
@@ -40,8 +40,8 @@ def points_of_block(
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
     largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance writes another text at each k; only its length may be the same.
-    is_exact = settings.is_greedy and not settings.is_synthetic
-    if settings.is_synthetic:
+    is_exact = settings.is_greedy and not settings.has_given_acceptance
+    if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
     forecasts = Forecasts(
@@ -100,7 +100,7 @@ def sweep_document(
         "best_by_batch_size": {str(b): found for b, found in best.items()},
         "time_curve": [
             curve_point(key, found)
-            for key in sorted(records.costs, key=_order(settings))
+            for key in sorted(records.costs, key=order_of(settings))
             if (found := records.costs[key])
         ],
         "tokens": tokens,
@@ -112,21 +112,16 @@ def sweep_document(
 
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
     """The document's `tokens`: whether every k wrote the same."""
-    keys = sorted(records.samples, key=_order(settings))
-    is_comparable = settings.is_greedy and not settings.is_synthetic
+    keys = sorted(records.samples, key=order_of(settings))
+    is_comparable = settings.is_greedy and not settings.has_given_acceptance
     points = ((asdict(key), records.samples[key]) for key in keys)
     return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
 
 
-def _order(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
+def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
+    """The sort key of points: drafts as given, batch sizes and ks ascending."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
     return lambda key: (places[key.draft], key.batch_size, key.k)
-
-
-def sorted_samples(settings: SweepSettings, records: SweepRecords) -> list[Sample]:
-    """Every sample, in the order of points, then of prompts."""
-    keys = sorted(records.samples, key=_order(settings))
-    return [sample for key in keys for _, sample in sorted(records.samples[key].items())]
 
 
 def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:

@@ -1,24 +1,24 @@
 """Merging the shards of a sweep into one folder. Knows no models and no terminals."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.preparing import few_prompts
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, json_of
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_diff import settings_difference
 from specdec_cli.experiment.settings_file import read_warnings, write_settings
 from specdec_cli.experiment.sweep.document import (
+    order_of,
     points_of_block,
     prompts_that_failed,
-    sorted_samples,
     sweep_document,
 )
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
@@ -56,19 +56,13 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     folder = RunFolder.create(output, recipe, where)
     said = list(dict.fromkeys(w for path in paths for w in read_warnings(path)))
     write_settings(folder, whole, said)
-    for sample in sorted_samples(whole, records):
-        folder.append("samples.jsonl", sample)
-    for draft in whole.drafts:
-        for _, text in sorted(records.texts[draft].items()):
-            folder.append("replay.jsonl", text)
-    for parts in records.costs.values():
-        for cost in parts.values():
-            folder.append("curve.jsonl", cost)
-    points = []
-    for block in whole.blocks:
-        points += points_of_block(whole, records, block, failures)
-    for point in points:
-        folder.append("points.jsonl", point)
+    for key in sorted(records.samples, key=order_of(whole)):
+        folder.append("samples.jsonl", *(s for _, s in sorted(records.samples[key].items())))
+    texts = (sorted(records.texts[draft].items()) for draft in whole.drafts)
+    folder.append("replay.jsonl", *(text for found in texts for _, text in found))
+    folder.append("curve.jsonl", *(p for parts in records.costs.values() for p in parts.values()))
+    points = [p for block in whole.blocks for p in points_of_block(whole, records, block, failures)]
+    folder.append("points.jsonl", *points)
     warnings = [
         *said,
         *_missing(whole, records),
@@ -140,12 +134,8 @@ def _environments(paths: Sequence[Path]) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
     for path in paths:
         file = path / "environment.json"
-        try:
-            where = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as problem:
-            raise SetupError(f"cannot read {file}: {problem.strerror}") from None
-        except (ValueError, RecursionError):
-            where = None
+        with or_setup_error(f"cannot read {file}"):
+            where = json_of(file.read_bytes())
         if not isinstance(where, dict):
             raise SetupError(f"{file}: no environment of a run", "the file was damaged or edited")
         found.append(where)

@@ -6,10 +6,9 @@ has a folder and computes points. Knows nothing of terminals.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -21,7 +20,7 @@ from specdec_cli.engine.measure import release
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, turned, units_of
+from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, turned, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
@@ -36,16 +35,6 @@ from specdec_cli.text import first_line
 _log = logging.getLogger("specdec")
 
 
-class SweepWatcher(Protocol):
-    """Receives the progress of a sweep."""
-
-    def begin(self, what: str) -> None: ...
-
-    def sample(self, key: Key, sample: Sample) -> None: ...
-
-    def points(self, points: Sequence[Point]) -> None: ...
-
-
 class Sweep:
     """Runs a plan; `records` holds everything that is finished.
 
@@ -53,7 +42,7 @@ class Sweep:
     """
 
     def __init__(
-        self, plan: SweepPlan, records: SweepRecords, watcher: SweepWatcher, world: World
+        self, plan: SweepPlan, records: SweepRecords, watcher: Watcher, world: World
     ) -> None:
         self.plan = plan
         self.records = records

@@ -6,21 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
 from specdec_cli.experiment.run_folder import RunFolder, found_from_anywhere
-from specdec_cli.experiment.settings_file import (
-    SETTINGS,
-    check_same,
-    earlier_environment,
-    keep_environment_warning,
-    read_json,
-    read_settings_file,
-    reopened,
-    write_settings,
-)
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
@@ -34,21 +25,23 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     Raises `UsageError` when it holds a sweep with other settings, or another run.
     """
     where = _where(plan)
-    if resume and (path / SETTINGS).exists():
-        check_same(path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict())
-        folder = reopened(path, lambda kept: records.load(kept.path, plan.settings))
+    if resume and (path / settings_file.SETTINGS).exists():
+        settings_file.check_same(
+            path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict()
+        )
+        folder = settings_file.reopened(path, lambda kept: records.load(kept.path, plan.settings))
         records.earlier_clock = _earlier_clock(path)
-        records.earlier_where = earlier_environment(path, where)
+        records.earlier_where = settings_file.earlier_environment(path, where)
         if not (path / "recipe.yaml").exists():
             folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
         is_open = sum(map(len, records.samples.values())) < plan.num_samples
         if is_open:
-            keep_environment_warning(folder, plan.settings, where)
+            settings_file.keep_environment_warning(folder, plan.settings, where)
         if not (path / "environment.json").exists():
             folder.write("environment.json", to_json(records.earlier_where) + "\n")
     else:
         folder = RunFolder.create(path, plan.recipe, where)
-        write_settings(folder, plan.settings, warnings_of(plan))
+        settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     records.folder = folder
     return folder
 
@@ -56,10 +49,12 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 def read_settings(path: Path) -> SweepSettings:
     """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
     are damaged."""
-    file = read_settings_file(path)
+    file = settings_file.read_settings_file(path)
     found = file.get("settings")
     if isinstance(found, dict) and "ks" not in found:
-        raise UsageError(f"{path} is no folder of a sweep: its {SETTINGS} is another command's")
+        raise UsageError(
+            f"{path} is no folder of a sweep: its {settings_file.SETTINGS} is another command's"
+        )
     try:
         settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
         settings.check()
@@ -67,7 +62,8 @@ def read_settings(path: Path) -> SweepSettings:
             raise ValueError("not the settings that were written")
     except (KeyError, TypeError, ValueError):
         raise SetupError(
-            f"{path / SETTINGS}: no settings of a sweep", "the file was damaged or edited"
+            f"{path / settings_file.SETTINGS}: no settings of a sweep",
+            "the file was damaged or edited",
         ) from None
     return settings
 
@@ -101,7 +97,7 @@ def finish(
 def _earlier_clock(path: Path) -> SweepClock:
     """The clock in the folder's summary; zeros without one."""
     try:
-        found = read_json(path / "summary.json")["measuring"]
+        found = settings_file.read_json(path / "summary.json")["measuring"]
         times = [float(found[name]) for name in ("rounds", "measuring", "processor")]
     except (ValueError, KeyError, TypeError):
         return SweepClock()

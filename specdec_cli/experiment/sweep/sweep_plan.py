@@ -12,6 +12,7 @@ from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
+from specdec_cli.recipe.choices.registry import NONE, needs_draft
 from specdec_cli.text import digest
 
 
@@ -42,7 +43,7 @@ class SweepPlan:
         """Whether acceptance is meaningless: weights are random and no rates are given."""
         models = [m for job in self.jobs for m in job.plan.models]
         is_dummy = any(m.spec.load_format == "dummy" for m in models)
-        return is_dummy and max(self.settings.ks) > 0 and not self.settings.is_synthetic
+        return is_dummy and max(self.settings.ks) > 0 and not self.settings.has_given_acceptance
 
 
 def plan_sweep(
@@ -60,16 +61,18 @@ def plan_sweep(
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
     largest = max(ks)
-    if largest and recipes[0].speculation.method == "none":
-        if recipes[0].draft is not None:
-            told = "nobody proposes: speculation.method is none"
-            raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
-        raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
-    if len(recipes) > 1 and recipes[0].speculation.method != "draft_model":
-        raise UsageError(
-            f"--draft: speculation.method is {recipes[0].speculation.method}, which takes no draft",
-            "leave --draft out, or pass --set speculation.method=draft_model",
-        )
+    for recipe in recipes:
+        method = recipe.speculation.method
+        if largest and method == NONE:
+            if recipe.draft is not None:
+                told = "nobody proposes: speculation.method is none"
+                raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
+            raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
+        if len(recipes) > 1 and recipe.draft is not None and not needs_draft(method):
+            raise UsageError(
+                f"--draft: speculation.method is {method}, which takes no draft",
+                "leave --draft out, or pass --set speculation.method=draft_model",
+            )
     jobs = [
         tokenised(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
     ]

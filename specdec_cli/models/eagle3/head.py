@@ -19,10 +19,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.models.attention import Call
 from specdec_cli.models.eagle3.config import HeadConfig
 from specdec_cli.models.eagle3.weights import EMBEDDING, HEAD, HeadWeights
 from specdec_cli.models.fused import attention_of, storages_of
-from specdec_cli.models.fused_layer import Call, FusedLayer
+from specdec_cli.models.fused_layer import FusedLayer
 from specdec_cli.models.rotary_tables import table_of
 
 
@@ -179,7 +180,12 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Hea
         following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
     fused = FusedLayer(
         index=index,
-        call=Call(config.head_dim**-0.5, config.windows[index], 0.0),
+        call=Call(
+            scale=config.head_dim**-0.5,
+            sliding_window=config.windows[index],
+            softcap=0.0,
+            sinks=None,
+        ),
         turn=0,
         activation=config.activation,
         eps=config.eps,

@@ -125,6 +125,11 @@ def style_of(index: int) -> dict[str, Any]:
     }
 
 
+def reach(value: float, ends: Sequence[float]) -> list[list[float]]:
+    """The arms of an error bar, down and up from a value to the ends of its interval."""
+    return [[max(0.0, value - ends[0])], [max(0.0, ends[1] - value)]]
+
+
 def safe(text: str) -> str:
     return one_line(inert(text))
 

@@ -1,7 +1,6 @@
 """The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
 from specdec_cli.experiment.records import Point
-from specdec_cli.report.findings import PlotPlace, place_of
 from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12
@@ -15,14 +14,16 @@ def x_label(run: ReportedRun) -> str:
     return "draft TP (ranks)" if run.is_comparison else "proposed tokens a round, k"
 
 
-def placed(run: ReportedRun) -> dict[str, dict[str, list[tuple[PlotPlace, Point]]]]:
-    """The measured points that have a place, by panel and line."""
-    found: dict[str, dict[str, list[tuple[PlotPlace, Point]]]] = {}
+def placed(run: ReportedRun) -> dict[str, dict[str, dict[int, Point]]]:
+    """The measured points with proposals, by panel, line and x."""
+    found: dict[str, dict[str, dict[int, Point]]] = {}
     for point in run.points:
-        place = place_of(run, point)
-        if place is not None and point.is_ok:
-            lines = found.setdefault(place.panel, {})
-            lines.setdefault(place.series, []).append((place, point))
+        if point.is_baseline or not point.is_ok or (run.is_comparison and point.draft_tp is None):
+            continue
+        panel, line, x = f"batch size {point.batch_size}", run.labels[point.draft], point.k
+        if run.is_comparison:
+            panel, line, x = f"target TP {point.target_tp}", panel, point.draft_tp or 0
+        found.setdefault(panel, {}).setdefault(line, {})[x] = point
     return dict(sorted(found.items(), key=lambda item: first_number(item[0])))
 
 

@@ -3,14 +3,7 @@
 from typing import Any
 
 from specdec_cli.experiment.records import Point
-from specdec_cli.report.drawings.canvas import (
-    FAINT,
-    add_legend,
-    label_axes,
-    make_axes,
-    safe,
-    style_of,
-)
+from specdec_cli.report.drawings import canvas
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -28,27 +21,27 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
         groups.setdefault(name, []).append((measured, predicted, point))
     if not groups:
         return False
-    (axis,) = make_axes(figure, 1, 4.0)
+    (axis,) = canvas.make_axes(figure, 1, 4.0)
     ends = [v for group in groups.values() for m, p, _ in group for v in (m, p)]
     spans = [p.speedup_ci for group in groups.values() for _, _, p in group]
     ends += [end for span in spans for end in span or ()]
     pad = 0.05 * (max(ends) - min(ends)) + 0.01
     low, high = min(ends) - pad, max(ends) + pad
-    axis.plot([low, high], [low, high], color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
+    axis.plot([low, high], [low, high], color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)))
     axis.fill_between(
         [low, high], [0.95 * low, 0.95 * high], [1.05 * low, 1.05 * high],
-        color=FAINT, alpha=0.15, linewidth=0,
+        color=canvas.FAINT, alpha=0.15, linewidth=0,
     )  # fmt: skip
     for index, (name, group) in enumerate(groups.items()):
-        style = style_of(index)
+        style = canvas.style_of(index)
         for measured, predicted, point in group:
-            if (interval := point.speedup_ci) is not None:
-                reach = [[max(0.0, measured - interval[0])], [max(0.0, interval[1] - measured)]]
+            if (ends_of := point.speedup_ci) is not None:
+                arms = canvas.reach(measured, ends_of)
                 axis.errorbar(
-                    measured, predicted, xerr=reach, color=style["color"], linewidth=1, capsize=2
+                    measured, predicted, xerr=arms, color=style["color"], linewidth=1, capsize=2
                 )
         xs, ys, _ = zip(*group, strict=True)
-        axis.plot(xs, ys, linestyle="none", markersize=5.5, label=safe(name), **style)
+        axis.plot(xs, ys, linestyle="none", markersize=5.5, label=canvas.safe(name), **style)
         if sum(map(len, groups.values())) <= 20:
             for measured, predicted, point in group:
                 axis.annotate(
@@ -58,6 +51,6 @@ def draw_predictions(figure: Any, run: ReportedRun) -> bool:
     axis.set_xlim(low, high)
     axis.set_ylim(low, high)
     axis.grid(True, axis="both")
-    label_axes([axis], "measured speed-up (×)", "predicted speed-up (×)")
-    add_legend(figure, [axis])
+    canvas.label_axes([axis], "measured speed-up (×)", "predicted speed-up (×)")
+    canvas.add_legend(figure, [axis])
     return True

@@ -18,9 +18,8 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
     for panel, lines in placed(run).items():
         for name, line in lines.items():
             title = panel if len(lines) == 1 and not run.is_comparison else f"{name}, {panel}"
-            group = {place.x: point for place, point in line}
-            base = baseline_of(run.points, line[0][1])
-            groups[title] = {0: base, **group} if base is not None else group
+            base = baseline_of(run.points, next(iter(line.values())))
+            groups[title] = {0: base, **line} if base is not None else line
     if not groups:
         groups = {
             f"batch size {p.batch_size}": {0: p} for p in run.points if p.is_ok and p.is_baseline

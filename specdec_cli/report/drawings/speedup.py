@@ -1,18 +1,9 @@
 """Speed-ups over plain decoding, with their intervals."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from specdec_cli.experiment.records import Point
-from specdec_cli.report.drawings.canvas import (
-    FAINT,
-    add_legend,
-    label_axes,
-    make_axes,
-    safe,
-    short,
-    style_of,
-)
+from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
 from specdec_cli.report.findings import Best
 from specdec_cli.report.folder import ReportedRun
@@ -23,66 +14,49 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
     panels = {
         panel: lines
         for panel, lines in placed(run).items()
-        if any(p.speedup is not None for line in lines.values() for _, p in line)
+        if any(p.speedup is not None for line in lines.values() for p in line.values())
     }
     if not panels:
         return False
     panels = dict(list(panels.items())[:MOST_PANELS])
     series = sorted({name for lines in panels.values() for name in lines}, key=first_number)
     best = {id(b.point) for b in bests if b.point is not None}
-    axes = make_axes(figure, len(panels), 3.1)
+    axes = canvas.make_axes(figure, len(panels), 3.1)
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
-        axis.axhline(1, color=FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
-        ticks = set()
+        axis.axhline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        ticks = set[int]()
         for name, line in sorted(lines.items()):
-            known = [(place.x, s, p) for place, p in line if (s := p.speedup) is not None]
+            known = {x: (s, p) for x, p in sorted(line.items()) if (s := p.speedup) is not None}
             if not known:
                 continue
-            known.sort(key=lambda item: item[0])
-            ticks |= {x for x, _, _ in known}
-            style = style_of(series.index(name))
-            _line(axis, known, safe(name), style, starts_at_plain=not run.is_comparison)
-            for x, y, point in known:
+            ticks |= known.keys()
+            style = canvas.style_of(series.index(name))
+            # The line starts at plain decoding if x is k.
+            drawn = ({} if run.is_comparison else {0: 1.0}) | {x: y for x, (y, _) in known.items()}
+            axis.plot(*zip(*drawn.items(), strict=True), linewidth=1.5, markersize=4.5,
+                      label=canvas.safe(name), **style)  # fmt: skip
+            for x, (y, point) in known.items():
+                if (ends := point.speedup_ci) is not None:
+                    axis.errorbar(
+                        x, y, canvas.reach(y, ends), color=style["color"], capsize=3, linewidth=1.2
+                    )
                 if id(point) in best:
                     axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
         _x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
-        axis.set_title(short(safe(panel)))
+        axis.set_title(canvas.short(canvas.safe(panel)))
         if len(panels) == 1:
             axis.text(
-                1, 1, "plain decoding ", color=FAINT, ha="right", va="bottom", fontsize=8,
+                1, 1, "plain decoding ", color=canvas.FAINT, ha="right", va="bottom", fontsize=8,
                 transform=axis.get_yaxis_transform(),
             )  # fmt: skip
-    shown = [p for lines in panels.values() for line in lines.values() for _, p in line]
-    axes[0].set_ylim(*_span_of(run, shown))
-    label_axes(axes, x_label(run), "speed-up over k = 0 (×)")
-    add_legend(figure, axes)
+    shown = [p for lines in panels.values() for line in lines.values() for p in line.values()]
+    ends = [1.0, *(s for p in shown if (s := p.speedup) is not None)]
+    ends += [end for p in shown for end in p.speedup_ci or ()]
+    pad = 0.06 * (max(ends) - min(ends)) + 0.02
+    axes[0].set_ylim(max(0.0, min(ends) - pad), max(ends) + pad)
+    canvas.label_axes(axes, x_label(run), "speed-up over k = 0 (×)")
+    canvas.add_legend(figure, axes)
     return True
-
-
-def _span_of(run: ReportedRun, points: Sequence[Point]) -> tuple[float, float]:
-    """Limits of the y axis around every speed-up, its interval and plain decoding."""
-    reach = [1.0, *(s for p in points if (s := p.speedup) is not None)]
-    reach += [end for p in points for end in p.speedup_ci or ()]
-    pad = 0.06 * (max(reach) - min(reach)) + 0.02
-    return max(0.0, min(reach) - pad), max(reach) + pad
-
-
-def _line(
-    axis: Any,
-    known: Sequence[tuple[int, float, Point]],
-    name: str,
-    style: Mapping[str, Any],
-    *,
-    starts_at_plain: bool,
-) -> None:
-    """Draw speed-ups with their intervals; the line starts at plain decoding if x is k."""
-    start = [(0, 1.0)] if starts_at_plain else []
-    xs, ys = zip(*start, *((x, y) for x, y, _ in known), strict=True)
-    axis.plot(xs, ys, linewidth=1.5, markersize=4.5, label=name, **style)
-    for x, y, point in known:
-        if (interval := point.speedup_ci) is not None:
-            reach = [[max(0.0, y - interval[0])], [max(0.0, interval[1] - y)]]
-            axis.errorbar(x, y, reach, color=style["color"], capsize=3, linewidth=1.2)
 
 
 def _x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:

@@ -1,0 +1,75 @@
+"""Operands and results of the kernels that multiply few rows, checked and allocated for all."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdec_kernels.gpu import power_of_2_from
+from specdec_kernels.launch_triton import dependence
+from specdec_kernels.linear.reference import ACTIVATIONS
+
+
+class Fused(NamedTuple):
+    """Steps around a product of x [T, K] and a weight [N, K], or [2N, K] with an activation."""
+
+    squares: Tensor | None = None
+    """[T, P] fp32, sums of squares of P parts of each row of x, whose norm scales the product."""
+    eps: float = 0.0
+    """Added to that norm's mean of squares."""
+    bias: Tensor | None = None
+    """[N]."""
+    activation: str = ""
+    """One of ACTIVATIONS, for a gate; "" for a plain product."""
+    residual: Tensor | None = None
+    """[T, N], rows contiguous, added."""
+    norm_weight: Tensor | None = None
+    """[N], of the norm that follows."""
+    into: Tensor | None = None
+    """[T, N], contiguous, where to write the product."""
+
+
+class Launch(NamedTuple):
+    """Arguments that these kernels share."""
+
+    operands: tuple[Tensor | None, ...]
+    """x, squares, weight, bias, residual, norm_weight, and the results; None for what is absent."""
+    constants: dict[str, Any]
+    """Also Triton's options."""
+    results: tuple[Tensor, Tensor, Tensor]
+    """[T, N]; with `norm_weight` also [T, N] for the product times it, and [T, ceil(N / block_n)]
+    fp32 for sums of squares, else the first result in their place."""
+
+
+def prepared(x: Tensor, weight: Tensor, block_n: int, fused: Fused) -> Launch:
+    """Check the operands of a product and allocate its results.
+
+    Args:
+        x: [T, K], rows contiguous.
+        weight: [N, K], contiguous; [2N, K] with an activation, the gate's rows first.
+        block_n: Features of a program.
+    """
+    squares, _, bias, activation, residual, norm_weight, out = fused
+    num_rows, width = x.shape
+    num_features = weight.shape[0] // (2 if activation else 1)
+    assert weight.shape[1] == width and weight.is_contiguous() and x.stride(1) == 1
+    assert activation in ("", *ACTIVATIONS)
+    assert squares is None or (squares.shape[0] == num_rows and squares.is_contiguous())
+    assert bias is None or bias.shape == (num_features,)
+    assert norm_weight is None or norm_weight.shape == (num_features,)
+    if out is None:
+        out = torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device)
+    assert out.shape == (num_rows, num_features) and out.is_contiguous()
+    assert residual is None or (residual.shape == out.shape and residual.stride(1) == 1)
+    scaled = out_squares = None
+    if norm_weight is not None:
+        blocks = -(-num_features // block_n)
+        scaled = torch.empty_like(out)
+        out_squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
+    parts = 0 if squares is None else squares.shape[1]
+    constants = {"K": width, "PARTS": parts, "BLOCK_P": power_of_2_from(max(parts, 1))}
+    return Launch(
+        (x, squares, weight, bias, residual, norm_weight, out, scaled, out_squares),
+        constants | {"ACTIVATION": activation, "BLOCK_N": block_n} | dependence(x),
+        (out, out if scaled is None else scaled, out if out_squares is None else out_squares),
+    )

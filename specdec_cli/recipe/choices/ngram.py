@@ -1,0 +1,39 @@
+"""Prompt lookup in a recipe, and in vLLM's config."""
+
+from typing import Annotated
+
+from pydantic import Field, StrictInt, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.fields import Count, Section
+
+
+class NgramKeys(Section):
+    ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = Field(
+        default=4, description="longest n-gram looked up in the text so far"
+    )
+    ngram_min: Count = Field(default=1, description="shortest n-gram looked up")
+
+    @field_validator("ngram_min")
+    @classmethod
+    def _ngram_order(cls, value: int, info: ValidationInfo) -> int:
+        longest = info.data.get("ngram_max", value)
+        if value > longest:
+            raise PydanticCustomError(
+                "order", "should be at most ngram_max ({longest})", {"longest": longest}
+            )
+        return value
+
+
+def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
+    return VllmConfig(
+        {
+            "method": "ngram",
+            "prompt_lookup_max": setting("speculation", "ngram_max"),
+            "prompt_lookup_min": setting("speculation", "ngram_min"),
+        }
+    )
+
+
+NGRAM = MethodChoice(to_vllm=_to_vllm)

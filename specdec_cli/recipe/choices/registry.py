@@ -1,0 +1,52 @@
+"""The methods, acceptance rules and length policies that a recipe may name, plugins' too.
+
+Imports nothing heavy. The code behind a name is in the registries of `methods`, `acceptance` and
+`lengths`.
+"""
+
+from typing import TypeVar
+
+from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
+from specdec_cli.recipe.choices.ngram import NGRAM
+
+Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
+
+NONE = "none"  # the method of plain decoding
+
+METHODS: dict[str, MethodChoice] = {
+    "draft_model": DRAFT_MODEL,
+    "ngram": NGRAM,
+    NONE: MethodChoice(),
+}
+RULES: dict[str, RuleChoice] = {
+    "rejection": RuleChoice(),
+    "block": RuleChoice(),
+    "typical": RuleChoice(),
+    "synthetic": RuleChoice(is_given=True),
+}
+POLICIES: dict[str, PolicyChoice] = dict.fromkeys(
+    ("fixed", "confidence", "adaptive"), PolicyChoice()
+)
+
+
+def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
+    """Let recipes name `choice`. Raises ValueError where the name is taken."""
+    if name in choices:
+        raise ValueError(f"{name!r} is registered already")
+    choices[name] = choice
+
+
+def needs_draft(method: object) -> bool:
+    """Whether the method of this name runs a draft model; False for what is no name."""
+    return isinstance(method, str) and method in METHODS and METHODS[method].needs_draft
+
+
+def without_draft(name: str | None) -> bool:
+    """Whether `name` is that of a method that proposes without a draft model."""
+    return name in METHODS and name != NONE and not needs_draft(name)
+
+
+def is_given(rule: object) -> bool:
+    """Whether the acceptance rule of this name takes acceptance from the recipe."""
+    return isinstance(rule, str) and rule in RULES and RULES[rule].is_given

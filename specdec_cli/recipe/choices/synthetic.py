@@ -1,0 +1,56 @@
+"""Synthetic acceptance in a recipe."""
+
+from itertools import pairwise
+from typing import Annotated, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from specdec_cli.recipe.choices.keys import SpeculationKeys
+from specdec_cli.recipe.fields import Number, Probability
+
+
+class SyntheticKeys(SpeculationKeys):
+    synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
+        default=None, description="chance that position i is accepted, at least k of them, falling"
+    )
+    synthetic_acceptance_length: Annotated[Number, Field(ge=1.0)] | None = Field(
+        default=None, description="mean tokens a round, bonus token included (1 to k + 1)"
+    )
+
+    @field_validator("synthetic_acceptance_rates")
+    @classmethod
+    def _rates_fall(cls, value: tuple[float, ...] | None) -> tuple[float, ...] | None:
+        rates = value or ()
+        if any(later > earlier for earlier, later in pairwise(rates)):
+            raise PydanticCustomError(
+                "order", "should not rise: position i is reached only when i - 1 was accepted"
+            )
+        return value
+
+    @model_validator(mode="after")
+    def _synthetic(self) -> Self:
+        if self.acceptance != "synthetic":
+            return self
+        k, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
+        length = self.synthetic_acceptance_length
+        if (rates is None) == (length is None):
+            raise PydanticCustomError(
+                "synthetic",
+                "acceptance: synthetic needs one of synthetic_acceptance_rates and "
+                "synthetic_acceptance_length",
+                {"key": "acceptance"},
+            )
+        if rates is not None and len(rates) < k:
+            raise PydanticCustomError(
+                "synthetic",
+                "should have at least num_speculative_tokens ({k}) rates, has {n}",
+                {"key": "synthetic_acceptance_rates", "k": k, "n": len(rates)},
+            )
+        if length is not None and k > 0 and length > k + 1:
+            raise PydanticCustomError(
+                "synthetic",
+                "should be at most num_speculative_tokens + 1 ({most})",
+                {"key": "synthetic_acceptance_length", "most": k + 1},
+            )
+        return self

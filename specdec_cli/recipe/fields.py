@@ -1,0 +1,80 @@
+"""The kinds of values that keys of a recipe hold, and what each refuses."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+)
+from pydantic_core import PydanticCustomError
+
+from specdec_cli.text import is_unicode
+
+_YES = frozenset({"yes", "on", "y", "true"})
+_NO = frozenset({"no", "off", "n", "false"})
+_EXPONENTIAL = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
+
+
+def _switch_word(value: object) -> object:
+    """Turn booleans back into on/off, which YAML 1.1 tools write so. Yes is on, no is off."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return {"yes": "on", "no": "off"}.get(value, value) if isinstance(value, str) else value
+
+
+def _yes_or_no(value: object) -> object:
+    """Turn yes/no/on/off, which `source` reads as words, into truth values."""
+    word = value.lower() if isinstance(value, str) else None
+    return True if word in _YES else False if word in _NO else value
+
+
+def _number(value: object) -> object:
+    """Refuse text and booleans as numbers, except text like 1e-6, which YAML 1.1 takes for text."""
+    if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+def _usable(value: str) -> str:
+    """Refuse text that no file can hold, or no file system accepts as a path."""
+    if not is_unicode(value):
+        raise PydanticCustomError("string_unicode", "Input should be valid Unicode text")
+    if "\0" in value:
+        raise PydanticCustomError("text", "should not contain a NUL character")
+    return value
+
+
+def _not_blank(value: str) -> str:
+    if not value.strip():
+        raise PydanticCustomError("text", "should be more than white space")
+    return value
+
+
+# Counts stay far below what a tensor index or a file size can hold.
+MAX_COUNT = 2**31 - 1
+MAX_BYTES = 2**63 - 1
+# torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
+MAX_SECONDS = 1e9
+
+Text = Annotated[StrictStr, AfterValidator(_usable)]
+Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
+Name = Annotated[Words, AfterValidator(_not_blank)]
+Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
+CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
+Number = Annotated[float, BeforeValidator(_number)]
+Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]
+Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch_word)]
+Probability = Annotated[Number, Field(ge=0.0, le=1.0)]
+
+
+class Section(BaseModel):
+    """Keys of a recipe: known ones only, and none of them ever changed."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,0 +1,286 @@
+"""Plugins: the page's own code through the commands, and what is said of bad ones."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from specdec_cli import plugin
+from specdec_cli.acceptance.registry import RULES
+from specdec_cli.lengths.registry import POLICIES
+from specdec_cli.methods.registry import METHODS
+from specdec_cli.recipe.choices import registry as choices
+from tests.cli.generate_helpers import ROOT, Result
+from tests.cli.sweep_helpers import specdec
+
+PAGE = (ROOT / "docs" / "methods.md").read_text()
+FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
+SHORT = ("--prompt", "def add(a, b):\n", "--max-new-tokens", "24", "--ignore-eos", "--json")
+SAMPLED = (*SHORT, "--temperature", "1")
+REGISTRIES = (METHODS, RULES, POLICIES, choices.METHODS, choices.RULES, choices.POLICIES)
+
+
+@pytest.fixture(autouse=True)
+def registries() -> Iterator[None]:
+    """Registries as they were, after the test."""
+    before = [dict(registry) for registry in REGISTRIES]
+    yield
+    plugin.LOADED.clear()
+    for registry, held in zip(REGISTRIES, before, strict=True):
+        registry.clear()
+        registry.update(held)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> dict[str, Path]:
+    """The files of the page, by their names."""
+    made = {name: tmp_path / f"{name}.py" for name in FILES}
+    for name, code in FILES.items():
+        made[name].write_text(code)
+    return made
+
+
+def written(tmp_path: Path, code: str) -> Path:
+    file = tmp_path / "mine.py"
+    file.write_text(code)
+    return file
+
+
+def tokens(result: Result) -> list[int]:
+    assert result.code == 0, result.err
+    found: list[int] = result.outputs[0]["token_ids"]
+    return found
+
+
+def test_the_page_has_one_of_each_in_60_lines() -> None:
+    assert set(FILES) == {"echo", "likely", "heuristic"}
+    assert all(code.count("\n") <= 60 for code in FILES.values())
+
+
+def test_the_pages_method_writes_the_targets_text(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    plain = specdec(capsys, "generate", "demo", *SHORT, "-k", "0")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], "--draft", "echo")
+    assert tokens(found) == tokens(plain)
+    metrics = found.document["metrics"]
+    assert metrics["num_accepted_tokens"] > 0
+    sha256 = hashlib.sha256(FILES["echo"].encode()).hexdigest()
+    assert found.document["environment"]["plugins"] == {"echo.py": sha256}
+    assert found.document["recipe"]["speculation"]["method"] == "echo"
+
+
+def test_options_of_a_recipe_reach_the_plugin(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    options = ("--draft", "echo", "--set", "speculation.options.most=1")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", page["echo"], *options)
+    plain = tokens(specdec(capsys, "generate", "demo", *SHORT, "-k", "0"))
+    assert tokens(found) == plain
+    metrics = found.document["metrics"]
+    assert metrics["num_draft_tokens"] == metrics["num_drafts"] > 0
+
+
+def test_options_without_a_plugin_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.options.most=1")
+    assert found.code == 2 and "are for plugins" in json.loads(found.out)["error"]["message"]
+
+
+def test_the_pages_rule_is_labelled(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    chosen = ("--plugin", page["likely"], "--set", "speculation.acceptance=likely")
+    lossless = specdec(capsys, "generate", "demo", *SAMPLED)
+    count = ("--set", "speculation.options.count=100")
+    found = specdec(capsys, "generate", "demo", *SAMPLED, *chosen, *count)
+    assert len(tokens(found)) == len(tokens(lossless))
+    more = found.document["metrics"]["mean_acceptance_length"]
+    assert more > lossless.document["metrics"]["mean_acceptance_length"]
+    assert "any of the target's likeliest tokens stands" in json.dumps(found.document)
+
+
+def test_the_pages_rule_of_one_token_is_greedy_verification(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    chosen = ("--plugin", page["likely"], "--set", "speculation.acceptance=likely")
+    one = specdec(
+        capsys, "generate", "demo", *SHORT, *chosen, "--set", "speculation.options.count=1"
+    )
+    assert tokens(one) == tokens(specdec(capsys, "generate", "demo", *SHORT))
+
+
+def test_the_pages_policy_follows_its_schedule(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    chosen = ("--plugin", page["heuristic"], "--set", "speculation.length.policy=heuristic")
+    chosen += ("-k", "6")
+    fixed = specdec(capsys, "generate", "demo", *SHORT, "-k", "6")
+    found = specdec(capsys, "generate", "demo", *SHORT, *chosen)
+    assert tokens(found) == tokens(fixed)
+    assert (
+        found.document["metrics"]["num_draft_tokens"]
+        != fixed.document["metrics"]["num_draft_tokens"]
+    )
+
+
+def test_the_page_through_sweep_and_report(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    plugins = [part for name in FILES for part in ("--plugin", page[name])]
+    found = specdec(
+        capsys,
+        *("sweep-k", "demo", *plugins, "--draft", "echo", "--draft", "demo:draft"),
+        *("--draft", "ngram", "--set", "speculation.length.policy=heuristic"),
+        *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
+        *("--set", "run.repeats=1"),
+    )
+    assert found.code == 0, found.err
+    points = {(p["draft"], p["k"]) for p in found.document["points"]}
+    assert points == {(name, k) for name in ("echo", "demo:draft", "ngram") for k in (0, 2)}
+    assert all(p["status"] == "ok" for p in found.document["points"])
+    reported = specdec(capsys, "report", folder)
+    assert reported.code == 0, reported.err
+    page_text = (folder / "report.html").read_text()
+    assert "echo" in page_text and "ngram" in page_text
+
+
+def test_the_pages_rule_through_sweep_and_report_stays_labelled(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path], tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    found = specdec(
+        capsys,
+        *("sweep-k", "demo", "--plugin", page["likely"]),
+        *("--set", "speculation.acceptance=likely", "--set", "run.repeats=1"),
+        *("--k", "0,2", "--limit", "2", "--max-new-tokens", "8", "--json", "-o", folder),
+    )
+    assert found.code == 0, found.err
+    said = "acceptance is likely: any of the target's likeliest tokens stands"
+    assert said in found.document["warnings"]
+    assert specdec(capsys, "report", folder).code == 0
+    assert "likeliest tokens stands" in (folder / "report.html").read_text()
+
+
+HEAD = """
+import torch
+from specdec_cli.core.candidates import Candidates, Verdict
+from specdec_cli.plugin import method, policy, rule
+"""
+BAD_METHODS = {
+    "return Candidates(draft.caps.new_full((1, draft.k), 10**6), draft.caps)": (
+        r"method mine: \d+ proposed ids are outside the vocabulary of \d+"
+    ),
+    "return Candidates(torch.zeros(1, 1, dtype=torch.int64), draft.caps)": (
+        r"method mine: token_ids should be \[1, 4\] int64, is \[1, 1\] int64"
+    ),
+    "return Candidates(torch.zeros(1, draft.k), draft.caps)": (
+        r"method mine: token_ids should be \[1, 4\] int64, is \[1, 4\] float32"
+    ),
+    "return Candidates(torch.zeros(1, draft.k, dtype=torch.int64), [1])": (
+        r"method mine: lens should be \[1\] int64, is list"
+    ),
+    "return [1, 2]": r"method mine: propose should return Candidates, not \[1, 2\]",
+    "raise KeyError('lost\\nit')": r"method mine: propose raised KeyError: 'lost\\nit'",
+}
+
+
+@pytest.mark.parametrize("body", BAD_METHODS)
+def test_bad_methods_get_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
+) -> None:
+    code = f"{HEAD}@method('mine')\nclass Mine:\n    def __init__(self, parts): pass\n"
+    code += f"    def propose(self, state, draft):\n        {body}\n"
+    options = ("--plugin", written(tmp_path, code), "--draft", "mine")
+    found = specdec(capsys, "generate", "demo", *SHORT, *options)
+    assert found.code == 2
+    message = json.loads(found.out)["error"]["message"]
+    assert re.fullmatch(BAD_METHODS[body], message), message
+
+
+BAD_RULES = {
+    "return None": "acceptance mine: decide should return a Verdict, not None",
+    "return Verdict(candidates.token_ids, candidates.lens)": (
+        "acceptance mine: token_ids should be [1, 5] int64, is [1, 4] int64"
+    ),
+    "1 / 0": "acceptance mine: decide raised ZeroDivisionError: division by zero",
+}
+
+
+@pytest.mark.parametrize("body", BAD_RULES)
+def test_bad_rules_get_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
+) -> None:
+    code = f"{HEAD}@rule('mine')\nclass Mine:\n    def __init__(self, speculation): pass\n"
+    code += f"    def decide(self, candidates, target, params, noise):\n        {body}\n"
+    options = ("--plugin", written(tmp_path, code), "--set", "speculation.acceptance=mine")
+    found = specdec(capsys, "generate", "demo", *SHORT, *options)
+    assert (found.code, json.loads(found.out)["error"]["message"]) == (2, BAD_RULES[body])
+
+
+BAD_POLICIES = {
+    "def lengths(self, k): return [k + 1]": "length policy mine: lengths should be numbers of "
+    "0..4, are [5]",
+    "def lengths(self, k): return [0, k]\n    def next_k(self, *a): return 3": (
+        "length policy mine: next_k should be one of [0, 4], is 3"
+    ),
+    "def lengths(self, k): return [0, k]": "length policy mine: next_k raised AttributeError: "
+    "'Mine' object has no attribute 'next_k'",
+    "def caps(self, state, caps): return caps.float()": (
+        "length policy mine: caps should be [1] int64, is [1] float32"
+    ),
+}
+
+
+@pytest.mark.parametrize("body", BAD_POLICIES)
+def test_bad_policies_get_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
+) -> None:
+    code = f"{HEAD}@policy('mine')\nclass Mine:\n    def __init__(self, speculation): pass\n"
+    code += f"    {body}\n"
+    options = ("--plugin", written(tmp_path, code), "--set", "speculation.length.policy=mine")
+    found = specdec(capsys, "generate", "demo", *SHORT, *options)
+    assert (found.code, json.loads(found.out)["error"]["message"]) == (2, BAD_POLICIES[body])
+
+
+@pytest.mark.parametrize(
+    ("code", "told"),
+    [
+        ("", ": registers nothing"),
+        ("def (", ":1: SyntaxError: invalid syntax"),
+        ("x = 1\nraise ValueError('no\\nway')", ":2: ValueError: no way"),
+        ("import nothing_of_this_name", ":1: ModuleNotFoundError: No module named"),
+        (f"{HEAD}@method('ngram')\nclass Mine: pass", ":5: ValueError: 'ngram' is registered alr"),
+        (f"{HEAD}@rule('block')\nclass Mine: pass", ":5: ValueError: 'block' is registered alr"),
+        (f"{HEAD}@policy('fixed')\nclass Mine: pass", ":5: ValueError: 'fixed' is registered alr"),
+        (
+            f"{HEAD}@method('a')\nclass A: pass\n@method('a')\nclass B: pass",
+            ":7: ValueError: 'a' is registered already",
+        ),
+        ("raise SystemExit(0)", ":1: SystemExit: 0"),
+    ],
+)
+def test_bad_files_get_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, code: str, told: str
+) -> None:
+    file = written(tmp_path, code)
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", file)
+    assert found.code == 2
+    message = json.loads(found.out)["error"]["message"]
+    assert message.startswith(f"--plugin {file}{told}"), message
+    assert "\n" not in message
+
+
+def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "gone.py")
+    assert found.code == 2
+    assert "gone.py: cannot be read: No such file" in json.loads(found.out)["error"]["message"]
+
+
+def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture[str]) -> None:
+    found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.method=echo")
+    assert found.code == 2
+    assert "should be draft_model, ngram or none" in json.loads(found.out)["error"]["message"]
