@@ -164,7 +164,7 @@ def _key_parameters() -> Iterator[inspect.Parameter]:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a command line asks for: the options that all commands with a recipe share.
+    """A command line: the options that all commands with a recipe share.
 
     place: the origin of this process. given: the shared options that set a key of the recipe.
     """
@@ -192,7 +192,7 @@ class Asked:
         return self.place.rank is None or self.place.rank.tells_user
 
     def permissions(self) -> "specdec_cli.engine.plan.Permissions":
-        """What a model may do. Imports torch."""
+        """The permissions that the command line gives. Imports torch."""
         import specdec_cli.engine.plan
 
         plugins = tuple(os.path.abspath(file) for file in self.plugin or ())

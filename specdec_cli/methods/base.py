@@ -38,7 +38,7 @@ class MethodParts:
 
 
 class RoundSize(NamedTuple):
-    """What a method's memory depends on, on this rank.
+    """The sizes that a method's memory follows from, on this rank.
 
     longest: tokens of the longest text. vocab_size: of the target. draft: the draft model, on every
     rank that holds a part of it. is_first: whether this rank verifies.

@@ -83,7 +83,7 @@ class LengthSection(Section):
 
 
 class SpeculationSection(TypicalKeys, NgramKeys, SyntheticKeys):
-    """How tokens are proposed, and how proposals are accepted."""
+    """The method that proposes tokens, and the rule that accepts them."""
 
     length: LengthSection = Field(
         default=LengthSection(), description="how many tokens each round proposes"

@@ -15,6 +15,7 @@ from specdec_cli.methods.registry import METHODS
 from specdec_cli.recipe.choices import registry as choices
 from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
+from tests.conftest import NEEDS_CUDA
 
 PAGE = (ROOT / "docs" / "methods.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
@@ -71,6 +72,20 @@ def test_the_pages_method_writes_the_targets_text(
     sha256 = hashlib.sha256(FILES["echo"].encode()).hexdigest()
     assert found.document["environment"]["plugins"] == {"echo.py": sha256}
     assert found.document["recipe"]["speculation"]["method"] == "echo"
+
+
+@pytest.mark.gpu
+@NEEDS_CUDA
+def test_the_pages_method_is_captured(
+    capsys: pytest.CaptureFixture[str], page: dict[str, Path]
+) -> None:
+    where = ("--device", "cuda", "--dtype", "float32")
+    plain = specdec(capsys, "generate", "demo", *SHORT, *where, "-k", "0")
+    chosen = ("--plugin", page["echo"], "--draft", "echo", "--set", "run.cuda_graphs=on")
+    found = specdec(capsys, "generate", "demo", *SHORT, *where, *chosen)
+    assert tokens(found) == tokens(plain)
+    assert found.document["environment"]["cuda_graphs"] == "on: one graph a round"
+    assert found.document["metrics"]["num_accepted_tokens"] > 0
 
 
 def test_options_of_a_recipe_reach_the_plugin(
@@ -170,6 +185,20 @@ import torch
 from specdec_cli.core.candidates import Candidates, Verdict
 from specdec_cli.plugin import method, policy, rule
 """
+
+
+def refusal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, body: str, *options: str
+) -> str:
+    """The message for a class `mine` of this kind, which ends the command with exit code 2."""
+    code = f"{HEAD}@{kind}('mine')\nclass Mine:\n    def __init__(self, parts): pass\n    {body}\n"
+    plugged = ("--plugin", written(tmp_path, code), *options)
+    found = specdec(capsys, "generate", "demo", *SHORT, *plugged)
+    assert found.code == 2
+    message: str = json.loads(found.out)["error"]["message"]
+    return message
+
+
 BAD_METHODS = {
     "return Candidates(draft.caps.new_full((1, draft.k), 10**6), draft.caps)": (
         r"method mine: \d+ proposed ids are outside the vocabulary of \d+"
@@ -192,12 +221,8 @@ BAD_METHODS = {
 def test_bad_methods_get_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
 ) -> None:
-    code = f"{HEAD}@method('mine')\nclass Mine:\n    def __init__(self, parts): pass\n"
-    code += f"    def propose(self, state, draft):\n        {body}\n"
-    options = ("--plugin", written(tmp_path, code), "--draft", "mine")
-    found = specdec(capsys, "generate", "demo", *SHORT, *options)
-    assert found.code == 2
-    message = json.loads(found.out)["error"]["message"]
+    body_of = f"def propose(self, state, draft):\n        {body}"
+    message = refusal(capsys, tmp_path, "method", body_of, "--draft", "mine")
     assert re.fullmatch(BAD_METHODS[body], message), message
 
 
@@ -214,11 +239,9 @@ BAD_RULES = {
 def test_bad_rules_get_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
 ) -> None:
-    code = f"{HEAD}@rule('mine')\nclass Mine:\n    def __init__(self, speculation): pass\n"
-    code += f"    def decide(self, candidates, target, params, noise):\n        {body}\n"
-    options = ("--plugin", written(tmp_path, code), "--set", "speculation.acceptance=mine")
-    found = specdec(capsys, "generate", "demo", *SHORT, *options)
-    assert (found.code, json.loads(found.out)["error"]["message"]) == (2, BAD_RULES[body])
+    body_of = f"def decide(self, candidates, target, params, noise):\n        {body}"
+    chosen = ("--set", "speculation.acceptance=mine")
+    assert refusal(capsys, tmp_path, "rule", body_of, *chosen) == BAD_RULES[body]
 
 
 BAD_POLICIES = {
@@ -239,11 +262,8 @@ BAD_POLICIES = {
 def test_bad_policies_get_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, body: str
 ) -> None:
-    code = f"{HEAD}@policy('mine')\nclass Mine:\n    def __init__(self, speculation): pass\n"
-    code += f"    {body}\n"
-    options = ("--plugin", written(tmp_path, code), "--set", "speculation.length.policy=mine")
-    found = specdec(capsys, "generate", "demo", *SHORT, *options)
-    assert (found.code, json.loads(found.out)["error"]["message"]) == (2, BAD_POLICIES[body])
+    chosen = ("--set", "speculation.length.policy=mine")
+    assert refusal(capsys, tmp_path, "policy", body, *chosen) == BAD_POLICIES[body]
 
 
 @pytest.mark.parametrize(

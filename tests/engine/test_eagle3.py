@@ -172,7 +172,7 @@ class Rounds:
             seq.tokens += row[: count + 1]
 
     def play(self, reference: Reference, shuffles: bool = False) -> Iterator[tuple[Any, Any]]:
-        """What was proposed and what should have been, round by round."""
+        """The proposals of each round, and those that there should have been."""
         self.prefill(5)
         self.load()
         script = [(4, [2, 0, 4]), (3, [0, 3, 1]), (1, [1, 0, 1]), (5, [5, 2, 0]), (2, [0, 0, 0])]

@@ -133,7 +133,7 @@ class Eagle3Head:
         return x
 
     def normed(self, hidden: Tensor) -> ops.Normed:
-        """What `__call__` returned, from its hidden states [T, H]."""
+        """The result of `__call__`, made again from its hidden states [T, H]."""
         return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.config.eps), None, 0.0)
 
     def logits(self, x: ops.Normed) -> Tensor:

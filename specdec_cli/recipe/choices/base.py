@@ -17,8 +17,9 @@ class VllmConfig:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """needs_draft: whether the recipe names a draft model. to_vllm: of a recipe and the draft's
-    name, None where vLLM has no such method. is_plugin: whether a plugin added it.
+    """needs_draft: whether the recipe names a draft model. to_vllm: makes vLLM's config from a
+    recipe and the draft's name; None if vLLM has no such method. is_plugin: whether a plugin added
+    it.
     """
 
     needs_draft: bool = False
@@ -28,7 +29,8 @@ class MethodChoice:
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """is_given: whether the recipe, not the target, says what is accepted. is_plugin: as above."""
+    """is_given: whether the recipe, not the target, says what is accepted. is_plugin: whether a
+    plugin added it."""
 
     is_given: bool = False
     is_plugin: bool = False
@@ -36,4 +38,6 @@ class RuleChoice:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
+    """is_plugin: whether a plugin added it."""
+
     is_plugin: bool = False

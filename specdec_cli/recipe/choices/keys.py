@@ -32,6 +32,8 @@ PolicyName = Annotated[StrictStr, AfterValidator(_one_of(POLICIES)), _schema(POL
 
 
 class SpeculationKeys(Section):
+    """The keys of `speculation` that every recipe has."""
+
     method: MethodName = Field(
         default="draft_model", description="who proposes; none when there is no draft model"
     )

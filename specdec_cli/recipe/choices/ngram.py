@@ -10,6 +10,8 @@ from specdec_cli.recipe.fields import Count, Section
 
 
 class NgramKeys(Section):
+    """The keys of prompt lookup."""
+
     ngram_max: Annotated[StrictInt, Field(ge=1, le=32)] = Field(
         default=4, description="longest n-gram looked up in the text so far"
     )

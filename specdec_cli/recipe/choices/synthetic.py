@@ -11,6 +11,8 @@ from specdec_cli.recipe.fields import Number, Probability
 
 
 class SyntheticKeys(SpeculationKeys):
+    """The keys of synthetic acceptance, of which a recipe with that rule needs one."""
+
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
         default=None, description="chance that position i is accepted, at least k of them, falling"
     )

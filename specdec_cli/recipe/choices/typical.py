@@ -6,6 +6,8 @@ from specdec_cli.recipe.fields import Probability, Section
 
 
 class TypicalKeys(Section):
+    """The keys of typical acceptance."""
+
     typical_threshold: Probability = Field(
         default=0.09, description="typical: proposals of higher probability always stand"
     )
