@@ -82,6 +82,24 @@ def test_query_may_be_a_transposed_view(device):
     assert_close("out", expected_of(problem), out, 1e-5)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("shape", [Shape((4, 3), (31, 70)), Shape((20,), (25,))], ids=str)
+def test_padding_that_was_never_written_leaves_its_neighbours_alone(shape, splits, device):
+    """A padded pass counts its padding as context and writes its keys and values elsewhere."""
+    problem = make_problem(shape, torch.float32, device)
+    want = expected_of(problem)
+    block_size = problem.key_cache.shape[1]
+    ends = problem.query_start[1:].tolist()
+    for row, context in enumerate(problem.context_lens.tolist()):
+        for position in (context - 2, context - 1):
+            block = problem.block_tables[row, position // block_size]
+            for cache in (problem.key_cache, problem.value_cache):
+                cache[block, position % block_size] = torch.nan
+    out = paged_attention_triton(**vars(problem), splits=splits)
+    live = [place for place in range(ends[-1]) if place + 1 not in ends and place + 2 not in ends]
+    assert_close("out", want[live], out[live], 1e-5)
+
+
 def test_sequence_without_context_gives_zeros(device):
     problem = make_problem(Shape((1, 1), (20, 9)), torch.float32, device)
     context_lens = torch.tensor([20, 0], dtype=torch.int32, device=device)

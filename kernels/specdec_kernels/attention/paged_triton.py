@@ -126,6 +126,10 @@ def paged_attention_kernel(
             mask=stored[:, None] & (dim_v < DV)[None, :],
             other=0.0,
         )
+        # Padding among the queries counts as context, but its keys and values went elsewhere: what
+        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
+        is_old = (position < context - query_len)[:, None]
+        value = tl.where(is_old | (value == value), value, 0.0)
         if INTERPRETED:
             key = key.to(tl.float32)
             value = value.to(tl.float32)
