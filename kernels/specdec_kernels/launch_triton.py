@@ -9,8 +9,6 @@ return before the call, which makes room for the successor. After the call the o
 ordinary stream, and memory may be reused. The successor may start only after the wait, so at most
 one kernel runs ahead, and it may read early everything written before its predecessor.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

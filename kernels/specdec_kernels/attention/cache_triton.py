@@ -1,6 +1,4 @@
 """The paged KV cache: kernels that compute slots, a lane a token, and write, a program a token."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -7,8 +7,6 @@ are loaded while that kernel still runs. When all programs of a key head are don
 the parts of some rows. Shapes decide the largest number of parts; the lengths on the device decide
 how many are used. A short context uses few, since few parts are combined faster.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -6,8 +6,6 @@ Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make to
 fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
 number of splits is chosen from shapes alone: the lengths stay on the device.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

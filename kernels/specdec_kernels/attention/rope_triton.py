@@ -4,8 +4,6 @@ Rotary embedding combines the first half of a head with the second (RoFormer, ar
 transformers' layout), so heads are loaded and passed on as halves. `rope_kv` is a kernel of its own
 for more queries than `rope_attention_triton` takes in one tile.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

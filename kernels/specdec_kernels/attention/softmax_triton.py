@@ -3,8 +3,6 @@
 Online softmax: Milakov and Gimelshein, arXiv 1805.02867. Maxima are in units of log2. A tile is
 keys as halves [D / 2, N], values [N, D], and a mask [M, N] of the keys that each query sees.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import triton
 import triton.language as tl

@@ -2,9 +2,6 @@
 
 Flash-Decoding (Dao, Haziza, Massa and Sizov, 2023). Maxima are in units of log2.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
-# grow.)
 
 import triton
 import triton.language as tl

@@ -13,8 +13,6 @@ rank's share. It announces its own share to that rank, and waits for the announc
 counterpart there. A share must not be overwritten before the group has synchronised again, which
 the sums of the next pass do.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -1,6 +1,4 @@
 """The start of a pass in one kernel: a program looks up everything that belongs to a token."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

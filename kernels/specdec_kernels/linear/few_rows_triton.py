@@ -11,8 +11,6 @@ wait for each other, which can take longer than loading the weights. Sums of sli
 all tiles are done. A tile of R rows and K features is [R, K], or [SLICES, R, K / SLICES] with more
 than one slice.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 from typing import Any
 

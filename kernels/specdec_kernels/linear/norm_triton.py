@@ -1,7 +1,5 @@
 """RMS norms and gates as kernels of their own, for products that run on cuBLAS or are summed over
 ranks."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -5,9 +5,6 @@ needs no shared memory for them. So programs fit beside those of the preceding k
 stays busy while that kernel ends, which decides the time of layers as small as a draft's. Sums are
 of plain multiplications: one row gives the tensor cores nothing to do.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def, assignment"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type; tuples
-# grow.)
 
 from typing import Any
 

@@ -1,6 +1,4 @@
 """Proposals looked up in a sequence's own tokens: Triton kernel, one program a sequence."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

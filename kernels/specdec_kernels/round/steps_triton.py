@@ -3,8 +3,6 @@ sequence.
 
 Time stamps are kernels, since the events of a CUDA graph cannot be read apart for each replay.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

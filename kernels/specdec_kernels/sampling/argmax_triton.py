@@ -1,6 +1,4 @@
 """Greedy choice of a token: each program reads a part of a row, the last one compares the parts."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

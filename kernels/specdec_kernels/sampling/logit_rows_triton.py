@@ -6,8 +6,6 @@ row combines its parts. The normaliser is computed online by parts (Milakov and 
 each pass of a search counts, for several of them at once, the tokens or the mass at or above that
 value. Probabilities are never stored.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import math
 

@@ -2,8 +2,6 @@
 
 Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -1,6 +1,4 @@
 """Counter-based uniform numbers: Triton kernel, one lane a number."""
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 import torch
 import triton

@@ -5,8 +5,6 @@ rejection sampling measures, in its part of the vocabulary, the residual of the 
 place. One of block verification has a place of its own: its last program needs the residuals of
 all places to decide how many drafts stand. The last program draws the next token.
 """
-# mypy: disable-error-code="untyped-decorator, no-untyped-def"
-# (Triton's decorator is untyped, and its parameters are device values without a Python type.)
 
 from functools import partial
 
