@@ -137,7 +137,7 @@ def measure(
     seconds = costs.seconds if isinstance(costs, GivenCosts) else metrics.decode_seconds
     arm.speeds.append(tokens / seconds)
     rounds = metrics.num_rounds
-    arm.per_round = (tokens / rounds, metrics.acceptance.num_draft_tokens / rounds)
+    arm.per_round = (tokens / rounds, metrics.num_draft_tokens / rounds)
 
 
 def table(title: str, found: list[Arm]) -> None:

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 import yaml
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
@@ -86,8 +86,8 @@ def measure(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> 
 
 def tokens_a_round(metrics: Metrics) -> float:
     """Mean tokens per round, counting rounds in which n-grams found nothing to propose."""
-    rounds = metrics.acceptance.num_drafts + metrics.num_rounds_without_proposal
-    return 1 + metrics.acceptance.num_accepted_tokens / rounds
+    rounds = metrics.num_drafts + metrics.num_rounds_without_proposal
+    return 1 + metrics.num_accepted_tokens / rounds
 
 
 def profile(engine: Engine, planned: Plan, k: int, args: argparse.Namespace) -> str:

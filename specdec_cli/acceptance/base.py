@@ -1,10 +1,14 @@
 """The interface between a round and an acceptance rule, and the draw for rounds of no proposals."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+from specdec_kernels import ops
+from torch import Tensor
 
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.sampling import draw, softmax_stats
+from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
 
@@ -12,17 +16,14 @@ class AcceptanceRule(Protocol):
     """is_lossless: whether the output follows the target's distribution. looks_ahead: whether a
     decision depends on proposals past the last accepted one; noise is then keyed by round too.
     draws_when_greedy: whether it reads noise even in greedy decoding. remark: a note for readers of
-    any number that a rule which is not lossless produced.
+    any number that a rule which is not lossless produced. A rule that inherits from this has the
+    values below, and the proposer's forecast.
     """
 
-    @property
-    def is_lossless(self) -> bool: ...
-    @property
-    def looks_ahead(self) -> bool: ...
-    @property
-    def draws_when_greedy(self) -> bool: ...
-    @property
-    def remark(self) -> str | None: ...
+    is_lossless: bool = False
+    looks_ahead: bool = False
+    draws_when_greedy: bool = False
+    remark: str | None = None
 
     def decide(
         self,
@@ -45,11 +46,41 @@ class AcceptanceRule(Protocol):
         index: the prompt's. start: tokens of the prompt. None if the proposer's forecast holds
         under this rule. Raises `NoForecast` if neither can tell.
         """
-        ...
+        return None
 
 
 class NoForecast(Exception):
     """A rule's acceptance cannot be predicted from the chances of single tokens."""
+
+
+def compare_with_draft(
+    test: Callable[..., tuple[Tensor, Tensor]],
+    candidates: Candidates,
+    target: TargetOutput,
+    params: SamplingParams,
+    noise: Noise | None,
+) -> Verdict:
+    """The decision of a test of the target's distribution against the draft's.
+
+    test: such as `ops.reject_logits`. Greedy decoding is the one-hot case, which needs only the
+    target's choices.
+    """
+    c = candidates
+    if params.is_greedy:
+        return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
+    assert noise is not None
+    decided = test(
+        c.token_ids,
+        c.lens,
+        c.q.logits if c.q is not None else None,
+        c.q.stats if c.q is not None else None,
+        target.logits,
+        softmax_stats(target.logits.flatten(0, 1), params),
+        *params.filters,
+        noise.accept,
+        noise.sample,
+    )
+    return Verdict(*decided)
 
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:

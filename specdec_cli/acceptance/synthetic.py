@@ -7,6 +7,7 @@ from operator import mul
 import torch
 from specdec_kernels import ops
 
+from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, round_noise, softmax_stats
@@ -18,7 +19,7 @@ _LONGEST_PROPOSAL = 1024
 
 
 @dataclass(frozen=True, eq=False)
-class SyntheticAcceptance:
+class SyntheticAcceptance(AcceptanceRule):
     """Accept at given rates, independent of the models.
 
     All the work of drafting and scoring is done; the text is not the target's.
@@ -26,8 +27,6 @@ class SyntheticAcceptance:
     """
 
     conditional: tuple[float, ...]
-    is_lossless = False
-    looks_ahead = False
     draws_when_greedy = True
     remark = "times are measured, the text is not the target's"
     _made: dict[tuple[int, torch.device], torch.Tensor] = field(default_factory=dict, init=False)

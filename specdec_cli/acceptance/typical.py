@@ -6,7 +6,7 @@ Accepted tokens are likely enough under the target, but not distributed as the t
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats, to_probs
@@ -14,17 +14,14 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.recipe import SpeculationSection
 
 
-class Typical:
+class Typical(AcceptanceRule):
     """Accept d_i iff p(d_i) > min(threshold, alpha * exp(-H(p))); then draw from the target's p.
 
     H is the entropy of p, after temperature, top-k and top-p, in nats. If the target is unsure,
     less likely tokens are accepted. Greedy decoding accepts only the target's choices.
     """
 
-    is_lossless = False
-    looks_ahead = False
-    draws_when_greedy = False
-    remark: str | None = "likely proposals stand, the text is not distributed as the target's"
+    remark = "likely proposals stand, the text is not distributed as the target's"
 
     def __init__(self, threshold: float, alpha: float) -> None:
         self.threshold = threshold

@@ -5,9 +5,10 @@ from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.graphs import Rounds
-from specdec_cli.engine.metrics import Metrics, RunClock
+from specdec_cli.engine.metrics import RunClock
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.lengths.base import LastRounds
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import Metrics
 from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError

@@ -5,23 +5,16 @@ sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from specdec_cli.core.figures import Metrics, Spread
 from specdec_cli.core.stages import STAGES
-from specdec_cli.engine.metrics import Acceptance, Spread
+from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.predict import Text, expected_rounds, iid_length
-from specdec_cli.experiment.records import (
-    CategoryMetrics,
-    Key,
-    LatencySpread,
-    Point,
-    PointMetrics,
-    Prediction,
-    Sample,
-)
+from specdec_cli.experiment.records import CategoryMetrics, Key, Point, Prediction, Sample
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
@@ -107,7 +100,7 @@ def measured(
             "per_category": {},
             "reason": failure.reason,
         }
-    metrics, length = metrics_of(list(samples.values()), key), _length(usable)
+    metrics, length = point_metrics(list(samples.values()), key), _length(usable)
     lengths: list[float] | None = [1.0, 1.0]
     if length is not None:
         lengths = _length_interval(length, metrics.mean_acceptance_length, key.k, seed)
@@ -130,45 +123,29 @@ def error_of(points: Sequence[Point], code: ExitCode) -> dict[str, Any]:
     return {"error": {"code": int(code), "message": what, "hint": hint}}
 
 
-def metrics_of(samples: Sequence[Sample], key: Key) -> PointMetrics:
+def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     """The contract's `metrics` of one point. Times are means over the repeats.
 
     `num_rounds` is the sum of the sequences' shares in engine rounds, rounded.
     """
     done = [s for s in samples if s.could_run]
-    tokens = sum(len(s.token_ids) for s in done)
     decode = sum(map(decode_seconds, done))
-    prefill = sum(_mean(s.seconds) for s in done) - decode
-    shares = sum(_mean(s.round_share) for s in done) or 1.0
-    seconds = prefill + decode
-    stage_ms: dict[str, Any] = {
-        f"{stage}_ms": sum(_mean(s.stage_ms.get(stage, [])) for s in done) / shares
-        for stage in STAGES
-    }
-    return PointMetrics(
+    clock = RunClock(
+        num_rounds=sum(_mean(s.round_share) for s in done),
+        prefill_seconds=sum(_mean(s.seconds) for s in done) - decode,
+        decode_seconds=decode,
+        stage_ms={x: sum(_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+    )
+    return metrics_of(
+        done,
+        clock,
         k=key.k,
         batch_size=key.batch_size,
-        num_prompts=len(done),
-        num_output_tokens=tokens,
-        num_rounds=round(shares),
-        num_rounds_without_proposal=sum(s.rounds_without_proposal for s in done),
-        num_preemptions=sum(s.num_preemptions for s in done),
-        **stage_ms,
-        round_ms=decode * 1e3 / shares,
-        prefill_ms=prefill * 1e3 / max(1, len(done)),
-        prefill_seconds=prefill,
-        decode_seconds=decode,
-        output_tokens_per_second=tokens / seconds if seconds else 0.0,
-        decode_tokens_per_second=tokens / decode if decode else 0.0,
-        ttft_ms=_spread([_mean(s.ttft_ms) for s in done]),
-        tpot_ms=_spread([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
+        num_output_tokens=sum(len(s.token_ids) for s in done),
+        ttft_ms=Spread.of([_mean(s.ttft_ms) for s in done]),
+        tpot_ms=Spread.of([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
-        **asdict(_acceptance(done, key.k)),
     )
-
-
-def _spread(values: Sequence[float]) -> LatencySpread:
-    return LatencySpread(**asdict(Spread.of(values)))
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
@@ -255,7 +232,7 @@ def _per_category(
     rows: dict[str, CategoryMetrics] = {}
     for category in sorted({c for s in samples.values() if (c := s.category) is not None}):
         own = {i: s for i, s in samples.items() if s.category == category}
-        acceptance = _acceptance(own.values(), k)
+        acceptance = acceptance_of(list(own.values()), k)
         rows[category] = CategoryMetrics(
             num_prompts=len(own),
             num_output_tokens=sum(len(s.token_ids) for s in own.values()),
@@ -303,15 +280,6 @@ def measured_speed(samples: Iterable[Sample]) -> SumRatio:
     """Output tokens per second of round time."""
     chosen = list(samples)
     return stats.speed([len(s.token_ids) for s in chosen], [decode_seconds(s) for s in chosen])
-
-
-def _acceptance(samples: Iterable[Sample], k: int) -> Acceptance:
-    chosen = list(samples)
-    return Acceptance.of(
-        [p for s in chosen for p in s.proposed_per_round],
-        [a for s in chosen for a in s.accepted_per_round],
-        k,
-    )
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:

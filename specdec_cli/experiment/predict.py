@@ -14,7 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from specdec_cli.experiment.records import Count, Name, Record, Whole, impossible
+from specdec_cli.core.figures import Count, Name, Record, Whole, impossible
 
 _Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
 _Chain = Annotated[tuple[Count, Count], Field(strict=False)]

@@ -5,56 +5,30 @@ been damaged or edited, so everything is checked as it is read. Imports no torch
 """
 
 import json
-import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    InstanceOf,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
+from specdec_cli.core.figures import (
+    Count,
+    Figure,
+    Interval,
+    Metrics,
+    Name,
+    Record,
+    StageTimes,
+    Whole,
+    impossible,
+)
 from specdec_cli.errors import SetupError
 from specdec_cli.text import one_line
 
-_MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 _LONGEST = 1e12  # milliseconds: 30 years
-
-
-def _none_if_infinite(value: Any) -> Any:
-    ends = value if isinstance(value, list) else [value]
-    is_finite = all(not isinstance(end, float) or math.isfinite(end) for end in ends)
-    return value if is_finite else None
-
-
-Name = InstanceOf[str]  # unlike `str`, also text that is not valid Unicode
-Count = Annotated[int, Field(ge=0, lt=_MOST)]
-Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
 Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # seconds, milliseconds or a share of a round
-_Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
-# NaN and infinity are None in memory already, as they are null in every file.
-Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
-Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
-
-
-class Record(BaseModel):
-    """Part or whole of a line. Only fields that were given are written, in the order below.
-
-    Fields of later versions are kept as they are.
-    """
-
-    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
-
-    def as_dict(self) -> dict[str, Any]:
-        return self.model_dump(exclude_unset=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,68 +97,6 @@ class Sample(TextSample):
         return self
 
 
-class LatencySpread(Record):
-    """Mean and percentiles over prompts; None when there is nothing to average."""
-
-    mean: Figure
-    p50: Figure
-    p90: Figure
-    p99: Figure
-
-
-class StageTimes(Record):
-    """A record with a field NAME_ms for each stage of a round."""
-
-    def stage_ms(self, stage: str) -> float:
-        return float(getattr(self, f"{stage}_ms"))
-
-
-class PointMetrics(StageTimes):
-    """The contract's `metrics` of a point; `engine.metrics.Metrics` explains each field."""
-
-    k: Count
-    batch_size: Count
-    num_prompts: Count
-    num_output_tokens: Count
-    num_rounds: Count
-    num_rounds_without_proposal: Count
-    num_preemptions: Count
-    draft_ms: float
-    broadcast_ms: float
-    verify_ms: float
-    sample_ms: float
-    round_ms: float
-    prefill_ms: float
-    prefill_seconds: float
-    decode_seconds: float
-    output_tokens_per_second: float
-    decode_tokens_per_second: float
-    ttft_ms: LatencySpread
-    tpot_ms: LatencySpread
-    num_drafts: Count
-    num_draft_tokens: Count
-    num_accepted_tokens: Count
-    num_accepted_tokens_per_pos: list[Count]
-    mean_acceptance_length: float
-    draft_acceptance_rate: Figure
-    acceptance_rate_per_pos: list[float]
-    conditional_acceptance_rate_per_pos: list[Figure]
-    acceptance_histogram: list[Count]
-    peak_memory_bytes: Count | None = None
-
-    @model_validator(mode="after")
-    def _has_k_positions(self) -> Self:
-        lengths = {
-            len(self.num_accepted_tokens_per_pos),
-            len(self.acceptance_rate_per_pos),
-            len(self.conditional_acceptance_rate_per_pos),
-            len(self.acceptance_histogram) - 1,
-        }
-        if lengths != {self.k}:
-            raise impossible("its metrics have not k positions")
-        return self
-
-
 class CategoryMetrics(Record):
     """Figures of a point over the prompts of one category."""
 
@@ -226,7 +138,7 @@ class Point(Record):
     batch_size: Count
     draft: Name | None = None
     status: Literal["ok", "failed", "oom", "skipped"]
-    metrics: PointMetrics | None = None
+    metrics: Metrics | None = None
     speedup: Figure = None
     speedup_ci: Interval = None
     predicted_speedup: Figure = None
@@ -377,11 +289,6 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
         if len(getattr(sample, name)) != repeats:
             return f"{name} has not {repeats} numbers, one a repeat"
     return None
-
-
-def impossible(told: str) -> PydanticCustomError:
-    """The error that a record's own checks raise. told: the description."""
-    return PydanticCustomError("impossible", "{told}", {"told": told})
 
 
 def _described(error: ErrorDetails) -> str:

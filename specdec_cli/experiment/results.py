@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from specdec_cli import __version__, plugin
+from specdec_cli.core.figures import Metrics, Record
 from specdec_cli.core.types import FinishReason
-from specdec_cli.engine.metrics import Metrics
-from specdec_cli.experiment.records import Point, PointMetrics, Record, TextSample, given
+from specdec_cli.experiment.records import Point, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
 
@@ -127,7 +127,7 @@ def point_record(
         batch_size=batch_size,
         draft=draft,
         status="ok" if could_run else "failed",
-        metrics=PointMetrics(**metrics.as_dict()) if could_run else None,
+        metrics=metrics if could_run else None,
         speedup=None,
         speedup_ci=None,
         predicted_speedup=None,

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
-from specdec_cli.experiment.records import Record
 from specdec_cli.experiment.results import to_json
 from specdec_cli.recipe import Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line

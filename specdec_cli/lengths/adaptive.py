@@ -6,11 +6,7 @@ keeps the target's distribution. Times differ between runs, and K with them, so 
 differ between runs. Greedy text does not.
 """
 
-import torch
-
-from specdec_cli.core.drafting import Stop
-from specdec_cli.core.state import BatchState
-from specdec_cli.lengths.base import LastRounds
+from specdec_cli.lengths.base import LastRounds, LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.recipe import SpeculationSection
 
@@ -21,11 +17,8 @@ _FADING = 0.9
 _IDLE_ROUNDS = 24  # after so many rounds without proposals one is tried again
 
 
-class Adaptive:
+class Adaptive(LengthPolicy):
     """choices: values of K for rounds, beside the run's k; those above k are left out."""
-
-    is_fixed = False
-    stop: Stop | None = None
 
     def __init__(self, choices: tuple[int, ...]) -> None:
         self.choices = choices
@@ -44,9 +37,6 @@ class Adaptive:
         tokens = expected_tokens(last, lengths[-1])
         round_ms = costs.of(slots, lengths)
         return max(lengths, key=lambda k: tokens[k] / round_ms[k])
-
-    def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
-        return caps
 
 
 def expected_tokens(last: LastRounds, k: int) -> list[float]:

@@ -28,25 +28,28 @@ class LastRounds:
 
 
 class LengthPolicy(Protocol):
-    """is_fixed: whether every round proposes as much as it may, as predictions assume."""
+    """is_fixed: whether every round proposes as much as it may, as predictions assume.
 
-    is_fixed: bool
+    A policy that inherits from this proposes k tokens in every round, unless it says otherwise.
+    """
+
+    is_fixed: bool = False
 
     @property
     def stop(self) -> Stop | None:
         """Test that ends a sequence's drafting (see `Drafting`), or None. Runs in the graph."""
-        ...
+        return None
 
     def lengths(self, k: int) -> tuple[int, ...]:
         """Every K that rounds may have if the longest proposal is k, rising. Each is captured."""
-        ...
+        return (k,)
 
     def next_k(
         self, lengths: tuple[int, ...], last: LastRounds, costs: RoundCosts, slots: int
     ) -> int:
         """K of the next round over `slots` slots, one of `lengths`; the same on all ranks."""
-        ...
+        return lengths[-1]
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
         """The most tokens of each slot, int64 [B], `caps` or fewer. Runs in the graph."""
-        ...
+        return caps

@@ -10,13 +10,3 @@ from specdec_cli.prompts.lines import MAX_LINE_BYTES
 from specdec_cli.prompts.load import load_prompts, read_prompts
 from specdec_cli.prompts.records import jsonl_of
 from specdec_cli.prompts.types import Prompt
-
-__all__ = [
-    "MAX_LINE_BYTES",
-    "Prompt",
-    "as_conversations",
-    "jsonl_of",
-    "load_prompts",
-    "parse_dataset",
-    "read_prompts",
-]

@@ -13,15 +13,3 @@ from specdec_cli.recipe.schema import (
     Recipe,
     SpeculationSection,
 )
-
-__all__ = [
-    "DataSection",
-    "DraftSection",
-    "LengthSection",
-    "ModelSection",
-    "Recipe",
-    "SpeculationSection",
-    "bundled_recipes",
-    "dump_recipe",
-    "load_recipe",
-]

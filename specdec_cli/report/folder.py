@@ -11,8 +11,9 @@ from typing import Any
 
 import yaml
 
+from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.records import Key, Point, R, Record, Sample, checked, json_of, parsed
+from specdec_cli.experiment.records import Key, Point, R, Sample, checked, json_of, parsed
 
 _MAX_FILE_BYTES = 1024**3
 _LABEL_LENGTH = 32

@@ -26,8 +26,8 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.stages import STAGES
-from specdec_cli.engine.metrics import Metrics
 from specdec_cli.experiment.points import decode_seconds
 from specdec_cli.experiment.records import Sample
 from specdec_cli.experiment.stats import among_rounds
@@ -235,7 +235,6 @@ def summary_table(
     tinted: whether accepted tokens were tinted in the text above. remarks: notes on the text and
     the figures. is_split: whether the target has several ranks, so that there are broadcasts.
     """
-    a = metrics.acceptance
     table = plain_table(show_header=False)
     table.add_column(style="bold")
     table.add_column(justify="right")
@@ -249,22 +248,22 @@ def summary_table(
         "tokens/s decoding"
         + (f" ({baseline.decode_tokens_per_second:.1f} without a draft)" if baseline else ""),
     )
-    if a.num_drafts:
-        rate = f"{100 * (a.draft_acceptance_rate or 0):.0f}%"
-        what = Text(f"{a.num_accepted_tokens} of {a.num_draft_tokens} proposed")
+    if metrics.num_drafts:
+        rate = f"{100 * (metrics.draft_acceptance_rate or 0):.0f}%"
+        what = Text(f"{metrics.num_accepted_tokens} of {metrics.num_draft_tokens} proposed")
         if tinted:
             what.append(", in this colour", _ACCEPTED)
         table.add_row("accepted", rate, what)
-        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
+        among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
         table.add_row(
             "tokens a round",
-            f"{a.mean_acceptance_length:.2f}",
+            f"{metrics.mean_acceptance_length:.2f}",
             f"of at most {metrics.k + 1}{among}",
         )
-        by_place = " ".join(f"{100 * r:.0f}" for r in a.acceptance_rate_per_pos)
+        by_place = " ".join(f"{100 * r:.0f}" for r in metrics.acceptance_rate_per_pos)
         table.add_row("by position", "", f"{by_place} % accepted")
     stages = [stage for stage in STAGES if is_split or stage != "broadcast"]
-    times = ", ".join(f"{stage} {getattr(metrics, f'{stage}_ms'):.2f}" for stage in stages)
+    times = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages)
     table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
         table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
@@ -275,16 +274,15 @@ def summary_table(
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
     """One line for logs."""
-    a = metrics.acceptance
     line = (
         f"{_count(metrics.num_prompts, 'prompt')}, {_count(metrics.num_output_tokens, 'token')}, "
         f"{metrics.decode_tokens_per_second:.1f} tokens/s decoding, k={metrics.k}"
     )
-    if a.num_drafts:
-        among = among_rounds(a.num_drafts, metrics.num_rounds_without_proposal)
+    if metrics.num_drafts:
+        among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
         line += (
-            f", {a.mean_acceptance_length:.2f} tokens a round{among}, "
-            f"{100 * (a.draft_acceptance_rate or 0):.0f}% of proposals accepted"
+            f", {metrics.mean_acceptance_length:.2f} tokens a round{among}, "
+            f"{100 * (metrics.draft_acceptance_rate or 0):.0f}% of proposals accepted"
         )
     return "; ".join([line, *remarks])
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from specdec_cli.app import main
-from specdec_cli.experiment.records import Record
+from specdec_cli.core.figures import Record
 from specdec_cli.experiment.run_folder import RunFolder
 from tests.cli.generate_helpers import Result
 

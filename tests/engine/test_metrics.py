@@ -2,15 +2,15 @@
 
 import json
 import math
-from dataclasses import asdict
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_cli.core.figures import Acceptance, Spread
 from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.metrics import Acceptance, RunClock, Spread, summarise
+from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.run import Request, RunResult
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 from tests.support import CPU
@@ -144,7 +144,7 @@ def test_spread_is_numpys(values: list[float]) -> None:
 
 
 def test_spread_of_nothing() -> None:
-    assert Spread.of([]) == Spread(None, None, None, None)
+    assert Spread.of([]) == Spread(mean=None, p50=None, p90=None, p99=None)
 
 
 def run(k: int, batch_size: int = 3, new_tokens: int = 14, num_blocks: int = 400) -> RunResult:
@@ -167,7 +167,7 @@ def test_every_name_of_the_contract(k: int) -> None:
 @pytest.mark.parametrize("k", [0, 3])
 def test_counts_are_those_of_the_sequences(k: int, batch_size: int) -> None:
     result = run(k, batch_size)
-    metrics, a = result.metrics, result.metrics.acceptance
+    metrics = a = result.metrics
     proposed = [p for s in result.seqs for p in s.proposed_per_round]
     accepted = [n for s in result.seqs for n in s.accepted_per_round]
     assert all(p >= 1 for p in proposed)
@@ -190,7 +190,7 @@ def test_a_draft_right_for_two_of_four() -> None:
     engine = fake_engine(first(2, len(prompt), 4))
     # Five rounds of 3 tokens; the last has room for two proposals.
     metrics = engine.run([Request(0, tuple(prompt))], 4, SamplingParams(max_new_tokens=15)).metrics
-    a = metrics.acceptance
+    a = metrics
     assert a.acceptance_rate_per_pos[:2] == [1.0, 1.0]
     assert a.acceptance_rate_per_pos[2:] == [0.0, 0.0]
     assert a.mean_acceptance_length == 3.0
@@ -200,7 +200,7 @@ def test_a_draft_right_for_two_of_four() -> None:
 def test_a_draft_that_is_never_right() -> None:
     engine = fake_engine(wrong, batch_size=2)
     requests = [Request(i, tuple(random_prompt(4, i))) for i in range(2)]
-    a = engine.run(requests, 3, SamplingParams(max_new_tokens=9)).metrics.acceptance
+    a = engine.run(requests, 3, SamplingParams(max_new_tokens=9)).metrics
     assert a.mean_acceptance_length == 1.0 and a.draft_acceptance_rate == 0.0
     assert a.acceptance_histogram == [16, 0, 0, 0], "two sequences, 8 rounds with room for one"
 
@@ -256,8 +256,8 @@ def test_latencies_over_prompts() -> None:
     clock = RunClock(CPU, num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
     metrics = summarise([*seqs, broken], clock, 2, 1)
     ttft, tpot = [500.0, 100.0, 2000.0], [500.0, 100.0]
-    assert asdict(metrics.ttft_ms) == pytest.approx(asdict(Spread.of(ttft)))
-    assert asdict(metrics.tpot_ms) == pytest.approx(asdict(Spread.of(tpot)))
+    assert metrics.ttft_ms.as_dict() == pytest.approx(Spread.of(ttft).as_dict())
+    assert metrics.tpot_ms.as_dict() == pytest.approx(Spread.of(tpot).as_dict())
     assert metrics.num_prompts == 3 and metrics.num_output_tokens == 17
     assert metrics.prefill_ms == pytest.approx(1e3 / 3)
     assert metrics.output_tokens_per_second == pytest.approx(17 / 3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.core.figures import Acceptance
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.rounds import slot_counts
@@ -96,11 +97,11 @@ def test_rounds_equal_the_oracles(
         accepted = sum(sum(s.accepted_per_round) for s in results[0].seqs)
         proposed = sum(sum(s.proposed_per_round) for s in results[0].seqs)
         assert 0.2 < accepted / proposed < 0.9
-    counts = [
-        (m.num_rounds, m.num_rounds_without_proposal, m.acceptance)
-        for m in (r.metrics for r in results)
-    ]
-    assert counts[0] == counts[2] and counts[0][2] == counts[1][2]
+    names = {"num_rounds", "num_rounds_without_proposal", *Acceptance.model_fields}
+    counts = [result.metrics.model_dump(include=names) for result in results]
+    assert counts[0] == counts[2] and all(
+        counts[0][name] == counts[1][name] for name in Acceptance.model_fields
+    )
 
 
 def test_stop_strings_that_only_the_host_sees(

@@ -53,7 +53,7 @@ def test_likely_proposals_that_were_not_drawn_stand_more_often(pair: tuple[Path,
         engine = ngram_engine(pair[0], batch_size=12, num_blocks=2000, rule=rule)
         requests = [Request(i, tuple(prompts[i % 3])) for i in range(60)]
         result = engine.run(requests, 4, SamplingParams(temperature=0.7, max_new_tokens=40))
-        lengths[type(rule)] = result.metrics.acceptance.mean_acceptance_length
+        lengths[type(rule)] = result.metrics.mean_acceptance_length
     assert lengths[Typical] > 1.05 * lengths[Rejection]
 
 

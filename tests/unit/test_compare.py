@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_plan import (
@@ -25,7 +26,7 @@ from specdec_cli.experiment.compare.verdict import best_of, summary_lines, token
 from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import Key, PairFacts, Point, PointMetrics, Sample
+from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_file import read_settings_file
 from specdec_cli.launch.ranks import RanksOutcome
@@ -110,7 +111,7 @@ def facts(pair: Pair, blocks: list[int]) -> PairFacts:
     return PairFacts(**asdict(pair), num_blocks=min(blocks), blocks_per_rank=blocks)
 
 
-def metrics_of(point: Point) -> PointMetrics:
+def metrics_of(point: Point) -> Metrics:
     assert point.metrics is not None
     return point.metrics
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from specdec_cli.core.figures import Record
 from specdec_cli.errors import SetupError
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import (
     CurvePart,
     PairFacts,
     Point,
-    Record,
     Sample,
     read_records,
 )

@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.experiment.points import Forecasts, Samples, block_points, measured
 from specdec_cli.experiment.predict import Text
-from specdec_cli.experiment.records import CurvePart, Key, Point, PointMetrics, Sample
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.time_curve import curve_point
 from specdec_cli.terminal import sweep as view
@@ -39,7 +40,7 @@ def points_of(samples: dict[Key, dict[int, Sample]]) -> list[Point]:
     return [point_of(key, found, plain) for key, found in samples.items()]
 
 
-def metrics_of(point: Point) -> PointMetrics:
+def metrics_of(point: Point) -> Metrics:
     assert point.metrics is not None
     return point.metrics
 

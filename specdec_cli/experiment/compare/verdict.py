@@ -8,13 +8,14 @@ from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
+from specdec_cli.core.figures import Metrics
 from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.points import Samples, measured_speed, without_errors
-from specdec_cli.experiment.records import Point, PointMetrics
+from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.stats import SumRatio
 
 Verdict = dict[str, Any]
@@ -78,7 +79,7 @@ def best_of(
     }
 
 
-def _metrics(point: Point) -> PointMetrics:
+def _metrics(point: Point) -> Metrics:
     assert point.metrics is not None, "it is ok"
     return point.metrics
 

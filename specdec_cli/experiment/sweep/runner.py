@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -167,22 +168,16 @@ class Sweep:
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
-        result = loop.run(unit, key.k, unit.plan.params)
-        done = [s for s in result.seqs if s.finish_reason != "error"]
-        metrics = result.metrics
+        m = loop.run(unit, key.k, unit.plan.params).metrics
+        stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add_cost(
             CurvePart(
                 **asdict(key),
                 part=part,
-                sequence_rounds=sum(
-                    len(s.proposed_per_round) + s.rounds_without_proposal for s in done
-                ),
-                rounds=metrics.num_rounds,
-                decode_seconds=metrics.decode_seconds,
-                **{
-                    f"{stage}_ms": getattr(metrics, f"{stage}_ms") * metrics.num_rounds
-                    for stage in STAGES
-                },
+                sequence_rounds=m.num_drafts + m.num_rounds_without_proposal,
+                rounds=m.num_rounds,
+                decode_seconds=m.decode_seconds,
+                **stages,
             )
         )
 

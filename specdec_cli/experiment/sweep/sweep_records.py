@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from specdec_cli.core.figures import Record
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import (
     CurvePart,
     Key,
     Point,
-    Record,
     Sample,
     elsewhere,
     not_measured,

@@ -1,0 +1,172 @@
+"""The figures of a run or a point, in vLLM's names where vLLM has one, and the base of records.
+
+The engine makes them, run folders keep them and reports read them. A file may have been damaged or
+edited, so everything is checked as it is read. Imports no torch.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Self
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
+from pydantic_core import PydanticCustomError
+
+_MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
+
+
+def _none_if_infinite(value: Any) -> Any:
+    ends = value if isinstance(value, list) else [value]
+    is_finite = all(not isinstance(end, float) or math.isfinite(end) for end in ends)
+    return value if is_finite else None
+
+
+Name = InstanceOf[str]  # unlike `str`, also text that is not valid Unicode
+Count = Annotated[int, Field(ge=0, lt=_MOST)]
+Whole = Annotated[int, Field(gt=-_MOST, lt=_MOST)]
+_Ends = Annotated[list[float], Field(min_length=2, max_length=2)]
+# NaN and infinity are None in memory already, as they are null in every file.
+Figure = Annotated[float | None, BeforeValidator(_none_if_infinite)]
+Interval = Annotated[_Ends | None, BeforeValidator(_none_if_infinite)]
+
+
+class Record(BaseModel):
+    """Part or whole of a line. Only fields that were given are written, in the order below.
+
+    Fields of later versions are kept as they are.
+    """
+
+    model_config = ConfigDict(strict=True, frozen=True, allow_inf_nan=False, extra="allow")
+
+    def as_dict(self) -> dict[str, Any]:
+        return self.model_dump(exclude_unset=True)
+
+
+def impossible(told: str) -> PydanticCustomError:
+    """The error that a record's own checks raise. told: the description."""
+    return PydanticCustomError("impossible", "{told}", {"told": told})
+
+
+class Spread(Record):
+    """Mean and percentiles over prompts; all None when there is nothing to average."""
+
+    mean: Figure
+    p50: Figure
+    p90: Figure
+    p99: Figure
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Self:
+        if not values:
+            return cls(mean=None, p50=None, p90=None, p99=None)
+        p50, p90, p99 = map(float, np.percentile(values, (50, 90, 99)))
+        return cls(mean=float(np.mean(values)), p50=p50, p90=p90, p99=p99)
+
+
+class Acceptance(Record):
+    """Counts of drafts and acceptances over sequence-rounds with k_i >= 1, and their rates.
+
+    num_drafts: such rounds. num_draft_tokens: tokens proposed. num_accepted_tokens: proposals
+    kept in the output. *_per_pos: by place in the draft, 1..k. Marginal rates are over all drafts,
+    conditional ones over drafts that reached the place with all earlier proposals accepted.
+    mean_acceptance_length: 1 + accepted / drafts, the target's own token included.
+    acceptance_histogram: drafts by number accepted, 0..k.
+    """
+
+    num_drafts: Count
+    num_draft_tokens: Count
+    num_accepted_tokens: Count
+    num_accepted_tokens_per_pos: list[Count]
+    mean_acceptance_length: float
+    draft_acceptance_rate: Figure
+    acceptance_rate_per_pos: list[float]
+    conditional_acceptance_rate_per_pos: list[Figure]
+    acceptance_histogram: list[Count]
+
+    @classmethod
+    def of(cls, proposed: Sequence[int], accepted: Sequence[int], k: int) -> "Acceptance":
+        """From the proposal length and the accepted count of each sequence-round."""
+        drafts = len(proposed)
+        histogram = [0] * (k + 1)
+        for count in accepted:
+            histogram[count] += 1
+        per_pos = [sum(histogram[i:]) for i in range(1, k + 1)]
+        # Rounds that reached position i: it was proposed, and all before it were accepted.
+        reached = [
+            sum(1 for p, a in zip(proposed, accepted, strict=True) if p >= i and a >= i - 1)
+            for i in range(1, k + 1)
+        ]
+        tokens = sum(proposed)
+        total = sum(accepted)
+        return Acceptance(
+            num_drafts=drafts,
+            num_draft_tokens=tokens,
+            num_accepted_tokens=total,
+            num_accepted_tokens_per_pos=per_pos,
+            mean_acceptance_length=1.0 + (total / drafts if drafts else 0.0),
+            draft_acceptance_rate=total / tokens if tokens else None,
+            acceptance_rate_per_pos=[n / drafts if drafts else 0.0 for n in per_pos],
+            conditional_acceptance_rate_per_pos=[
+                n / r if r else None for n, r in zip(per_pos, reached, strict=True)
+            ],
+            acceptance_histogram=histogram,
+        )
+
+
+class StageTimes(Record):
+    """A record with a field NAME_ms for each stage of a round."""
+
+    def stage_ms(self, stage: str) -> float:
+        return float(getattr(self, f"{stage}_ms"))
+
+
+class Times(StageTimes):
+    """The figures of `Metrics` before those of `Acceptance`, which it explains."""
+
+    k: Count
+    batch_size: Count
+    num_prompts: Count
+    num_output_tokens: Count
+    num_rounds: Count
+    num_rounds_without_proposal: Count
+    num_preemptions: Count
+    draft_ms: float
+    broadcast_ms: float
+    verify_ms: float
+    sample_ms: float
+    round_ms: float
+    prefill_ms: float
+    prefill_seconds: float
+    decode_seconds: float
+    output_tokens_per_second: float
+    decode_tokens_per_second: float
+    ttft_ms: Spread
+    tpot_ms: Spread
+
+
+class Metrics(Acceptance, Times):
+    """The contract's `metrics` of a run or a point: the fields of `Times`, then of `Acceptance`.
+
+    Times in milliseconds unless the name says seconds. draft_ms, broadcast_ms, verify_ms,
+    sample_ms, round_ms: means per engine round. broadcast_ms: sending proposals and decisions to
+    the target's other ranks. It is meaningful on rank 0 only; elsewhere it contains the wait.
+    prefill_ms: mean per prompt. ttft_ms: from a prompt's admission to its first token. tpot_ms: per
+    token after the first. num_rounds: engine rounds, each of which serves several sequences.
+    num_rounds_without_proposal: sequence-rounds, as drafts are. output_tokens_per_second counts
+    prefill and decode time, decode_tokens_per_second decode time only. peak_memory_bytes: of
+    points only.
+    """
+
+    peak_memory_bytes: Count | None = None
+
+    @model_validator(mode="after")
+    def _has_k_positions(self) -> Self:
+        lengths = {
+            len(self.num_accepted_tokens_per_pos),
+            len(self.acceptance_rate_per_pos),
+            len(self.conditional_acceptance_rate_per_pos),
+            len(self.acceptance_histogram) - 1,
+        }
+        if lengths != {self.k}:
+            raise impossible("its metrics have not k positions")
+        return self
