@@ -33,7 +33,6 @@ from specdec_kernels.linear.embed import embed
 from specdec_kernels.linear.reference import Normed, gate
 from specdec_kernels.round.ngram import ngram_lookup
 from specdec_kernels.round.steps import accept, advance, padded_pass, stamp
-from specdec_kernels.sampling.block_verify import block_verify_logits
 from specdec_kernels.sampling.logits import (
     LogitRows,
     greedy_argmax,

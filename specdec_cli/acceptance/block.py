@@ -3,6 +3,8 @@
 The rule is lossless like rejection sampling, and in expectation accepts as many proposals or more.
 """
 
+from functools import partial
+
 from specdec_kernels import ops
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, compare_with_draft
@@ -28,7 +30,8 @@ class Block(AcceptanceRule):
         params: SamplingParams,
         noise: Noise | None,
     ) -> Verdict:
-        return compare_with_draft(ops.block_verify_logits, candidates, target, params, noise)
+        test = partial(ops.reject_logits, by_block=True)
+        return compare_with_draft(test, candidates, target, params, noise)
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams

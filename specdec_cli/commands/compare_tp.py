@@ -54,6 +54,8 @@ def compare_tp(
     Each pair of degrees runs in processes of its own, with k = 0 beside it. A pair that fails does
     not end the others. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.commands.reading import from_data
+
     place = asked.place
     if place.seat is not None:
         raise UsageError(
@@ -63,7 +65,7 @@ def compare_tp(
     resolved = asked.resolve(inputs.dataset_options(dataset))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
-    prompts, resolved = inputs.from_data(
+    prompts, resolved = from_data(
         resolved, dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
     )
     if resume and asked.output is None:

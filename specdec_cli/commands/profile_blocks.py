@@ -184,8 +184,6 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
         try:
-            import matplotlib  # noqa: F401
-
             write_memory_picture(document, output / "memory.png")
         except ImportError:
             if not quiet:

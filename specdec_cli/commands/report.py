@@ -4,6 +4,7 @@ Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -22,25 +23,12 @@ Folder = Annotated[
         help="A run folder of sweep-k or compare-tp, finished or not.",
     ),
 ]
+_OUTPUT = "Folder for the files. Default: the run folder. NAME.html writes only that page."
 Output = Annotated[
-    Path | None,
-    typer.Option(
-        "-o",
-        "--output",
-        metavar="DIR",
-        parser=options.folder,
-        help="Folder for the files. Default: the run folder. NAME.html writes only that page.",
-    ),
+    Path | None, options.option("-o --output", "DIR", _OUTPUT, parser=options.folder)
 ]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="LIST",
-        help="Comma-separated choice of html, png, csv, md and vllm. Default: all.",
-        show_default=False,
-    ),
-]
+_FORMAT = "Comma-separated choice of html, png, csv, md and vllm. Default: all."
+Format = Annotated[str | None, options.option("--format", "LIST", _FORMAT, show_default=False)]
 
 
 def report(
@@ -88,7 +76,7 @@ def report(
             "is_partial": content.run.is_partial,
             "warnings": content.warnings,
             "files": [str(file) for file in files],
-            "vllm": None if content.deployment is None else content.deployment.as_dict(),
+            "vllm": content.deployment and asdict(content.deployment),
         }
         typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
         return

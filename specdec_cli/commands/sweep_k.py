@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -63,6 +63,8 @@ def sweep_k(
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs.
     """
+    from specdec_cli.commands.reading import from_data
+
     lengths, output = parse_ks(ks), asked.output
     part = shard_of(shard, os.environ)
     if part is not None and shard is None and not asked.quiet and asked.is_heard:
@@ -93,8 +95,8 @@ def sweep_k(
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
-    def read() -> "tuple[list[specdec_cli.prompts.Prompt], specdec_cli.recipe.DataSection | None]":
-        found, first = inputs.from_data(
+    def read() -> Any:
+        found, first = from_data(
             recipes[0], dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
         )
         return found, first.data

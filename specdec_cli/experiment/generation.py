@@ -18,6 +18,7 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
+from specdec_cli.experiment.records import given
 from specdec_cli.experiment.results import Output
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.models.tokenizer import Tokenizer
@@ -204,9 +205,8 @@ def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
         num_accepted_tokens=sum(seq.accepted_per_round),
         accepted_per_round=seq.accepted_per_round,
         proposed_per_round=seq.proposed_per_round,
-        category=prompt.category,
-        error=seq.error,
         seconds=seq.prefill_seconds + seq.decode_seconds,
+        **given(category=prompt.category, error=seq.error),
     )
 
 

@@ -8,14 +8,13 @@ import math
 import os
 import platform
 from collections.abc import Sequence as Values
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import Any
 
 import torch
 
 from specdec_cli import __version__, plugin
-from specdec_cli.core.figures import Metrics, Record
+from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.experiment.records import Point, TextSample, given
 from specdec_cli.recipe import Recipe
@@ -24,13 +23,12 @@ from specdec_cli.text import inert_json
 _REPORTED_PACKAGES = ("torch", "transformers", "triton", "tokenizers", "safetensors", "numpy")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(Record):
     """The output of one prompt. `error` is set exactly if `finish_reason` is "error"."""
 
     index: int
-    prompt: str
-    text: str
+    prompt: Name
+    text: Name
     prompt_token_ids: list[int]
     token_ids: list[int]
     finish_reason: FinishReason
@@ -39,16 +37,9 @@ class Output:
     num_accepted_tokens: int
     accepted_per_round: list[int]
     proposed_per_round: list[int]
-    category: str | None = None
-    error: str | None = None
+    category: Name | None = None
+    error: Name | None = None
     seconds: float = 0.0
-
-    def as_dict(self) -> dict[str, Any]:
-        found = asdict(self)
-        for optional in ("category", "error"):
-            if found[optional] is None:
-                del found[optional]
-        return found
 
 
 def environment(
@@ -87,8 +78,8 @@ def generate_document(
         "schema": "specdec.generate/1",
         "recipe": recipe.model_dump(mode="json"),
         "environment": where,
-        "outputs": [o.as_dict() for o in outputs],
-        "metrics": metrics.as_dict(),
+        "outputs": list(outputs),
+        "metrics": metrics,
     }
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from specdec_cli.core.batch import ForwardBatch
-from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.kv_cache import KVCache, LayerShape
 
 ATTENTION_NAME = "specdec_paged"
 _ATTACHED = "specdec_attention"
@@ -54,6 +54,24 @@ class Attention(Protocol):
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
     ) -> Tensor: ...
+
+
+class Recorder:
+    """Attention that only records the layers' calls: each one's shape of the cache, and arguments.
+
+    It returns zeros, on any device.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[int, LayerShape, Call]] = []
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
+    ) -> Tensor:
+        heads, tokens, _key_dim = query.shape
+        shape = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
+        self.calls.append((layer, shape, call))
+        return query.new_zeros(tokens, heads, value.shape[-1])
 
 
 def attach(model: torch.nn.Module, attention: Attention) -> None:

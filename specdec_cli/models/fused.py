@@ -9,10 +9,9 @@ the two projections that end in the residual stream are plain products, summed o
 added once. Legend: T packed tokens, D features of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import fields as dataclass_fields
-from functools import partial
-from typing import Any, Protocol, Unpack
+from typing import Any
 
 import torch
 from specdec_kernels import ops
@@ -24,7 +23,7 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.peers import shared_memory
-from specdec_cli.models.attention import Call, attach
+from specdec_cli.models.attention import Call, Recorder, attach
 from specdec_cli.models.fused_layer import FusedLayer, family_of, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of
 
@@ -187,69 +186,46 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
     return FusedForward(module, max_len, parallel) if is_fusable(module) else None
 
 
-class Attend(Protocol):
-    """Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D]."""
-
-    def __call__(
-        self, layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
-    ) -> Tensor: ...
+# Rotates, stores keys and values, and attends: qkv [T, (H + 2 Hkv) * D] to [T, H * D].
+Attend = Callable[[FusedLayer, Tensor, KVCache, ForwardBatch], Tensor]
 
 
 def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) -> Attend:
     """The attention of a pass's fused layers.
 
-    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side.
+    cos, sin: [T, R * D], rows of the rotary tables, R = num_turns embeddings side by side. On a CPU
+    rotations and gather plan are prepared once for all layers.
     """
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
-    if batch.plan is None:
-        return partial(_attend, turns=turns)
+
+    def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
+        lengths = batch.block_tables, batch.query_start, batch.context_lens
+        return ops.rope_attention(
+            *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
+            max_query_len=batch.max_query_len,
+            query_norm=layer.query_norm,
+            key_norm=layer.key_norm,
+            eps=layer.eps,
+            **layer.call,
+        )
+
+    if (plan := batch.plan) is None:
+        return attend
     rotations = [Rotation.of(*turn) for turn in turns]
-    return partial(_attend_by_plan, rotations=rotations, plan=batch.plan)
 
+    def attend_by_plan(
+        layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch
+    ) -> Tensor:
+        caches = key_cache, _ = cache.layers[layer.index]
+        _, _, kv_heads, head_dim = key_cache.shape
+        norms = layer.query_norm, layer.key_norm, layer.eps
+        query, key, value = split_heads_reference(
+            qkv, rotations[layer.turn], kv_heads, head_dim, *norms
+        )
+        ops.write_kv(key, value, *caches, batch.slots)
+        return ops.gather_attention(query, *caches, plan, **layer.call).view(qkv.shape[0], -1)
 
-def _attend(
-    layer: FusedLayer,
-    qkv: Tensor,
-    cache: KVCache,
-    batch: ForwardBatch,
-    *,
-    turns: Sequence[tuple[Tensor, Tensor]],
-) -> Tensor:
-    """Rotate, store keys and values, attend: [T, H * D]. turns: cos and sin, [T, D] each."""
-    lengths = batch.block_tables, batch.query_start, batch.context_lens
-    return ops.rope_attention(
-        *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
-        max_query_len=batch.max_query_len,
-        query_norm=layer.query_norm,
-        key_norm=layer.key_norm,
-        eps=layer.eps,
-        **layer.call,
-    )
-
-
-def _attend_by_plan(
-    layer: FusedLayer,
-    qkv: Tensor,
-    cache: KVCache,
-    batch: ForwardBatch,
-    *,
-    rotations: Sequence[Rotation],
-    plan: ops.GatherPlan,
-) -> Tensor:
-    """`_attend` on a CPU, where rotations and gather plan are prepared once for all layers."""
-    key_cache, value_cache = cache.layers[layer.index]
-    query, key, value = split_heads_reference(
-        qkv,
-        rotations[layer.turn],
-        key_cache.shape[2],
-        key_cache.shape[3],
-        layer.query_norm,
-        layer.key_norm,
-        layer.eps,
-    )
-    ops.write_kv(key, value, key_cache, value_cache, batch.slots)
-    mixed = ops.gather_attention(query, key_cache, value_cache, plan, **layer.call)
-    return mixed.view(qkv.shape[0], -1)
+    return attend_by_plan
 
 
 def bytes_held_twice(module: Any) -> int:
@@ -261,25 +237,13 @@ def bytes_held_twice(module: Any) -> int:
     return sum(twice) * int(module.dtype.itemsize)
 
 
-class _Recorder:
-    """Attention that records the arguments of each layer's call."""
-
-    def __init__(self) -> None:
-        self.calls: dict[int, Call] = {}
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **call: Unpack[Call]
-    ) -> Tensor:
-        assert call["sinks"] is None, "no fusable family has these"
-        self.calls[layer] = call
-        return query.transpose(0, 1).contiguous()
-
-
 @torch.inference_mode()
 def _recorded_calls(module: Any) -> list[Call]:
     """The arguments of the original layers' calls; attributes of their modules may be stale."""
-    recorder = _Recorder()
+    recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
     module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
-    return [recorder.calls[layer] for layer in range(len(recorder.calls))]
+    calls = {layer: call for layer, _, call in recorder.calls}
+    assert all(call["sinks"] is None for call in calls.values()), "no fusable family has these"
+    return [calls[layer] for layer in range(len(calls))]

@@ -4,13 +4,12 @@ A model passes when every layer asks our attention function for plain causal or 
 attention. Most models that fail it would not crash but write wrong text.
 """
 
-from typing import Any, Unpack
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.models.attention import Call, NotPlainAttention, attach
+from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
 
@@ -69,20 +68,6 @@ def _rope_settings(config: Any) -> list[dict[str, Any]]:
     return found
 
 
-class _Recorder:
-    """Attention that only records which layers call it and with which shapes."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[int, LayerShape]] = []
-
-    def attend(
-        self, layer: int, query: Tensor, key: Tensor, value: Tensor, **_: Unpack[Call]
-    ) -> Tensor:
-        heads, tokens, _key_dim = query.shape
-        self.calls.append((layer, LayerShape(key.shape[0], key.shape[-1], value.shape[-1])))
-        return query.new_zeros(tokens, heads, value.shape[-1])
-
-
 @torch.inference_mode()
 def probe(model: Any, name: str) -> list[LayerShape]:
     """Run a pass on the meta device; returns the cache shapes of the layers, in order.
@@ -98,10 +83,10 @@ def probe(model: Any, name: str) -> list[LayerShape]:
             raise Unsupported(name, f"{kind} attends to later tokens too")
         if isinstance(module, torch.nn.modules.conv._ConvNd):
             raise Unsupported(name, f"{kind} mixes neighbouring tokens by convolution")
-    recorder = _Recorder()
+    recorder = Recorder()
     attach(model, recorder)
     _trial_pass(model, name)
-    shapes = dict(recorder.calls)
+    shapes = {layer: shape for layer, shape, _ in recorder.calls}
     layers = model.config.num_hidden_layers
     if len(recorder.calls) != layers or sorted(shapes) != list(range(layers)):
         raise Unsupported(

@@ -70,8 +70,11 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
         lines += [f"## {plot.title}", "", _picture(plot, folder), ""]
     if content.deployment is not None:
         lines += ["## In vLLM", "", *_fenced(content.deployment.command, "sh"), ""]
-        if content.deployment.config is not None:
-            lines += [*_fenced(json.dumps(content.deployment.config, indent=2), "json"), ""]
+        if content.deployment.speculative_config is not None:
+            lines += [
+                *_fenced(json.dumps(content.deployment.speculative_config, indent=2), "json"),
+                "",
+            ]
         lines += [f"- {_plain(note)}" for note in content.deployment.notes]
     return "\n".join(lines).rstrip() + "\n"
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import SetupError
 from specdec_cli.report.write import write_file
 from specdec_cli.terminal.memory import PARTS, parts
 
@@ -13,13 +12,9 @@ _GIB = 2**30
 
 
 def memory_picture(document: Mapping[str, Any]) -> bytes:
-    """A document of `profile-blocks --json` as PNG. Raises `SetupError` without matplotlib."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise SetupError(
-            "the picture of a run folder needs the package matplotlib", "pip install matplotlib"
-        ) from None
+    """A document of `profile-blocks --json` as PNG. Raises `ImportError` without matplotlib."""
+    from matplotlib.figure import Figure
+
     ranks = document["ranks"]
     figure = Figure(figsize=(8.2, 1.9 + 0.42 * len(ranks)), layout="constrained")
     axes = figure.add_subplot()
@@ -50,5 +45,5 @@ def memory_picture(document: Mapping[str, Any]) -> bytes:
 
 
 def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
-    """Write the picture. Raises `SetupError` without matplotlib, or if writing fails."""
+    """Write the picture. Raises `ImportError` without matplotlib, `SetupError` if writing fails."""
     write_file(file, memory_picture(document))

@@ -32,19 +32,10 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
     engine.filters["drawn"] = Markup  # text in plots was escaped when drawn
     return engine.get_template(_TEMPLATE).render(
-        title=inert(content.title),
-        headline=content.headline,
-        answers=content.answers,
-        reasons=content.reasons,
-        warnings=content.warnings,
-        setup=content.setup,
+        content=content,
         plots=plots,
         has_acceptance=any(plot.name == "acceptance" for plot in plots),
-        tables=content.tables,
-        category_point=content.category_point,
-        deployment=content.deployment,
         environment=rows_of(content.run.environment),
-        recipe_text=content.run.recipe_text,
         is_text=is_text,
     )
 

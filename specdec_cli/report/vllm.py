@@ -19,22 +19,14 @@ from specdec_cli.report.folder import ReportedRun
 class Deployment:
     """The recommendation for vLLM.
 
-    config: `speculative_config`, None for no speculation. rehearsal: the same with synthetic
-    acceptance as measured, to time vLLM by itself. command: starts a server.
+    speculative_config: None for no speculation. rehearsal: the same with synthetic acceptance as
+    measured, to time vLLM by itself. command: starts a server.
     """
 
-    config: dict[str, Any] | None
+    speculative_config: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
     command: str
-    notes: tuple[str, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "speculative_config": self.config,
-            "rehearsal": self.rehearsal,
-            "command": self.command,
-            "notes": list(self.notes),
-        }
+    notes: list[str]
 
 
 def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
@@ -49,13 +41,13 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
             "Nothing was faster than plain decoding beyond chance: start vLLM without a "
             "speculative config."
         )
-        return Deployment(None, None, _command(run, target, None, None), (note,))
+        return Deployment(None, None, _command(run, target, None, None), [note])
     # vLLM runs one draft: that of the smallest batch, where speculation pays most.
     chosen = speculating[0]
     largest = max((p for p in speculating if p.draft == chosen.draft), key=lambda point: point.k)
     config, notes = _config(run, largest)
     if config is None:
-        return Deployment(None, None, _command(run, target, None, None), tuple(notes))
+        return Deployment(None, None, _command(run, target, None, None), notes)
     rehearsal = _rehearsal(config, largest)
     if schedule := _schedule(found, chosen.draft):
         config["num_speculative_tokens_per_batch_size"] = schedule
@@ -74,7 +66,7 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
             "smallest batch."
         )
     command = _command(run, target, largest, config)
-    return Deployment(config, rehearsal, command, tuple(notes))
+    return Deployment(config, rehearsal, command, notes)
 
 
 def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list[str]]:
@@ -132,23 +124,17 @@ def _rehearsal(config: dict[str, Any], point: Point) -> dict[str, Any] | None:
 
     A predicted point has no rates, so its mean length is used.
     """
+    found = {**config, "rejection_sample_method": "synthetic"}
     if point.is_predicted:
         if point.prediction is None:
             return None
-        return {
-            **config,
-            "rejection_sample_method": "synthetic",
-            "synthetic_acceptance_length": round(point.prediction.mean_acceptance_length, 6),
-        }
+        length = round(point.prediction.mean_acceptance_length, 6)
+        return found | {"synthetic_acceptance_length": length}
     rates = point.metrics.acceptance_rate_per_pos if point.metrics is not None else []
     if len(rates) != point.k:
         return None
     falling = [round(min(rates[: i + 1]), 6) for i in range(len(rates))]
-    return {
-        **config,
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": falling,
-    }
+    return found | {"synthetic_acceptance_rates": falling}
 
 
 def _command(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 from specdec_cli.experiment.disk import or_setup_error, replace_file
@@ -40,7 +41,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
     if "csv" in formats:
         files |= {name: _encoded(text) for name, text in csv_tables(run).items()}
     if "vllm" in formats and content.deployment is not None:
-        text = json.dumps(content.deployment.as_dict(), indent=2)
+        text = json.dumps(asdict(content.deployment), indent=2)
         files["vllm.json"] = _encoded(f"{text}\n")
     if "png" in formats:
         files |= {f"{PICTURES}/{plot.name}.png": plot.png for plot in drawn}

@@ -6,7 +6,6 @@ All have the same methods. Computes nothing.
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Protocol
 
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.detokenize import TextStream
@@ -18,8 +17,8 @@ from specdec_cli.terminal.render import TintedText, progress_bar
 from specdec_cli.text import inert
 
 
-class Sink(Protocol):
-    """Receives the tokens of each round, then each complete output."""
+class Sink:
+    """Receives the tokens of each round, then each complete output; a method may do nothing."""
 
     def emission(self, emission: Emission) -> None: ...
 
@@ -28,7 +27,7 @@ class Sink(Protocol):
     def close(self) -> None: ...
 
 
-class LiveText:
+class LiveText(Sink):
     """Prints dimmed prompts and completions as they arrive, accepted draft tokens tinted.
 
     For a terminal, one sequence at a time.
@@ -83,7 +82,7 @@ class LiveText:
             self._text.end(num_cut=0)
 
 
-class PlainText:
+class PlainText(Sink):
     """Prints completions in the order of their prompts, with headings if there are several.
 
     bar: hidden while text is written to its terminal.
@@ -94,9 +93,6 @@ class PlainText:
         self._waiting = [p.index for p in reversed(job.prompts)]
         self._several = len(job.prompts) > 1
         self._finished: dict[int, Output] = {}
-
-    def emission(self, emission: Emission) -> None:
-        pass
 
     def output(self, output: Output) -> None:
         self._finished[output.index] = output
@@ -109,11 +105,8 @@ class PlainText:
                 sys.stdout.write(f"{heading}{inert(ready.text)}\n")
                 sys.stdout.flush()
 
-    def close(self) -> None:
-        pass
 
-
-class PromptProgress:
+class PromptProgress(Sink):
     """A progress bar over prompts on stderr, if that is a terminal."""
 
     def __init__(self, job: Job) -> None:
@@ -140,15 +133,12 @@ class PromptProgress:
             self._bar.start()
 
 
-class SampleFile:
+class SampleFile(Sink):
     """Writes samples.jsonl: each output is on disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
         self._key = (job.plan.proposer, job.plan.k, job.plan.recipe.run.batch_size)
         self._folder = folder
-
-    def emission(self, emission: Emission) -> None:
-        pass
 
     def output(self, output: Output) -> None:
         self._folder.append("samples.jsonl", sample_record(output, *self._key))

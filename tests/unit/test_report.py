@@ -254,7 +254,7 @@ def test_no_speculation(tmp_path: Path) -> None:
         "No speculation at batch size 1: plain decoding is fastest. The best with proposals, k = 1 "
         "with draft-1b, is 0.6"
     )
-    assert content.deployment is not None and content.deployment.config is None
+    assert content.deployment is not None and content.deployment.speculative_config is None
     assert content.deployment.command == "vllm serve org/target-8b"
     # The figures of proposals are shown anyway.
     assert content.category_point == "k = 1 with draft-1b, batch size 1."
@@ -574,8 +574,10 @@ def test_markdown(sweep: Content) -> None:
 
 def test_vllm_config(sweep: Content) -> None:
     found = sweep.deployment
-    assert found is not None and found.config is not None and found.rehearsal is not None
-    assert found.config == {
+    assert (
+        found is not None and found.speculative_config is not None and found.rehearsal is not None
+    )
+    assert found.speculative_config == {
         "method": "draft_model",
         "model": DRAFT,
         "num_speculative_tokens": 3,
@@ -588,14 +590,16 @@ def test_vllm_config(sweep: Content) -> None:
     assert found.rehearsal["rejection_sample_method"] == "synthetic"
     command = shlex.split(found.command)
     assert command[:3] == ["vllm", "serve", "org/target-8b"]
-    assert json.loads(command[command.index("--speculative-config") + 1]) == found.config
+    assert (
+        json.loads(command[command.index("--speculative-config") + 1]) == found.speculative_config
+    )
     assert any("vocabulary" in note for note in found.notes)
 
 
 def test_vllm_of_another_draft_tp(comparison: Content) -> None:
     found = comparison.deployment
-    assert found is not None and found.config is not None
-    assert found.config["draft_tensor_parallel_size"] == 4
+    assert found is not None and found.speculative_config is not None
+    assert found.speculative_config["draft_tensor_parallel_size"] == 4
     assert "--tensor-parallel-size 4" in found.command
     assert found.notes[0].startswith("Measured with draft TP 2 under target TP 4. vLLM refuses")
 
@@ -607,28 +611,31 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("ngram", 0.7, 0.1),))
     found = read(write_folder(tmp_path / "a", points, recipe=recipe)).deployment
     assert found is not None
-    assert found.config == {
+    assert found.speculative_config == {
         "method": "ngram",
         "num_speculative_tokens": 2,
         "prompt_lookup_max": 4,
         "prompt_lookup_min": 2,
     }
     beside_drafts = read(write_folder(tmp_path / "c", points)).deployment
-    assert beside_drafts is not None and beside_drafts.config is not None
-    assert beside_drafts.config["method"] == "ngram" and "model" not in beside_drafts.config
+    assert beside_drafts is not None and beside_drafts.speculative_config is not None
+    assert (
+        beside_drafts.speculative_config["method"] == "ngram"
+        and "model" not in beside_drafts.speculative_config
+    )
     plugged = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("echo", 0.7, 0.1),))
     recipe["speculation"] = {"method": "echo"}
     unknown = read(write_folder(tmp_path / "d", plugged, recipe=recipe)).deployment
-    assert unknown is not None and unknown.config is None
-    assert unknown.notes == ("vLLM has no method echo: this k cannot be put into its config.",)
+    assert unknown is not None and unknown.speculative_config is None
+    assert unknown.notes == ["vLLM has no method echo: this k cannot be put into its config."]
     recipe = json.loads(json.dumps(RECIPE))
     recipe["sampling"]["temperature"] = 0.8
     recipe["draft"]["revision"] = "main"
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
     found = read(write_folder(tmp_path / "b", points, recipe=recipe)).deployment
-    assert found is not None and found.config is not None
-    assert found.config["draft_sample_method"] == "probabilistic"
-    assert found.config["revision"] == "main"
+    assert found is not None and found.speculative_config is not None
+    assert found.speculative_config["draft_sample_method"] == "probabilistic"
+    assert found.speculative_config["revision"] == "main"
 
 
 def test_rounds_that_proposed_are_a_column_where_many_did_not(tmp_path: Path) -> None:
@@ -670,8 +677,10 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
         "decoding."
     )
     found = content.deployment
-    assert found is not None and found.config is not None and found.rehearsal is not None
-    assert found.config["num_speculative_tokens"] == 2
+    assert (
+        found is not None and found.speculative_config is not None and found.rehearsal is not None
+    )
+    assert found.speculative_config["num_speculative_tokens"] == 2
     assert found.rehearsal["synthetic_acceptance_length"] == 2.5
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
@@ -691,7 +700,7 @@ def test_what_is_faster_by_chance_is_not_called_slower(tmp_path: Path) -> None:
         content = read(folder)
         assert "nothing is faster than plain decoding beyond chance" in content.headline
         assert "plain decoding is fastest" not in html(content)
-        assert content.deployment is not None and content.deployment.config is None
+        assert content.deployment is not None and content.deployment.speculative_config is None
         assert "beyond chance" in content.deployment.notes[0]
 
 

@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specdec_kernels.dispatch import kernel
-from specdec_kernels.sampling.logits import TINY, LogitRows, reject_logits, round_probs, spoiled
-from specdec_kernels.sampling.rejection import emitted, sample_categorical_reference
+from specdec_kernels.sampling.rejection import TINY, emitted, sample_categorical_reference
 
 
 def block_chances(
@@ -69,42 +67,16 @@ def block_verify_reference(
     accept_noise: Tensor,
     sample_noise: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Block verification over probabilities, in the form of `rejection_sample_reference`."""
-    chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
-    place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
-    # Strictly below: a chance of 0 never passes, a chance of 1 always does.
-    passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
-    accepted = F.pad(passes * place, (1, 0)).amax(1)
-    row = torch.arange(draft_tokens.shape[0], device=lens.device)
-    last = sample_categorical_reference(follow[row, accepted], sample_noise[row, accepted])
-    return emitted(draft_tokens, lens, target_probs, accepted, last)
-
-
-@kernel("specdec_kernels.sampling.verify_triton:block_verify_logits_triton")
-def block_verify_logits(
-    draft_tokens: Tensor,
-    lens: Tensor,
-    draft_logits: Tensor | None,
-    draft_rows: Tensor | None,
-    target_logits: Tensor,
-    target: LogitRows | None,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    accept_noise: Tensor,
-    sample_noise: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Block verification (Sun et al., arXiv 2403.10444): `reject_logits` with a joint decision.
+    """Block verification over probabilities, in the form of `rejection_sample_reference`.
 
     With w_0 = 1 and w_i = min(1, w_(i-1) p_i(d_i) / q_i(d_i)), prefix i of the drafts passes iff
     its accept noise is below h_i. For the whole block h_i = w_i; for a shorter prefix
     h_i = S_i / (S_i + 1 - w_i), where S_i is the mass of max(w_i p - q, 0) at the next place. The
     longest prefix that passes stands. The next token is drawn from that residual, or after the
-    whole block from p. Arguments and results are those of `reject_logits`.
+    whole block from p.
 
     The output has the target's distribution, and at least i drafts stand with probability w_i given
-    the first i. So the mean accepted length is never below rejection sampling's. For proposals that
-    were not drawn (`draft_logits` None) both rules have the same law, and `reject_logits` answers.
+    the first i. So the mean accepted length is never below rejection sampling's.
 
     Random numbers. One uniform number a place suffices: given the drafts, the tests of prefixes
     1..len are independent and test i only has to pass with probability h_i. `accept_noise[:, i]`
@@ -119,10 +91,11 @@ def block_verify_logits(
         depend on drafts 1..i and their distributions, never on a draft that is then left out.
     Sample noise may be keyed by position alone: only the number of the emitted token is read.
     """
-    filters, noise = (temperature, top_k, top_p), (accept_noise, sample_noise)
-    if draft_logits is None:
-        args = (draft_tokens, lens, draft_logits, draft_rows, target_logits, target)
-        return reject_logits.reference(*args, *filters, *noise)
-    q, p = round_probs(draft_tokens, draft_logits, target_logits, *filters)
-    result = block_verify_reference(draft_tokens.clamp(min=0), lens, q, p, *noise)
-    return spoiled(draft_tokens, lens, *result)
+    chances, follow = block_chances(draft_tokens, lens, draft_probs, target_probs)
+    place = torch.arange(1, draft_tokens.shape[1] + 1, device=lens.device)
+    # Strictly below: a chance of 0 never passes, a chance of 1 always does.
+    passes = (place <= lens[:, None]) & (accept_noise < chances[:, 1:])
+    accepted = F.pad(passes * place, (1, 0)).amax(1)
+    row = torch.arange(draft_tokens.shape[0], device=lens.device)
+    last = sample_categorical_reference(follow[row, accepted], sample_noise[row, accepted])
+    return emitted(draft_tokens, lens, target_probs, accepted, last)

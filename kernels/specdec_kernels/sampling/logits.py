@@ -12,12 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
+from specdec_kernels.sampling.block_verify import block_verify_reference
 from specdec_kernels.sampling.rejection import (
+    TINY,
     rejection_sample_reference,
     sample_categorical_reference,
 )
 
-TINY = torch.finfo(torch.float32).tiny  # fp32 has no smaller number to divide by
 INF = float("inf")
 
 
@@ -131,8 +132,12 @@ def reject_logits(
     top_p: float,
     accept_noise: Tensor,
     sample_noise: Tensor,
+    by_block: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rejection_sample_reference` over logits: no probabilities are stored.
+
+    by_block: `block_verify_reference` instead, which says what the noise then has to be. For
+    proposals that were not drawn both rules have the same law, and rejection sampling answers.
 
     Args:
         draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
@@ -151,32 +156,15 @@ def reject_logits(
         int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
         where a target row up to `lens` is void.
     """
-    q, p = round_probs(draft_tokens, draft_logits, target_logits, temperature, top_k, top_p)
-    args = (draft_tokens.clamp(min=0), lens, q, p, accept_noise, sample_noise)
-    return spoiled(draft_tokens, lens, *rejection_sample_reference(*args))
-
-
-def round_probs(
-    draft_tokens: Tensor,
-    draft_logits: Tensor | None,
-    target_logits: Tensor,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-) -> tuple[Tensor, Tensor]:
-    """q [B, K, V] and p [B, K + 1, V] of a round; arguments as in `ops.reject_logits`."""
-    vocab = target_logits.shape[2]
-    p = to_probs(target_logits, temperature, top_k, top_p)
+    filters, vocab = (temperature, top_k, top_p), target_logits.shape[2]
+    drafts, p = draft_tokens.clamp(min=0), to_probs(target_logits, *filters)
     if draft_logits is None:
-        return F.one_hot(draft_tokens.clamp(min=0), vocab).float(), p
-    padded = F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF)
-    return to_probs(padded, temperature, top_k, top_p), p
-
-
-def spoiled(
-    draft_tokens: Tensor, lens: Tensor, tokens: Tensor, accepted: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The tokens, and accepted counts as int64, -2 in rows with a negative draft token."""
+        q = F.one_hot(drafts, vocab).float()
+    else:
+        q = to_probs(F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF), *filters)
+    is_joint = by_block and draft_logits is not None
+    decide = block_verify_reference if is_joint else rejection_sample_reference
+    tokens, accepted = decide(drafts, lens, q, p, accept_noise, sample_noise)
     place = torch.arange(draft_tokens.shape[1], device=lens.device)
     spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
     return tokens, accepted.long().masked_fill(spoilt, -2)

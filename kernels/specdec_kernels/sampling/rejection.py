@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+TINY = torch.finfo(torch.float32).tiny  # fp32 has no smaller number to divide by
+
 
 def sample_categorical_reference(weights: Tensor, noise: Tensor) -> Tensor:
     """Draw from unnormalised `weights` [N, V] by inverse CDF, `noise` [N] in [0, 1): [N] int64.

@@ -6,8 +6,6 @@ place. One of block verification has a place of its own: its last program needs 
 all places to decide how many drafts stand. The last program draws the next token.
 """
 
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -21,8 +19,9 @@ from specdec_kernels.launch_triton import (
     is_last,
 )
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
-from specdec_kernels.sampling.logits import TINY, LogitRows
+from specdec_kernels.sampling.logits import LogitRows
 from specdec_kernels.sampling.logits_triton import first_above
+from specdec_kernels.sampling.rejection import TINY
 
 LEAST = tl.constexpr(TINY)
 
@@ -267,7 +266,7 @@ def reject_logits_triton(
     sample_noise: Tensor,
     by_block: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.reject_logits`, and `ops.block_verify_logits` for `by_block`."""
+    """See `ops.reject_logits`."""
     assert target is not None
     (batch, width), vocabulary = draft_tokens.shape, target_logits.shape[2]
     draft_vocabulary, draft_strides = vocabulary, [0, 0]
@@ -310,6 +309,3 @@ def reject_logits_triton(
         **dependence(target_logits),
     )
     return tokens, accepted
-
-
-block_verify_logits_triton = partial(reject_logits_triton, by_block=True)
