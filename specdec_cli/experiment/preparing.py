@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from specdec_cli.acceptance.registry import RULES
+from specdec_cli.experiment.generation import Job
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.loader import Description
 from specdec_cli.recipe import Recipe
@@ -32,8 +33,13 @@ def with_weights(section: dict[str, Any], model: Description | None) -> dict[str
     return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+def device_settings(job: Job) -> dict[str, str]:
+    """The settings `device`, the name of its kind, and `dtype`, the target's."""
+    device = job.plan.device
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "dtype": str(job.plan.target.dtype).removeprefix("torch."),
+    }
 
 
 def few_prompts(count: int) -> list[str]:

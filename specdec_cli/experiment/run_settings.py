@@ -15,9 +15,10 @@ _LATER_KEYS = ("length", "typical_threshold", "typical_alpha", "options")
 
 
 def settings_values(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as settings hold it: without keys that folders of earlier versions lack, where they
-    have the value that changes nothing."""
+    """A recipe as settings hold it: without keys that other settings cover, and without keys that
+    folders of earlier versions lack, where they have the value that changes nothing."""
     values = recipe.model_dump(mode="json")
+    del values["data"], values["run"]["batch_size"], values["run"]["device"]
     defaults = SpeculationSection().model_dump(mode="json")
     for key in _LATER_KEYS:
         if values["speculation"][key] == defaults[key]:

@@ -18,7 +18,7 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import device_name, few_prompts, for_engine, with_weights
+from specdec_cli.experiment.preparing import device_settings, few_prompts, for_engine, with_weights
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
@@ -92,20 +92,20 @@ def plan_comparison(
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
     job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
+    values = settings_values(recipe)
+    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
+        del values[role]["tensor_parallel_size"]
+        values[role] = with_weights(values[role], model)
     settings = ComparisonSettings(
-        recipe=_recipe_values(recipe, job),
+        recipe=values,
         draft=recipe.draft.model,
         k=k,
         target_tps=tuple(degrees[0]),
         draft_tps=tuple(degrees[1]),
         batch_sizes=tuple(batch_sizes),
         batches=batches,
-        prompts={
-            "count": len(job.prompts),
-            "sha256": digest(job.token_ids),
-        },
-        device=device_name(job.plan.device),
-        dtype=str(job.plan.target.dtype).removeprefix("torch."),
+        prompts={"count": len(job.prompts), "sha256": digest(job.token_ids)},
+        **device_settings(job),
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
     skips = skips_of(settings, job, num_gpus)
@@ -114,15 +114,6 @@ def plan_comparison(
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = with_degrees(recipe, first).model_copy(update={"run": run})
     return ComparisonPlan(kept, engine_recipe, settings, job, skips, permissions)
-
-
-def _recipe_values(recipe: Recipe, job: Job) -> dict[str, Any]:
-    values = settings_values(recipe)
-    del values["data"], values["run"]["batch_size"], values["run"]["device"]
-    for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
-        del values[role]["tensor_parallel_size"]
-        values[role] = with_weights(values[role], model)
-    return values
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:

@@ -57,7 +57,6 @@ def read_settings(path: Path) -> SweepSettings:
         )
     try:
         settings = SweepSettings.of_dict(found if isinstance(found, dict) else {})
-        settings.check()
         if file.get("hash") != settings.digest:
             raise ValueError("not the settings that were written")
     except (KeyError, TypeError, ValueError):

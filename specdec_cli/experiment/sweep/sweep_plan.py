@@ -7,7 +7,7 @@ from typing import Any
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import device_name, for_engine, with_weights
+from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
 from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
@@ -83,14 +83,28 @@ def plan_sweep(
     recipe = recipes[0].model_copy(
         update={"run": recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})}
     )
-    settings = settings_of(
-        recipe,
-        jobs,
-        ks,
-        batch_sizes,
+    values = settings_values(recipe)
+    del values["draft"]
+    values["target"] = with_weights(values["target"], jobs[0].plan.target)
+    values["drafts"] = [
+        with_weights(draft.model_dump(mode="json"), job.plan.draft)
+        if (draft := job.plan.recipe.draft)
+        else None
+        for job in jobs
+    ]
+    settings = SweepSettings(
+        recipe=values,
+        drafts=tuple(names),
+        ks=tuple(ks),
+        batch_sizes=tuple(batch_sizes),
         predict_only=predict_only,
+        prompts={
+            "count": len(prompts),
+            "sha256": digest(jobs[0].token_ids),
+            "categories": digest([prompt.category for prompt in prompts]),
+        },
         shard=shard,
-        device=device_name(jobs[0].plan.device),
+        **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
     short_drafts = _short_drafts(jobs)
@@ -108,43 +122,6 @@ def _short_drafts(jobs: Sequence[Job]) -> list[str]:
     """Warnings about drafts whose context may end before the texts; with names if several."""
     found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
     return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
-
-
-def settings_of(
-    recipe: Recipe,
-    jobs: Sequence[Job],
-    ks: Sequence[int],
-    batch_sizes: Sequence[int],
-    *,
-    predict_only: bool,
-    shard: tuple[int, int] | None,
-    device: str,
-) -> SweepSettings:
-    """The settings of a sweep. jobs: still with the prompts of every shard."""
-    values = settings_values(recipe)
-    del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
-    values["target"] = with_weights(values["target"], jobs[0].plan.target)
-    values["drafts"] = [
-        with_weights(job.plan.recipe.draft.model_dump(mode="json"), job.plan.draft)
-        if job.plan.recipe.draft
-        else None
-        for job in jobs
-    ]
-    return SweepSettings(
-        recipe=values,
-        drafts=tuple(job.plan.proposer for job in jobs),
-        ks=tuple(ks),
-        batch_sizes=tuple(batch_sizes),
-        predict_only=predict_only,
-        prompts={
-            "count": len(jobs[0].prompts),
-            "sha256": digest(jobs[0].token_ids),
-            "categories": digest([prompt.category for prompt in jobs[0].prompts]),
-        },
-        shard=shard,
-        device=device,
-        dtype=str(jobs[0].plan.target.dtype).removeprefix("torch."),
-    )
 
 
 def warnings_of(plan: SweepPlan) -> list[str]:

@@ -34,25 +34,9 @@ class SweepSettings(RunSettings):
         """Drafts and batch sizes in measuring order."""
         return list(product(self.drafts, self.batch_sizes))
 
-    def check(self) -> None:
-        """Raise `KeyError`, `TypeError` or `ValueError` for impossible settings."""
-        recipe = self.recipe
-        run, count = recipe["run"], self.prompts["count"]
-        numbers = (*self.ks, *self.batch_sizes, count, run["seed"], run["repeats"])
-        is_sound = (
-            all(type(number) is int and number >= 0 for number in numbers)
-            and 0 in self.ks
-            and 0 not in self.batch_sizes
-            and bool(self.blocks)
-            and all(draft is None or isinstance(draft, str) for draft in self.drafts)
-            and type(recipe["sampling"]["temperature"]) in (int, float)
-            and isinstance(recipe["speculation"]["acceptance"], str)
-        )
-        if not is_sound:
-            raise ValueError("no settings of a sweep")
-
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":
+        """From `as_dict`. Raises `KeyError` or `TypeError` for other fields than a sweep's."""
         values = dict(found)
         for name in ("drafts", "ks", "batch_sizes"):
             values[name] = tuple(values[name])
