@@ -9,11 +9,18 @@ import typer
 
 from specdec_cli.commands.options import Asked
 from specdec_cli.commands.status import Stages
+from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.build import build
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, UsageError
-from specdec_cli.experiment.generation import Job, Ready, Written, baseline, prepare, requests
-from specdec_cli.experiment.results import environment, generate_document, point_record, to_json
+from specdec_cli.experiment.generation import Job, Ready, baseline, prepare, requests
+from specdec_cli.experiment.results import (
+    Output,
+    environment,
+    generate_document,
+    point_record,
+    to_json,
+)
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt, jsonl_of
@@ -51,8 +58,7 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
 
     is_single: the only prompt is on the command line, so the run fails if it cannot run.
     """
-    written = _run(world, ready, asked)
-    outputs = written.outputs
+    outputs, metrics = _run(world, ready, asked)
     if is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
@@ -60,15 +66,15 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     with world.outside():
-        _deliver(ready, written, as_json=asked.as_json)
+        _deliver(ready, outputs, metrics, as_json=asked.as_json)
     if not asked.quiet:
-        _summarise(world, ready, written, as_json=asked.as_json)
+        _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     ready.engine.forget_rounds()
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
 
 
-def _run(world: World, ready: Ready, asked: Asked) -> Written:
+def _run(world: World, ready: Ready, asked: Asked) -> tuple[list[Output], Metrics]:
     """Run the prompts; each output is shown and on disk as soon as it comes."""
     job, sinks = ready.job, []
     if world.is_first:
@@ -82,20 +88,19 @@ def _run(world: World, ready: Ready, asked: Asked) -> Written:
 
     try:
         result = ready.engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
-        return Written(finish(), result.metrics)
+        return finish(), result.metrics
     finally:
         for sink in sinks:
             sink.close()
 
 
-def _deliver(ready: Ready, written: Written, *, as_json: bool) -> None:
+def _deliver(ready: Ready, outputs: list[Output], metrics: Metrics, *, as_json: bool) -> None:
     """Finish the folder, write the document and report prompts that could not run."""
-    outputs = written.outputs
-    document = generate_document(ready.recipe, ready.where, outputs, written.metrics)
+    document = generate_document(ready.recipe, ready.where, outputs, metrics)
     if (folder := ready.folder) is not None:
         plan = ready.job.plan
         setting = (plan.proposer, plan.k, ready.recipe.run.batch_size)
-        folder.append("points.jsonl", point_record(outputs, written.metrics, *setting))
+        folder.append("points.jsonl", point_record(outputs, metrics, *setting))
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:
@@ -103,13 +108,15 @@ def _deliver(ready: Ready, written: Written, *, as_json: bool) -> None:
     print_failures({o.index: o.error for o in outputs if o.error is not None})
 
 
-def _summarise(world: World, ready: Ready, written: Written, *, as_json: bool) -> None:
+def _summarise(
+    world: World, ready: Ready, outputs: list[Output], metrics: Metrics, *, as_json: bool
+) -> None:
     """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
     job = ready.job
     compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
     print_summary(
-        written.metrics,
-        baseline(ready.engine, job, written.outputs) if compared else None,
+        metrics,
+        baseline(ready.engine, job, outputs) if compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
         is_split=ready.recipe.target.tensor_parallel_size > 1,

@@ -37,7 +37,6 @@ BlockSizes = Annotated[str | None, option("--block-size", "LIST", "Tokens per KV
 _UTILIZATIONS = "Fraction of a GPU's memory to use."
 Utilizations = Annotated[str | None, option("--gpu-memory-utilization", "LIST", _UTILIZATIONS)]
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
 _MOST_POINTS = 1000
 
 
@@ -231,7 +230,5 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
     if match is None or not (number := float(match[1])):
         raise UsageError(f"--device-memory: expected a size such as 80GiB, got {text!r}")
-    unit, suffix = match[2].lower(), (match[3] or "").lower()
-    if unit and suffix == "b":
-        return int(number * 1000 ** "kmgt".index(unit) * 1000)
-    return int(number * _UNITS[unit])
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    return int(number * base ** " kmgt".index(match[2].lower() or " "))

@@ -4,6 +4,7 @@ Knows nothing of models or devices, or whether a recipe can run here.
 """
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,14 +30,7 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
 
     recipes = bundled_recipes()
     if as_json:
-        _print_json(
-            {
-                "recipes": [
-                    {"name": r.name, "path": str(r.path), "description": r.description}
-                    for r in recipes
-                ]
-            }
-        )
+        _print_json({"recipes": [asdict(r) | {"path": str(r.path)} for r in recipes]})
         return
     width = max((len(r.name) for r in recipes), default=0)
     for r in recipes:

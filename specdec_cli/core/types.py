@@ -73,11 +73,6 @@ class Sequence:
         return self.tokens[self.num_prompt_tokens :]
 
     @property
-    def needs_prefill(self) -> bool:
-        """True if more than the last token is missing from the target's cache."""
-        return self.target_kv < len(self.tokens) - 1
-
-    @property
     def ttft_ms(self) -> float | None:
         """Milliseconds from admission to the first token; None before it."""
         if self.first_token_at is None or self.admitted_at is None:

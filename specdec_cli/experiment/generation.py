@@ -79,14 +79,6 @@ class Ready:
     engine: Engine
 
 
-@dataclass(frozen=True, slots=True)
-class Written:
-    """The result of a run: an output for each prompt, in their order."""
-
-    outputs: list[Output]
-    metrics: Metrics
-
-
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
     """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
     job = tokenised(recipe, prompts, permissions)

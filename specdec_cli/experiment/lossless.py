@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec_cli.experiment.points import Samples, without_errors
+from specdec_cli.experiment.run_settings import RunSettings
 
 _LABELS = {
     "target_tp": "target TP {}",
@@ -18,18 +19,16 @@ _LABELS = {
 
 
 def compare_tokens(
-    points: Iterable[tuple[dict[str, Any], Samples]],
-    *,
-    is_comparable: bool,
-    dtype: str,
+    settings: RunSettings, dtype: str, points: Iterable[tuple[dict[str, Any], Samples]]
 ) -> dict[str, Any]:
     """The document's `tokens` for `points`, each with its labels and its samples by prompt.
 
-    is_comparable: greedy, and acceptance not synthetic. dtype: the target's. The tokens of each
-    prompt are compared with those of the first point that has it. In float32 a difference is a
-    fault. In narrower formats another order of sums can flip near-ties, so there the number of
-    diverging prompts is informational.
+    Points are comparable if decoding is greedy and acceptance not synthetic. dtype: the target's.
+    The tokens of each prompt are compared with those of the first point that has it. In float32 a
+    difference is a fault. In narrower formats another order of sums can flip near-ties, so there
+    the number of diverging prompts is informational.
     """
+    is_comparable = settings.is_greedy and not settings.has_given_acceptance
     found: dict[str, Any] = {
         "compared": is_comparable,
         "must_be_identical": is_comparable and dtype == "float32",

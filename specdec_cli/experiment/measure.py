@@ -29,7 +29,7 @@ _log = logging.getLogger("specdec")
 # job loses little.
 _BATCHES_A_UNIT = 8
 T = TypeVar("T")
-Guard = Callable[[Key, Callable[[], object]], None]
+Guard = Callable[[Key, Callable[[], object]], object]
 
 
 class Watcher:
@@ -62,25 +62,21 @@ def turned(values: Sequence[T], turn: int) -> list[T]:
     return [*values[start:], *values[:start]]
 
 
-def run_at_once(key: Key, run: Callable[[], object]) -> None:
-    """The guard that lets errors through."""
-    run()
-
-
 @dataclass(slots=True)
 class MeasuringLoop:
     """Runs prompts on one engine and hands over each sample once its last repeat is done.
 
     keep: takes the samples of a point that one round finished; called on every rank. peak_memory:
     the most bytes held so far. guard: runs a part of a point, and decides what becomes of the point
-    where that fails. seconds: spent in rounds and prefill passes of measured runs.
+    where that fails; by default errors pass. seconds: spent in rounds and prefill passes of
+    measured runs.
     """
 
     engine: Engine
     world: World
     keep: Callable[[Key, list[Sample]], None]
     peak_memory: Callable[[], int]
-    guard: Guard = run_at_once
+    guard: Guard = lambda _, run: run()
     seconds: float = 0.0
 
     def warm_up(self, job: Job, keys: Iterable[Key], most_tokens: int | None = None) -> None:

@@ -16,14 +16,10 @@ _FEW_PROMPTS = 20
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     """The recipe for engine and cache, with the largest k and batch size."""
     rule = RULES[recipe.speculation.acceptance]
-    return recipe.model_copy(
-        update={
-            "speculation": rule.for_k(recipe.speculation, largest).model_copy(
-                update={"num_speculative_tokens": largest}
-            ),
-            "run": recipe.run.model_copy(update={"batch_size": batch_size}),
-        }
-    )
+    speculation = rule.for_k(recipe.speculation, largest)
+    speculation = speculation.model_copy(update={"num_speculative_tokens": largest})
+    run = recipe.run.model_copy(update={"batch_size": batch_size})
+    return recipe.model_copy(update={"speculation": speculation, "run": run})
 
 
 def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:

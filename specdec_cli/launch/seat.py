@@ -38,6 +38,10 @@ class Seat:
     port: int
     folder: Path | None = None
 
+    def __post_init__(self) -> None:
+        if self.rank >= self.size:
+            raise UsageError(f"rank {self.rank} does not exist among {self.size} ranks")
+
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
     """The seat that torchrun (also ours) or srun gave this process; None if neither started it.
@@ -61,17 +65,15 @@ def _torchrun(environ: Mapping[str, str]) -> Seat:
             "RANK and WORLD_SIZE are set, MASTER_ADDR or MASTER_PORT is not",
             "start the ranks with torchrun, or unset RANK and WORLD_SIZE",
         )
-    return _checked(
-        Seat(
-            rank=rank,
-            size=size,
-            local_rank=_integer(environ, "LOCAL_RANK", default=rank),
-            local_size=_integer(environ, "LOCAL_WORLD_SIZE", 1, default=size),
-            started_by="torchrun" if folder is None else "specdec",
-            address=environ.get("MASTER_ADDR", "localhost"),
-            port=_integer(environ, "MASTER_PORT", default=0),
-            folder=None if folder is None else Path(folder),
-        )
+    return Seat(
+        rank=rank,
+        size=size,
+        local_rank=_integer(environ, "LOCAL_RANK", default=rank),
+        local_size=_integer(environ, "LOCAL_WORLD_SIZE", 1, default=size),
+        started_by="torchrun" if folder is None else "specdec",
+        address=environ.get("MASTER_ADDR", "localhost"),
+        port=_integer(environ, "MASTER_PORT", default=0),
+        folder=None if folder is None else Path(folder),
     )
 
 
@@ -84,16 +86,14 @@ def _slurm(environ: Mapping[str, str]) -> Seat:
     job = _integer(environ, "SLURM_JOB_ID", default=0)
     step = _integer(environ, "SLURM_STEP_ID", default=0)
     port = _FIRST_PORT + (job + step) % _NUM_PORTS
-    return _checked(
-        Seat(
-            rank=_integer(environ, "SLURM_PROCID"),
-            size=size,
-            local_rank=_integer(environ, "SLURM_LOCALID", default=0),
-            local_size=_slurm_local_size(environ, size),
-            started_by="srun",
-            address=environ.get("MASTER_ADDR", address),
-            port=_integer(environ, "MASTER_PORT", default=port),
-        )
+    return Seat(
+        rank=_integer(environ, "SLURM_PROCID"),
+        size=size,
+        local_rank=_integer(environ, "SLURM_LOCALID", default=0),
+        local_size=_slurm_local_size(environ, size),
+        started_by="srun",
+        address=environ.get("MASTER_ADDR", address),
+        port=_integer(environ, "MASTER_PORT", default=port),
     )
 
 
@@ -126,9 +126,3 @@ def _integer(
             "start the ranks with torchrun or srun, which set it",
         )
     return int(text)
-
-
-def _checked(seat: Seat) -> Seat:
-    if seat.rank >= seat.size:
-        raise UsageError(f"rank {seat.rank} does not exist among {seat.size} ranks")
-    return seat

@@ -1,6 +1,6 @@
 """Tables of cosines and sines by position, which fused passes look up."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,20 +10,12 @@ from specdec_cli.models.fused_layer import family_of
 _CHUNK = 1 << 16  # positions
 
 
-class Turns(NamedTuple):
-    """A model's rotary embeddings.
+def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
+    """The rotary embeddings of a loaded model's layers at its first `max_len` positions.
 
-    cos, sin: [L, R * D] of every position, R embeddings side by side. by_layer: the index of each
+    Returns cosines and sines [max_len, R * D], R embeddings side by side, and the index of each
     layer's embedding.
     """
-
-    cos: Tensor
-    sin: Tensor
-    by_layer: list[int]
-
-
-def turns_of(module: Any, max_len: int) -> Turns:
-    """The rotary embeddings of a loaded model's layers at its first `max_len` positions."""
     rotary = module.model.rotary_emb
     kinds = _kinds(module)
     distinct = sorted(set(kinds), key=str)
@@ -32,7 +24,7 @@ def turns_of(module: Any, max_len: int) -> Turns:
         for kind in distinct
     ]
     cos, sin = (torch.cat(halves, dim=1) for halves in zip(*tables, strict=True))
-    return Turns(cos, sin, [distinct.index(kind) for kind in kinds])
+    return cos, sin, [distinct.index(kind) for kind in kinds]
 
 
 def num_turns(module: Any) -> int:

@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from specdec_cli.errors import SetupError
 from specdec_cli.text import first_line
 
+_SAFE = "model.safetensors"
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -61,30 +63,23 @@ def open_checkpoint(folder: Path, allow_pickle: bool) -> Iterator[dict[str, Read
     Raises `SetupError` for a folder without weights, one with pickled weights only (unless
     `allow_pickle`), a missing shard, or a damaged file.
     """
-    files = _files(folder, "model.safetensors")
-    if files:
-        with ExitStack() as stack:
-            tensors: dict[str, Read] = {}
-            for file in files:
-                tensors |= _open_safetensors(file, stack)
-            yield tensors
-        return
-    pickled = _files(folder, "pytorch_model.bin")
-    if not pickled:
+    is_safe = bool(_files(folder, _SAFE))
+    if not (files := weight_files(folder)):
         raise SetupError(
             f"no weights in {folder}",
             "it needs model.safetensors; pickled weights of a hub id are downloaded with "
             "--allow-pickle only; load_format: dummy runs on random weights",
         )
-    if not allow_pickle:
+    if not (is_safe or allow_pickle):
         raise SetupError(
-            f"{folder} has pickled weights only ({pickled[0].name}), which can run code",
+            f"{folder} has pickled weights only ({files[0].name}), which can run code",
             "convert them to safetensors, or pass --allow-pickle if you trust them",
         )
-    tensors = {}
-    for file in pickled:
-        tensors |= _open_pickle(file)
-    yield tensors
+    tensors: dict[str, Read] = {}
+    with ExitStack() as stack:
+        for file in files:
+            tensors |= _open_safetensors(file, stack) if is_safe else _open_pickle(file)
+        yield tensors
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -92,7 +87,7 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises `SetupError` for a missing shard or a damaged index.
     """
-    return _files(folder, "model.safetensors") or _files(folder, "pytorch_model.bin")
+    return _files(folder, _SAFE) or _files(folder, "pytorch_model.bin")
 
 
 def _files(folder: Path, name: str) -> list[Path]:

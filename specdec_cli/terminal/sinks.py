@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
-from specdec_cli.core.types import Sequence
 from specdec_cli.engine.detokenize import TextStream
 from specdec_cli.engine.run import Emission
 from specdec_cli.experiment.generation import Job, output_of
@@ -176,17 +175,14 @@ def collector(
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}
 
-    def take(seq: Sequence) -> None:
-        output = outputs[seq.index] = output_of(job, prompts[seq.index], seq)
-        for sink in sinks:
-            sink.output(output)
-
     def on_emit(emissions: list[Emission]) -> None:
         for emission in emissions:
             for sink in sinks:
                 sink.emission(emission)
-            if emission.seq.finish_reason is not None:
-                take(emission.seq)
+            if (seq := emission.seq).finish_reason is not None:
+                output = outputs[seq.index] = output_of(job, prompts[seq.index], seq)
+                for sink in sinks:
+                    sink.output(output)
 
     def finish() -> list[Output]:
         return [outputs[p.index] for p in job.prompts]

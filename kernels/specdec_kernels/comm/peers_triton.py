@@ -120,28 +120,24 @@ def reduce_add_norm_triton(
     assert residual.dtype == peers.parts.dtype
     if num_rows > FEW_ROWS:
         # The library computes products of many rows, and takes no unfinished norm.
-        hidden = _reduce(peers, place, num_rows, residual)
+        hidden = reduce_parts_triton(peers, place, num_rows, residual)
         return Normed(hidden, rms_norm_triton(hidden, norm_weight, eps), None, eps)
     scaled = torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
     blocks = triton.cdiv(width, SUM_COLUMNS)
     squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=residual.device)
-    hidden = _reduce(peers, place, num_rows, residual, (norm_weight, scaled, squares))
+    hidden = reduce_parts_triton(peers, place, num_rows, residual, (norm_weight, scaled, squares))
     return Normed(hidden, scaled, squares, eps)
 
 
-def reduce_parts_triton(peers: Peers, place: int, num_rows: int) -> Tensor:
-    """See `ops.reduce_parts`."""
-    return _reduce(peers, place, num_rows)
-
-
-def _reduce(
+def reduce_parts_triton(
     peers: Peers,
     place: int,
     num_rows: int,
     residual: Tensor | None = None,
     norm: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The sum (+ residual) [T, N]. norm: its weight, and outputs `scaled` and `squares`."""
+    """See `ops.reduce_parts`. residual: is added. norm: its weight, and outputs `scaled` and
+    `squares`."""
     parts = peers.parts
     width = parts.shape[2]
     assert peers.take(place, num_rows, width) is not None

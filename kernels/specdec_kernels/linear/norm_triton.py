@@ -80,14 +80,14 @@ def gate_kernel(
     tl.store(out_ptr + row * num_features + feature, out, mask=feature < num_features)
 
 
-def add_norm(
+def add_norm_triton(
     x: Tensor,
     residual: Tensor | None,
     norm_weight: Tensor,
     eps: float,
     post_norm: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """x (+ residual) [T, K], with `post_norm` of x normed first, and the RMS norm of the sum."""
+) -> Normed:
+    """See `ops.add_norm`; without a residual, the norm of x alone."""
     num_rows, width = x.shape
     assert x.stride(1) == 1 and norm_weight.shape == (width,)
     assert post_norm is None or post_norm.shape == (width,)
@@ -104,12 +104,12 @@ def add_norm(
         num_warps=max(1, min(16, block // 512)),
         **dependence(x),
     )
-    return hidden, out
+    return Normed(hidden, out, None, eps)
 
 
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `ops.rms_norm`."""
-    return add_norm(x.reshape(-1, x.shape[-1]), None, weight, eps)[1].view(x.shape)
+    return add_norm_triton(x.reshape(-1, x.shape[-1]), None, weight, eps).scaled.view(x.shape)
 
 
 def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
@@ -127,15 +127,3 @@ def gate_triton(gate_up: Tensor, activation: str = "silu") -> Tensor:
         **dependence(gate_up),
     )
     return out
-
-
-def add_norm_triton(
-    x: Tensor,
-    residual: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    post_norm: Tensor | None = None,
-) -> Normed:
-    """See `ops.add_norm`."""
-    hidden, scaled = add_norm(x, residual, norm_weight, eps, post_norm)
-    return Normed(hidden, scaled, None, eps)

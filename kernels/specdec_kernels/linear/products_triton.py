@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
-from specdec_kernels.linear.norm_triton import add_norm, gate_triton
+from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
@@ -67,8 +67,7 @@ def linear_add_norm_triton(
     """See `ops.linear_add_norm`."""
     product = kernel_for("add", x, weight)
     if product is None:
-        hidden, scaled = add_norm(F.linear(x, weight, bias), residual, norm_weight, eps)
-        return Normed(hidden, scaled, None, eps)
+        return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     hidden, scaled, squares = product(
         x, weight, bias=bias, residual=residual, norm_weight=norm_weight
     )

@@ -67,7 +67,7 @@ def uniform_rows(
         purposes: How many numbers every position has.
         width: Positions a row.
         by_round: Put position[b] into the counter as well. A round that begins elsewhere then has
-            other numbers at the same positions, which `block_verify_logits` needs.
+            other numbers at the same positions, which block verification needs.
 
     Returns:
         [purposes, B, width] fp32.

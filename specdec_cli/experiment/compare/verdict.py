@@ -12,9 +12,9 @@ from specdec_cli.core.figures import Metrics
 from specdec_cli.core.stages import STAGES
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
+from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.points import Samples, measured_speed, without_errors
+from specdec_cli.experiment.points import measured_speed, without_errors
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.stats import SumRatio
 
@@ -206,20 +206,15 @@ def _tied(best: Mapping[str, Any]) -> str:
 def tokens_of(records: ComparisonRecords) -> dict[str, Any]:
     """The document's `tokens`: whether every pair wrote the same."""
     settings = records.settings
-    points = (
-        ({**asdict(pair), "batch_size": batch_size, "k": k}, samples)
-        for pair, batch_size, k, samples in _complete(records, settings)
+    complete = (
+        (pair, batch_size)
+        for pair in sorted(settings.pairs)
+        for batch_size in settings.batch_sizes
+        if records.is_complete(pair, batch_size)
     )
-    is_comparable = settings.is_greedy and not settings.has_given_acceptance
-    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
-
-
-def _complete(
-    records: ComparisonRecords, settings: ComparisonSettings
-) -> Iterable[tuple[Pair, int, int, Samples]]:
-    """Complete points in order; tokens are compared with those of the first."""
-    for pair in sorted(settings.pairs):
-        for batch_size in settings.batch_sizes:
-            if records.is_complete(pair, batch_size):
-                for k in (0, settings.k):
-                    yield pair, batch_size, k, records.of(pair, batch_size, k)
+    points = (
+        ({**asdict(pair), "batch_size": b, "k": k}, records.of(pair, b, k))
+        for pair, b in complete
+        for k in (0, settings.k)
+    )
+    return compare_tokens(settings, settings.dtype, points)

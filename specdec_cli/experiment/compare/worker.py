@@ -49,15 +49,9 @@ class PairTask:
 def with_degrees(recipe: Recipe, pair: Pair) -> Recipe:
     """The recipe with the degrees of one pair."""
     assert recipe.draft is not None, "planning refuses recipes without a draft"
-    return recipe.model_copy(
-        update={
-            name: section.model_copy(update={"tensor_parallel_size": degree})
-            for name, section, degree in (
-                ("target", recipe.target, pair.target_tp),
-                ("draft", recipe.draft, pair.draft_tp),
-            )
-        }
-    )
+    target = recipe.target.model_copy(update={"tensor_parallel_size": pair.target_tp})
+    draft = recipe.draft.model_copy(update={"tensor_parallel_size": pair.draft_tp})
+    return recipe.model_copy(update={"target": target, "draft": draft})
 
 
 def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> None:

@@ -113,9 +113,8 @@ def sweep_document(
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=order_of(settings))
-    is_comparable = settings.is_greedy and not settings.has_given_acceptance
     points = ((asdict(key), records.samples[key]) for key in keys)
-    return compare_tokens(points, is_comparable=is_comparable, dtype=settings.dtype)
+    return compare_tokens(settings, settings.dtype, points)
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
@@ -22,9 +22,11 @@ from specdec_cli.experiment.sweep.document import (
     sweep_document,
 )
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
-from specdec_cli.experiment.sweep.sweep_records import R, SweepRecords, read_kept
+from specdec_cli.experiment.sweep.sweep_records import SweepRecords, read_kept
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.recipe import load_recipe
+
+R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
 
 
 def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], SweepRecords]:

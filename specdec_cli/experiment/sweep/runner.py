@@ -170,7 +170,7 @@ class Sweep:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
         m = loop.run(unit, key.k, unit.plan.params).metrics
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
-        self.records.add_cost(
+        self.records.add(
             CurvePart(
                 **asdict(key),
                 part=part,
@@ -185,7 +185,7 @@ class Sweep:
         return max(peak_memory(self._device), self._peak_memory)
 
     def _keep(self, key: Key, samples: list[Sample]) -> None:
-        self.records.add_samples(samples)
+        self.records.add(*samples)
         with self.world.outside():
             for sample in samples:
                 self.watcher.sample(key, sample)
@@ -211,7 +211,7 @@ class Sweep:
                 continue
             assert engine.proposer is not None
             reach = min(engine.proposer.max_len, 2**31)
-            self.records.add_text(
+            self.records.add(
                 ReplayText(
                     draft=unit.plan.proposer,
                     index=index,

@@ -80,9 +80,8 @@ def plan_sweep(
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
-    recipe = recipes[0].model_copy(
-        update={"run": recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})}
-    )
+    run = recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})
+    recipe = recipes[0].model_copy(update={"run": run})
     values = settings_values(recipe)
     del values["draft"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)

@@ -2,7 +2,6 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,39 +64,33 @@ class SweepRecords:
         return replace(self, folder=None)
 
     def load(self, folder: Path, settings: SweepSettings) -> None:
-        """Read a folder. The first record of a sample counts."""
-        for sample in read_kept(folder, Sample, settings):
-            self.samples[Key.of(sample)].setdefault(sample.index, sample)
-        for text in read_kept(folder, ReplayText, settings):
-            self.texts[text.draft].setdefault(text.index, text)
-        for cost in read_kept(folder, CurvePart, settings):
-            self.costs[Key.of(cost)].setdefault(cost.part, cost)
-        for point in read_kept(folder, Point, settings):
-            self.points[Key.of(point)] = point
+        """Read a folder. The first record of a sample counts, and the last one of a point."""
+        for kind in _FILES:
+            for record in read_kept(folder, kind, settings):
+                self._enter(record)
 
-    def add_samples(self, samples: Sequence[Sample]) -> None:
-        """Add samples in one write: a sync for each would delay the next round."""
-        self._keep("samples.jsonl", *samples)
-        for sample in samples:
-            self.samples[Key.of(sample)][sample.index] = sample
-
-    def add_text(self, text: ReplayText) -> None:
-        self._keep("replay.jsonl", text)
-        self.texts[text.draft][text.index] = text
-
-    def add_cost(self, cost: CurvePart) -> None:
-        self._keep("curve.jsonl", cost)
-        self.costs[Key.of(cost)][cost.part] = cost
+    def add(self, *records: Record) -> None:
+        """Add new records of one kind in one write: a sync for each would delay the next round."""
+        if self.folder is not None and records:
+            self.folder.append(_FILES[type(records[0])], *records)
+        for record in records:
+            self._enter(record)
 
     def add_point(self, point: Point) -> None:
         """Add a point if it changed. A retried point has a second line, and the last one counts."""
         if self.points.get(Key.of(point)) != point:
-            self._keep("points.jsonl", point)
-            self.points[Key.of(point)] = point
+            self.add(point)
 
-    def _keep(self, name: str, *records: Record) -> None:
-        if self.folder is not None:
-            self.folder.append(name, *records)
+    def _enter(self, record: Record) -> None:
+        match record:
+            case Sample():
+                self.samples[Key.of(record)].setdefault(record.index, record)
+            case ReplayText():
+                self.texts[record.draft].setdefault(record.index, record)
+            case CurvePart():
+                self.costs[Key.of(record)].setdefault(record.part, record)
+            case Point():
+                self.points[Key.of(record)] = record
 
 
 _FILES: dict[type[Record], str] = {
@@ -106,7 +99,7 @@ _FILES: dict[type[Record], str] = {
     CurvePart: "curve.jsonl",
     Point: "points.jsonl",
 }
-R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
+R = TypeVar("R", bound=Record)
 
 
 def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
