@@ -50,9 +50,8 @@ class Texts:
         self.tokens[row, : len(tokens)].copy_(pinned, non_blocking=True)
 
 
-@dataclass(slots=True, eq=False)
 class BatchState:
-    """The state of B slots; all on one device, and never reallocated, so graphs can hold it.
+    """The state of B slots, idle at first; on one device, never reallocated, so graphs can hold it.
 
     numbers: the int64 fields in one piece. tail: int64 [B, 2], the last two tokens. length: int64
     [B], tokens of each sequence. limit: int64 [B], the number of tokens at which it ends. index:
@@ -62,41 +61,17 @@ class BatchState:
     when the slots were loaded; it has grown since.
     """
 
-    numbers: torch.Tensor
-    tail: torch.Tensor
-    length: torch.Tensor
-    limit: torch.Tensor
-    index: torch.Tensor
-    active: torch.Tensor
-    block_tables: torch.Tensor
-    seed: torch.Tensor
-    row: torch.Tensor
-    draft_kv: torch.Tensor
-    texts: Texts | None = None
-
-    @classmethod
-    def empty(
-        cls,
-        batch_size: int,
-        num_columns: int,
-        device: torch.device,
-        texts: Texts | None = None,
-    ) -> Self:
+    def __init__(
+        self, batch_size: int, num_columns: int, device: torch.device, texts: Texts | None = None
+    ) -> None:
         # The fields that `load` writes lie in one piece, so that one copy brings them.
-        numbers = torch.zeros(_FIELDS, batch_size, dtype=torch.int64, device=device)
-        return cls(
-            numbers=numbers,
-            tail=numbers[:2].view(batch_size, 2),
-            length=numbers[2],
-            limit=numbers[3],
-            index=numbers[4],
-            row=numbers[5],
-            draft_kv=numbers[6],
-            active=torch.zeros(batch_size, dtype=torch.bool, device=device),
-            block_tables=torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device),
-            seed=torch.zeros((), dtype=torch.int64, device=device),
-            texts=texts,
-        )
+        self.numbers = torch.zeros(_FIELDS, batch_size, dtype=torch.int64, device=device)
+        self.tail = self.numbers[:2].view(batch_size, 2)
+        self.length, self.limit, self.index, self.row, self.draft_kv = self.numbers[2:]
+        self.active = torch.zeros(batch_size, dtype=torch.bool, device=device)
+        self.block_tables = torch.zeros(batch_size, num_columns, dtype=torch.int32, device=device)
+        self.seed = torch.zeros((), dtype=torch.int64, device=device)
+        self.texts = texts
 
     @property
     def device(self) -> torch.device:

@@ -73,7 +73,7 @@ class RoundCache:
         made = [
             Rounds(
                 parts,
-                BatchState.empty(count, columns, device, texts),
+                BatchState(count, columns, device, texts),
                 lengths,
                 self.is_captured,
                 self.runs_ahead,

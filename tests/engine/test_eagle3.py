@@ -111,7 +111,7 @@ class Rounds:
         for size in range(1, 70, 3):
             for seq in self.seqs:
                 self.allocator.extend(seq.block_table, size)
-        self.state = BatchState.empty(len(lengths) + 1, 40, paged.device)
+        self.state = BatchState(len(lengths) + 1, 40, paged.device)
 
     def prefill(self, chunk: int) -> None:
         """All tokens but the last, in chunks of different sizes."""

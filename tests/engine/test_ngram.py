@@ -123,7 +123,7 @@ def test_lookup(text: list[int], longest: int, shortest: int, want: list[int]) -
 
 def propose(texts: list[list[int]], lens: list[int], longest: int = 3) -> Candidates:
     seqs = [Sequence(i, text, len(text), 99) for i, text in enumerate(texts)]
-    state = BatchState.empty(len(texts), 1, CPU, Texts.empty(len(texts), 99, CPU))
+    state = BatchState(len(texts), 1, CPU, Texts.empty(len(texts), 99, CPU))
     state.load(seqs, 0)
     drafting = Drafting(max(lens), SamplingParams(temperature=1.0), torch.tensor(lens), 10)
     return Ngram(longest, 1).propose(state, drafting)

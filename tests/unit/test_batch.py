@@ -97,7 +97,7 @@ def test_a_chunk_of_a_prompt_needs_no_logits(seq: Sequence) -> None:
 
 def loaded(seq: Sequence) -> BatchState:
     """A state of two slots, of which the second is idle."""
-    state = BatchState.empty(2, 3, CPU)
+    state = BatchState(2, 3, CPU)
     state.load([seq], 0)
     return state
 
