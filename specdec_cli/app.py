@@ -216,7 +216,9 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
     outcome.error = error
     if isinstance(error, _ParserError):
         message: str = getattr(error, "format_message", error.__str__)()
-        outcome.fail(ExitCode.USAGE, message, _usage_hint(error))
+        context = getattr(error, "ctx", None)
+        where = context.command_path if context else "specdec"
+        outcome.fail(ExitCode.USAGE, message, f"see `{where} --help`")
     elif isinstance(error, SpecdecError):
         outcome.fail(error.code, error.message, error.hint)
         if isinstance(error, RanksError):
@@ -246,11 +248,6 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
 )
-
-
-def _usage_hint(error: BaseException) -> str:
-    context = getattr(error, "ctx", None)
-    return f"see `{context.command_path if context else 'specdec'} --help`"
 
 
 def _report(outcome: _Outcome, verbose: bool) -> None:

@@ -53,34 +53,39 @@ class NoForecast(Exception):
     """A rule's acceptance cannot be predicted from the chances of single tokens."""
 
 
-def compare_with_draft(
-    test: Callable[..., tuple[Tensor, Tensor]],
-    candidates: Candidates,
-    target: TargetOutput,
-    params: SamplingParams,
-    noise: Noise | None,
-) -> Verdict:
-    """The decision of a test of the target's distribution against the draft's.
+class LosslessRule(AcceptanceRule):
+    """A test of the target's distribution against the draft's; `test` is such as
+    `ops.reject_logits`.
 
-    test: such as `ops.reject_logits`. Greedy decoding is the one-hot case, which needs only the
-    target's choices.
+    Greedy decoding is the one-hot case, which needs only the target's choices.
     """
-    c = candidates
-    if params.is_greedy:
-        return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
-    assert noise is not None
-    decided = test(
-        c.token_ids,
-        c.lens,
-        c.q.logits if c.q is not None else None,
-        c.q.stats if c.q is not None else None,
-        target.logits,
-        softmax_stats(target.logits.flatten(0, 1), params),
-        *params.filters,
-        noise.accept,
-        noise.sample,
-    )
-    return Verdict(*decided)
+
+    is_lossless = True
+    test: Callable[..., tuple[Tensor, Tensor]]
+
+    def decide(
+        self,
+        candidates: Candidates,
+        target: TargetOutput,
+        params: SamplingParams,
+        noise: Noise | None,
+    ) -> Verdict:
+        c = candidates
+        if params.is_greedy:
+            return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
+        assert noise is not None
+        decided = self.test(
+            c.token_ids,
+            c.lens,
+            c.q.logits if c.q is not None else None,
+            c.q.stats if c.q is not None else None,
+            target.logits,
+            softmax_stats(target.logits.flatten(0, 1), params),
+            *params.filters,
+            noise.accept,
+            noise.sample,
+        )
+        return Verdict(*decided)
 
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:

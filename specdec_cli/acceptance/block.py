@@ -7,31 +7,20 @@ from functools import partial
 
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, compare_with_draft
-from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
+from specdec_cli.acceptance.base import LosslessRule, NoForecast
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.types import SamplingParams
 
 
-class Block(AcceptanceRule):
+class Block(LosslessRule):
     """Accept the longest prefix of the proposals that passes a test of its joint probability.
 
     A longer prefix may pass even if a shorter one does not, so a decision depends on proposals past
     the last accepted one. In greedy decoding the rule equals rejection sampling.
     """
 
-    is_lossless = True
     looks_ahead = True
-
-    def decide(
-        self,
-        candidates: Candidates,
-        target: TargetOutput,
-        params: SamplingParams,
-        noise: Noise | None,
-    ) -> Verdict:
-        test = partial(ops.reject_logits, by_block=True)
-        return compare_with_draft(test, candidates, target, params, noise)
+    test = staticmethod(partial(ops.reject_logits, by_block=True))
 
     def forecast(
         self, index: int, start: int, count: int, k: int, params: SamplingParams

@@ -102,13 +102,7 @@ def compare_tp(
         typer.echo(to_json(document) if asked.as_json else document["text"])
         return
 
-    from specdec_cli.experiment.compare.parent import (
-        document_of,
-        exit_code,
-        run_pairs,
-        write_summary,
-    )
-    from specdec_cli.experiment.points import error_of
+    from specdec_cli.experiment.compare.parent import conclusion, run_pairs
     from specdec_cli.terminal.compare import print_results, watcher
 
     view = watcher(folder.path, records, plan.num_samples, quiet=quiet)
@@ -124,11 +118,9 @@ def compare_tp(
         finally:
             view.close()
             folder.close()
-        document = document_of(plan, records, warnings, where)
-        code = exit_code(plan, records, codes, document["tokens"])
-        document |= error_of(records.points, code)
+        document, code = conclusion(plan, records, codes, warnings, where)
         if output is not None:
-            write_summary(folder, document)
+            folder.write("summary.json", to_json(document) + "\n")
             write_pictures(output, quiet=quiet)
     warn(document["warnings"][len(warnings) :])
     show(document, print_results, as_json=asked.as_json)

@@ -44,7 +44,7 @@ def get_ready(
     job = prepare(resolved, prompts, asked.permissions())
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
-    where = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
+    where = environment(job.plan)
     folder = None
     if asked.output is not None and world.is_first:
         folder, resolved = _folder(asked.output, resolved, prompts, where)

@@ -105,8 +105,7 @@ def _measured(
 
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
-            where = environment(planned.device, planned.target.dtype, planned.execution)
-            RunFolder.create(asked.output, resolved, where).close()
+            RunFolder.create(asked.output, resolved, environment(planned)).close()
         profile = measure_blocks(planned, prompts, context, stages.begin, stages.expect)
         # Before the timeouts of `ready` begin: the document describes the draft at other degrees.
         found = document(resolved, profile) if world.is_first else {}

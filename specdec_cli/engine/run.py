@@ -1,22 +1,15 @@
 """The engine's inputs and outputs: requests, a run's state and its result."""
 
 from collections.abc import Callable
-from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.detokenize import StopFinder
 from specdec_cli.engine.graphs import Rounds
 from specdec_cli.engine.metrics import RunClock
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.lengths.base import LastRounds
-
-
-class StopFinder(Protocol):
-    """Finder of stop strings: `feed` returns how many new tokens to keep, or None to go on."""
-
-    def feed(self, tokens: Values[int]) -> int | None: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,24 +81,18 @@ class Ready:
 
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
     """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
-    job = tokenised(recipe, prompts, permissions)
+    job = tokenised(plan(recipe, permissions), prompts)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
     return job
 
 
-def tokenised(
-    recipe: Recipe,
-    prompts: list[Prompt],
-    permissions: Permissions,
-    planned: Plan | None = None,
-) -> Job:
-    """Check the pair, unless it is `planned` already, and tokenise.
+def tokenised(planned: Plan, prompts: list[Prompt]) -> Job:
+    """The job of a checked pair and its prompts.
 
     Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
     that it refuses.
     """
-    planned = planned or plan(recipe, permissions)
     rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
     if (silent := next(filter(_lacks_system, rendered), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)

@@ -138,11 +138,7 @@ def _split(plans: Sequence[Plan], machine: Machine) -> Split:
 def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
     """The document of `profile-blocks --json`, without the points of an estimate."""
     planned, split, cost = profile.plan, profile.split, _draft_cost(profile)
-    where = environment(
-        planned.device if profile.machine is None else torch.device("cpu"),
-        planned.target.dtype,
-        planned.execution,
-    )
+    where = environment(planned, None if profile.machine is None else torch.device("cpu"))
     if profile.machine is not None:
         where["device"] = f"{profile.machine.name} (estimated)"
     return {
@@ -214,7 +210,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
         return wanted
     if recipe.cache.max_model_len is not None or not prompts:
         return most
-    job = tokenised(recipe, prompts, Permissions(), planned)
+    job = tokenised(planned, prompts)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)
 
 

@@ -16,6 +16,7 @@ import torch
 from specdec_cli import __version__, plugin
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
+from specdec_cli.engine.plan import Plan
 from specdec_cli.experiment.records import Point, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
@@ -42,23 +43,23 @@ class Output(Record):
     seconds: float = 0.0
 
 
-def environment(
-    device: torch.device, dtype: torch.dtype, execution: dict[str, str]
-) -> dict[str, Any]:
+def environment(plan: Plan, device: torch.device | None = None) -> dict[str, Any]:
     """The record of the environment. An allow-list: no environment variable is copied.
 
-    dtype: the target's. execution: which parts were compiled or captured, and why.
+    It includes the target's dtype, and which parts were compiled or captured, and why. device: the
+    plan's, unless given.
     """
+    device = device or plan.device
     found: dict[str, Any] = {
         "specdec": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {p: v for p in _REPORTED_PACKAGES if (v := _version(p)) is not None},
         "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": str(plan.target.dtype).removeprefix("torch."),
         "torch_threads": torch.get_num_threads(),
         "cpu_count": os.cpu_count(),
-        **execution,
+        **plan.execution,
     }
     if plugin.LOADED:
         found["plugins"] = {path.name: digest for path, digest in plugin.LOADED.items()}

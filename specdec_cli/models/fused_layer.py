@@ -12,6 +12,7 @@ from specdec_kernels import ops
 from torch import Tensor
 
 from specdec_cli.models.attention import Call
+from specdec_cli.models.gate import rope_settings
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -52,10 +53,8 @@ def family_of(module: Any) -> Family | None:
     family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
     if family is None or getattr(module.config, family.activation, None) not in _ACTIVATIONS:
         return None
-    ropes = getattr(module.config, "rope_parameters", None) or {}
-    for rope in (ropes, *(value for value in ropes.values() if isinstance(value, dict))):
-        if rope.get("partial_rotary_factor", 1.0) != 1.0:
-            return None
+    if any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in rope_settings(module.config)):
+        return None
     mlps = [layer.mlp for layer in layers]
     has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
     return None if has_biases else family

@@ -33,7 +33,7 @@ def check_config(config: Any, name: str) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
     if unknown:
         raise Unsupported(name, f"it has layers of type {', '.join(sorted(unknown))}")
-    for rope in _rope_settings(config):
+    for rope in rope_settings(config):
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind in _BATCH_DEPENDENT_ROPE:
             raise Unsupported(name, f"its rotary embedding is of type {kind}")
@@ -57,7 +57,7 @@ def quantisation(config: Any) -> str | None:
     return str(stored.get("quant_method") or "in a way that config.json does not name")
 
 
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
+def rope_settings(config: Any) -> list[dict[str, Any]]:
     """The rotary settings of a config: one dict, or one for each layer type."""
     found = []
     for attribute in ("rope_parameters", "rope_scaling"):

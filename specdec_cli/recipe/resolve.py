@@ -89,7 +89,8 @@ class _Found:
 
 def _said(found: _Found) -> str:
     what = found.what if isinstance(found.what, str) else problems.describe(found.what)
-    return f"{found.where}: {_with_key(found.key, what)}"
+    key = f"{one_line(found.key)}: " if found.key else ""
+    return f"{found.where}: {key}{what}"
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -230,7 +231,3 @@ def _located(value: object, folders: Sequence[Path]) -> object:
     except (OSError, ValueError):  # too long, or not a path at all
         return value
     return value
-
-
-def _with_key(key: str, what: str) -> str:
-    return f"{one_line(key)}: {what}" if key else what

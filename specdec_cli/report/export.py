@@ -90,15 +90,9 @@ def _markdown_table(table: Table) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """Text escaped for markdown, on one line."""
-    line = one_line_of(text)
+    """Text escaped for markdown, on one line, with nothing invisible in it."""
+    line = "".join(one_line(text[i : i + 80]) for i in range(0, len(text), 80))
     return _MARKUP.sub(r"\\\1", line)
-
-
-def one_line_of(text: str) -> str:
-    """A whole text on one line, with nothing invisible in it."""
-    pieces = [one_line(text[i : i + 80]) for i in range(0, len(text), 80)]
-    return "".join(pieces)
 
 
 def _fenced(text: str, language: str) -> list[str]:

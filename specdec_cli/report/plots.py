@@ -1,10 +1,11 @@
 """The plots of a report, drawn with matplotlib without a display."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import SetupError
+from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
 from specdec_cli.report.drawings.canvas import STYLE, png_of, svg_of, without_talk
 from specdec_cli.report.drawings.categories import draw_categories
@@ -12,9 +13,6 @@ from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speedup import draw_speedup
-from specdec_cli.report.findings import Best
-from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +26,9 @@ class Plot:
     svg: str
 
 
-def plots(
-    run: ReportedRun,
-    bests: Sequence[Best],
-    by_category: Table | None,
-    *,
-    png: bool = True,
-    svg: bool = True,
-) -> list[Plot]:
+def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]:
     """Every plot that the run has figures for. Raises `SetupError` without matplotlib."""
+    run = content.run
     try:
         import matplotlib
         from matplotlib.figure import Figure
@@ -50,7 +42,7 @@ def plots(
             "Speed-up",
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; rings mark the "
             "best at each batch size.",
-            lambda figure: draw_speedup(figure, run, bests),
+            lambda figure: draw_speedup(figure, run, content.bests),
         ),
         (
             "acceptance",
@@ -69,7 +61,7 @@ def plots(
             "categories",
             "By category",
             "Mean tokens a round by category of prompt, the target's own token included.",
-            lambda figure: draw_categories(figure, by_category),
+            lambda figure: draw_categories(figure, content.tables["categories"]),
         ),
         (
             "predictions",

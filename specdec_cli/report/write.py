@@ -22,16 +22,9 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
     report.md. vllm: vllm.json. Raises `SetupError` when the folder cannot be written, or plots are
     asked for and matplotlib is missing.
     """
-    run = content.run
     drawn = []
     if {"html", "png"} & set(formats):
-        drawn = plots(
-            run,
-            content.bests,
-            content.tables["categories"],
-            png="png" in formats,
-            svg="html" in formats,
-        )
+        drawn = plots(content, png="png" in formats, svg="html" in formats)
     files: dict[str, bytes] = {}
     if "html" in formats:
         files["report.html"] = _encoded(page(content, drawn))
@@ -39,7 +32,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
         pictures = drawn if "png" in formats else []
         files["report.md"] = _encoded(markdown(content, pictures, f"{PICTURES}/"))
     if "csv" in formats:
-        files |= {name: _encoded(text) for name, text in csv_tables(run).items()}
+        files |= {name: _encoded(text) for name, text in csv_tables(content.run).items()}
     if "vllm" in formats and content.deployment is not None:
         text = json.dumps(asdict(content.deployment), indent=2)
         files["vllm.json"] = _encoded(f"{text}\n")
@@ -52,8 +45,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 def write_page(content: Content, file: Path) -> Path:
     """Write only the HTML page, to any file."""
-    drawn = plots(content.run, content.bests, content.tables["categories"], png=False)
-    write_file(file, _encoded(page(content, drawn)))
+    write_file(file, _encoded(page(content, plots(content, png=False))))
     return file
 
 

@@ -77,7 +77,7 @@ def html(content: Content, drawn: list[Plot] | None = None) -> str:
 @functools.lru_cache(2)
 def _drawn(path: Path) -> list[Plot]:
     content = read(path)
-    return plots(content.run, content.bests, content.tables["categories"])
+    return plots(content)
 
 
 def drawn(content: Content) -> list[Plot]:

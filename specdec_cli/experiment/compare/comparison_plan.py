@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.engine.plan import Permissions
+from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
@@ -56,10 +56,7 @@ class ComparisonPlan:
 
     @property
     def where(self) -> dict[str, Any]:
-        found = environment(
-            self.job.plan.device, self.job.plan.target.dtype, self.job.plan.execution
-        )
-        return found | {
+        return environment(self.job.plan) | {
             "cache": "sized for the largest batch size, with the draft in place at k = 0 too"
         }
 
@@ -91,7 +88,7 @@ def plan_comparison(
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
-    job = tokenised(with_degrees(engine_recipe, Pair(1, 1)), prompts, permissions)
+    job = tokenised(plan(with_degrees(engine_recipe, Pair(1, 1)), permissions), prompts)
     values = settings_values(recipe)
     for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
         del values[role]["tensor_parallel_size"]

@@ -177,7 +177,9 @@ def point_of(
         blocks_per_rank=None,
         speedup_vs_equal_tp=None,
         speedup_vs_equal_tp_ci=None,
-        tokens_sha256=_tokens_digest(own) if metrics else None,
+        tokens_sha256=digest([[i, s.token_ids] for i, s in sorted(own.items())])
+        if metrics
+        else None,
     )
 
 
@@ -204,10 +206,6 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
                 update["peak_memory_bytes"] = max(known.peak_memory_bytes, sample.peak_memory_bytes)
                 merged[index] = known.model_copy(update=update)
     return merged
-
-
-def _tokens_digest(samples: Samples) -> str:
-    return digest([[index, sample.token_ids] for index, sample in sorted(samples.items())])
 
 
 def _place(point: Point) -> tuple[Any, ...]:

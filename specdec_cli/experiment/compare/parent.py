@@ -13,8 +13,7 @@ from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
@@ -82,15 +81,22 @@ def _failure(report: Report | None) -> Failure:
     return Failure("oom" if is_memory else "failed", report.explained.partition("\n")[0])
 
 
-def document_of(
-    plan: ComparisonPlan, records: ComparisonRecords, warnings: Sequence[str], where: dict[str, Any]
-) -> dict[str, Any]:
-    """The document of `compare-tp --json` and summary.json. where: its environment."""
+def conclusion(
+    plan: ComparisonPlan,
+    records: ComparisonRecords,
+    codes: Sequence[int],
+    warnings: Sequence[str],
+    where: dict[str, Any],
+) -> tuple[dict[str, Any], ExitCode]:
+    """The document of `compare-tp --json` and summary.json, and the exit code.
+
+    codes: of failed pairs. where: the document's environment.
+    """
     verdict = verdict_of(records)
     said = [*warnings, *prompts_that_failed(records.samples.values())]
     if is_broken(verdict["tokens"]):
         said.append(tokens_line(verdict["tokens"]) or "")
-    return {
+    document = {
         "schema": "specdec.compare-tp/1",
         "recipe": plan.recipe.model_dump(mode="json"),
         "environment": where,
@@ -100,10 +106,8 @@ def document_of(
         "pairs": [records.facts[pair] for pair in plan.settings.pairs if pair in records.facts],
         "warnings": said,
     }
-
-
-def write_summary(folder: RunFolder, document: dict[str, Any]) -> None:
-    folder.write("summary.json", to_json(document) + "\n")
+    code = exit_code(plan, records, codes, verdict["tokens"])
+    return document | error_of(records.points, code), code
 
 
 def exit_code(

@@ -123,9 +123,8 @@ def _against(best: Point, rival: Point) -> str:
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
     told = [s for s in ranked if whole and abs(parts[s]) >= _NOTABLE * whole]
     words = ", ".join(f"{stage} {_difference(parts[stage])}" for stage in told)
-    than = "less" if faster >= 0 else "more"
     said = (
-        f"a round takes {ours.round_ms:.2f} ms, {abs(faster):.2f} ms {than} than with {name}"
+        f"a round takes {ours.round_ms:.2f} ms, {_difference(faster)} than with {name}"
         f"{f' ({words})' if words else ''}"
     )
     lengths = [m.mean_acceptance_length for m in (ours, theirs)]

@@ -14,7 +14,7 @@ from specdec_cli.core.parallel import local_world_size
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
-from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of, plan
 from specdec_cli.engine.profile import available_memory, room_now
 from specdec_cli.experiment.compare.comparison_records import point_of
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
@@ -62,7 +62,7 @@ def measure(world: World, task: PairTask, on_point: Callable[[Point], None]) -> 
     began = time.perf_counter()
     for file in task.permissions.plugins:
         plugin.load(file)
-    job = tokenised(with_degrees(task.recipe, task.pair), task.prompts, task.permissions)
+    job = tokenised(plan(with_degrees(task.recipe, task.pair), task.permissions), task.prompts)
     engine = build(job.plan, job.longest_prompt)
     blocks = _blocks_per_rank(job, engine)
     world.ready()
@@ -122,13 +122,13 @@ def _blocks_per_rank(job: Job, engine: Engine) -> list[int]:
     The engine itself takes the same number on every rank: what fits on the rank with least room, at
     most what the run can use.
     """
-    plan, held = job.plan, engine.target.cache.num_blocks
-    allowance, block = allowance_of(plan), sum(block_bytes_of(plan))
-    if plan.device.type == "cuda":
-        fits = held + max(0, room_now(plan.device, allowance)) // block
+    planned, held = job.plan, engine.target.cache.num_blocks
+    allowance, block = allowance_of(planned), sum(block_bytes_of(planned))
+    if planned.device.type == "cuda":
+        fits = held + max(0, room_now(planned.device, allowance)) // block
     else:
         # Caches get a share of the host's free memory, including the caches of all ranks.
-        caches = sum(plan.parallel.gather_objects(held * block))
+        caches = sum(planned.parallel.gather_objects(held * block))
         budget = allowance.host_budget(available_memory() + caches, local_world_size())
         fits = budget // block
-    return plan.parallel.gather_objects(fits)
+    return planned.parallel.gather_objects(fits)

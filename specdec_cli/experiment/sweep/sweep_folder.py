@@ -7,7 +7,6 @@ from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment import settings_file
-from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
@@ -104,8 +103,6 @@ def _earlier_clock(path: Path) -> SweepClock:
 
 
 def _where(plan: SweepPlan) -> dict[str, Any]:
-    job: Job = plan.jobs[0]
-    found = environment(job.plan.device, job.plan.target.dtype, job.plan.execution)
-    return found | {
+    return environment(plan.jobs[0].plan) | {
         "cache": "sized for the largest k and batch size, the same at every point, k = 0 included"
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.engine.plan import Permissions
+from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
@@ -74,7 +74,8 @@ def plan_sweep(
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
     jobs = [
-        tokenised(for_engine(r, largest, max(batch_sizes)), prompts, permissions) for r in recipes
+        tokenised(plan(for_engine(r, largest, max(batch_sizes)), permissions), prompts)
+        for r in recipes
     ]
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
