@@ -14,6 +14,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, UsageError
 from specdec_cli.experiment.generation import Job, Ready, baseline, prepare, requests
+from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import (
     Output,
     environment,
@@ -99,8 +100,8 @@ def _deliver(ready: Ready, outputs: list[Output], metrics: Metrics, *, as_json: 
     document = generate_document(ready.recipe, ready.where, outputs, metrics)
     if (folder := ready.folder) is not None:
         plan = ready.job.plan
-        setting = (plan.proposer, plan.k, ready.recipe.run.batch_size)
-        folder.append("points.jsonl", point_record(outputs, metrics, *setting))
+        key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)
+        folder.append("points.jsonl", point_record(outputs, metrics, key))
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:

@@ -47,7 +47,7 @@ def report(
     place: Place = ctx.obj
     if not place.is_first:
         return
-    from specdec_cli.report.content import content_of
+    from specdec_cli.report.content import Content
     from specdec_cli.report.folder import read_folder
     from specdec_cli.report.write import FORMATS, write_page, write_report
 
@@ -61,7 +61,7 @@ def report(
             "name a folder with -o, or leave --format out",
         )
     options.set_up_logging(quiet=quiet, verbose=verbose)
-    content = content_of(read_folder(folder))
+    content = Content(read_folder(folder))
     if is_page:
         assert output is not None
         files = [write_page(content, output)]

@@ -8,7 +8,7 @@ import logging
 import resource
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
@@ -145,9 +145,7 @@ def sample_of(
     stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
     assert seq.finish_reason is not None
     return Sample(
-        draft=key.draft,
-        k=key.k,
-        batch_size=key.batch_size,
+        **asdict(key),
         index=seq.index,
         category=category,
         prompt_token_ids=seq.tokens[: seq.num_prompt_tokens],

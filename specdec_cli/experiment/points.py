@@ -5,7 +5,7 @@ sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from specdec_cli.core.figures import Metrics, Spread
@@ -69,13 +69,11 @@ def block_points(
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
         point = Point(
-            k=key.k,
-            batch_size=key.batch_size,
-            draft=key.draft,
+            **asdict(key),
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )
-        found = _prediction(key.k, point, forecasts, alpha)
+        found = _prediction(point, forecasts, alpha)
         predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
         points.append(point.model_copy(update=predicted))
     return points
@@ -163,17 +161,12 @@ def decode_seconds(sample: Sample) -> float:
     return _mean(sample.decode_seconds)
 
 
-def _prediction(
-    k: int,
-    point: Point,
-    forecasts: Forecasts,
-    alpha: float,
-) -> Prediction | None:
+def _prediction(point: Point, forecasts: Forecasts, alpha: float) -> Prediction | None:
     """The predicted mean length and speed-up, with their errors where both are known."""
     if not forecasts.texts:
         return None
+    k, costs = point.k, forecasts.costs
     rounds, plain = expected_rounds(forecasts.texts, k), expected_rounds(forecasts.texts, 0)
-    costs = forecasts.costs
     predicted = None
     if k in costs and 0 in costs and rounds.total:
         predicted = plain.total * costs[0] / (rounds.total * costs[k])

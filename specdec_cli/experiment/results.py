@@ -8,6 +8,7 @@ import math
 import os
 import platform
 from collections.abc import Sequence as Values
+from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
@@ -17,7 +18,7 @@ from specdec_cli import __version__, plugin
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.plan import Plan
-from specdec_cli.experiment.records import Point, TextSample, given
+from specdec_cli.experiment.records import Key, Point, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
 
@@ -108,16 +109,12 @@ def _version(package: str) -> str | None:
         return None
 
 
-def point_record(
-    outputs: Values[Output], metrics: Metrics, draft: str | None, k: int, batch_size: int
-) -> dict[str, Any]:
+def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[str, Any]:
     """The line of points.jsonl of a single run, which has no baseline."""
     could_run = any(o.error is None for o in outputs)
     why = next((o.error for o in outputs if o.error is not None), None)
     point = Point(
-        k=k,
-        batch_size=batch_size,
-        draft=draft,
+        **asdict(key),
         status="ok" if could_run else "failed",
         metrics=metrics if could_run else None,
         speedup=None,
@@ -132,12 +129,10 @@ def point_record(
     return dict.fromkeys(order) | point.as_dict()
 
 
-def sample_record(output: Output, draft: str | None, k: int, batch_size: int) -> TextSample:
+def sample_record(output: Output, key: Key) -> TextSample:
     """A line of samples.jsonl of a single run."""
     return TextSample(
-        draft=draft,
-        k=k,
-        batch_size=batch_size,
+        **asdict(key),
         index=output.index,
         category=output.category,
         prompt_token_ids=output.prompt_token_ids,

@@ -1,7 +1,6 @@
 """The content of a report, the same for every format."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment.records import Point
@@ -9,56 +8,38 @@ from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
-from specdec_cli.report.vllm import Deployment, deployment
+from specdec_cli.report.vllm import deployment
 
 
-@dataclass(frozen=True, slots=True)
 class Content:
-    """The content of a report.
+    """The content of a report on a run, complete or not.
 
     headline: the answer. answers: one by batch size. reasons: the run's own words for them. tables:
     by name, None if there is nothing to show. category_point: the point that categories are of.
     """
 
-    run: ReportedRun
-    bests: tuple[Best, ...]
-    title: str
-    headline: str
-    answers: tuple[str, ...]
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
-    setup: str
-    tables: Mapping[str, Table | None]
-    category_point: str
-    deployment: Deployment | None
-
-
-def content_of(run: ReportedRun) -> Content:
-    """The content of a report on a run, complete or not."""
-    bests = findings.best_by_batch_size(run)
-    shown = _point_for_categories(run, bests)
-    by_category = tables.categories(run, shown) if shown is not None else None
-    return Content(
-        run=run,
-        bests=tuple(bests),
-        title=f"specdec {run.kind}: {run.path.resolve().name}",
-        headline=findings.headline(run, bests),
-        answers=tuple(findings.answer(run, best) for best in bests),
-        reasons=tuple(dict.fromkeys(b.reason for b in bests if b.reason)),
-        warnings=tuple(findings.warnings(run)),
-        setup=_setup(run),
-        tables={
-            "results": tables.results(run, bests),
+    def __init__(self, run: ReportedRun) -> None:
+        self.run = run
+        self.bests = findings.best_by_batch_size(run)
+        self.title = f"specdec {run.kind}: {run.path.resolve().name}"
+        self.headline = findings.headline(run, self.bests)
+        self.answers = [findings.answer(run, best) for best in self.bests]
+        self.reasons = list(dict.fromkeys(b.reason for b in self.bests if b.reason))
+        self.warnings = findings.warnings(run)
+        self.setup = _setup(run)
+        shown = _point_for_categories(run, self.bests)
+        self.tables: Mapping[str, Table | None] = {
+            "results": tables.results(run, self.bests),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
             "predictions": tables.predictions(run),
-            "categories": by_category,
-        },
-        category_point=""
-        if shown is None
-        else f"{findings.setting_in_words(run, shown)}, batch size {shown.batch_size}.",
-        deployment=deployment(run, bests),
-    )
+            "categories": tables.categories(run, shown) if shown is not None else None,
+        }
+        self.category_point = ""
+        if shown is not None:
+            place = f"batch size {shown.batch_size}"
+            self.category_point = f"{findings.setting_in_words(run, shown)}, {place}."
+        self.deployment = deployment(run, self.bests)
 
 
 def _point_for_categories(run: ReportedRun, bests: list[Best]) -> Point | None:

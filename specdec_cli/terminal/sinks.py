@@ -10,6 +10,7 @@ from contextlib import contextmanager, nullcontext
 from specdec_cli.engine.detokenize import TextStream
 from specdec_cli.engine.run import Emission
 from specdec_cli.experiment.generation import Job, output_of
+from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import Output, sample_record
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.terminal.render import TintedText, progress_bar
@@ -136,11 +137,11 @@ class SampleFile(Sink):
     """Writes samples.jsonl: each output is on disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
-        self._key = (job.plan.proposer, job.plan.k, job.plan.recipe.run.batch_size)
+        self._key = Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
         self._folder = folder
 
     def output(self, output: Output) -> None:
-        self._folder.append("samples.jsonl", sample_record(output, *self._key))
+        self._folder.append("samples.jsonl", sample_record(output, self._key))
 
     def close(self) -> None:
         self._folder.close()

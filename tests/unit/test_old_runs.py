@@ -20,7 +20,7 @@ from specdec_cli.experiment.records import (
 )
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.sweep.merge import merge_folders
-from specdec_cli.report.content import content_of
+from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
 
 OLD = Path(__file__).parent.parent / "old_runs"
@@ -83,4 +83,4 @@ def test_old_runs_are_reported_without_a_note(name: str, kind: str) -> None:
     assert (run.kind, run.notes, run.is_partial) == (kind, (), False)
     old = json.loads((OLD / name / "summary.json").read_text())
     assert len(run.points) == len(old["points"])
-    assert content_of(run).headline.startswith(("Best at batch size 1", "No speculation at"))
+    assert Content(run).headline.startswith(("Best at batch size 1", "No speculation at"))

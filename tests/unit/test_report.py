@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.report.content import Content, content_of
+from specdec_cli.report.content import Content
 from specdec_cli.report.export import csv_tables, markdown
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.page import page
@@ -67,7 +67,7 @@ class Page(HTMLParser):
 
 
 def read(folder: Path) -> Content:
-    return content_of(read_folder(folder))
+    return Content(read_folder(folder))
 
 
 def html(content: Content, drawn: list[Plot] | None = None) -> str:
@@ -220,7 +220,7 @@ def test_the_answer_is_the_runs_own(sweep: Content) -> None:
         f"Best at batch size 1: k = 3 with draft-1b, {point['speedup']:.2f}× the speed of plain "
         f"decoding (95 % interval {low:.2f} to {high:.2f}). Statistically tied: k = 4."
     )
-    assert sweep.reasons == ("the smallest k that is tied with the fastest",)
+    assert sweep.reasons == ["the smallest k that is tied with the fastest"]
 
 
 def test_recorded_best_wins_over_the_fastest(tmp_path: Path) -> None:
@@ -709,7 +709,7 @@ def test_the_runs_own_warnings_are_told(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     summary["warnings"] = ["3 points lack prompts", "acceptance is synthetic: times are measured"]
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    assert read(tmp_path).warnings == ("3 points lack prompts",)
+    assert read(tmp_path).warnings == ["3 points lack prompts"]
 
 
 def test_counts_are_whole_numbers(sweep: Content) -> None:
