@@ -31,8 +31,7 @@ from specdec_cli.commands import (
 )
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
-from specdec_cli.launch.ranks import RanksError
-from specdec_cli.launch.reports import Report
+from specdec_cli.launch.reports import RanksError, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
 from specdec_cli.text import first_line, inert

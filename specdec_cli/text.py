@@ -3,7 +3,6 @@
 Does not know who prints the text, or where.
 """
 
-import hashlib
 import json
 import re
 from typing import Any
@@ -50,6 +49,8 @@ def digest(value: Any) -> str:
 
     Run folders hold such hashes, so the computation must not change.
     """
+    import hashlib  # not for those who only ask for help
+
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

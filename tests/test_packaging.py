@@ -67,7 +67,7 @@ sys.exit(f"loaded {loaded}" if loaded else code)
 @pytest.mark.parametrize(
     ("arguments", "expected", "light"),
     [
-        (["--help"], 0, ("pydantic", "yaml")),
+        (["--help"], 0, ("pydantic", "yaml", "ctypes", "specdec_cli.launch.ranks")),
         (["recipe", "--help"], 0, ("yaml",)),
         (["recipe", "ls"], 0, ()),
         (["recipe", "validate", "{bad}"], 2, ()),

@@ -5,7 +5,6 @@ Parses, prepares, runs and shows; the work is done elsewhere.
 
 import contextlib
 import sys
-import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -54,6 +53,8 @@ def compare_tp(
     Each pair of degrees runs in processes of its own, with k = 0 beside it. A pair that fails does
     not end the others. Without a recipe the bundled demo pair runs.
     """
+    import tempfile
+
     from specdec_cli.commands.reading import from_data
 
     place = asked.place

@@ -4,7 +4,6 @@
 codes go into a file.
 """
 
-import ctypes
 import json
 import logging
 import os
@@ -22,6 +21,8 @@ def die_with(parent: int) -> None:
     """
     if not sys.platform.startswith("linux"):
         return
+    import ctypes  # not for those who only ask for help
+
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)

@@ -17,11 +17,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from specdec_cli.errors import ExitCode, RunError, SetupError
+from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import agent, seat
 from specdec_cli.launch.heartbeat import LEAST_START_S, Beat, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
-from specdec_cli.launch.reports import End, Report, gone, last_words, read_reports, root_cause
+from specdec_cli.launch.reports import (
+    End,
+    RanksError,
+    Report,
+    gone,
+    last_words,
+    read_reports,
+    root_cause,
+)
 
 _LOOK_S = 0.1
 _SETTLE_S = 5.0  # wait after a failure for the failure that caused it
@@ -48,15 +56,6 @@ class RanksOutcome:
         if self.failure.message is None:  # such as a closed pipe, which needs no message
             raise SystemExit(self.failure.code)
         raise RanksError(self.failure)
-
-
-class RanksError(RunError):
-    """The root cause of a failed world, with the exit code of the rank that it names."""
-
-    def __init__(self, failure: Report) -> None:
-        super().__init__(failure.explained or "", failure.hint)
-        self.code = ExitCode(failure.code)
-        self.trace = failure.trace
 
 
 def run_ranks(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
-from specdec_cli.errors import ExitCode
+from specdec_cli.errors import ExitCode, RunError
 
 
 class End(StrEnum):
@@ -57,6 +57,15 @@ class Report:
     def from_json(cls, text: str | bytes) -> "Report":
         found = json.loads(text)
         return cls(**{**found, "end": End(found["end"])})
+
+
+class RanksError(RunError):
+    """The root cause of a failed world, with the exit code of the rank that it names."""
+
+    def __init__(self, failure: Report) -> None:
+        super().__init__(failure.explained or "", failure.hint)
+        self.code = ExitCode(failure.code)
+        self.trace = failure.trace
 
 
 def root_cause(reports: Iterable[Report]) -> Report | None:

@@ -12,7 +12,6 @@ from specdec_cli.errors import TooFewGPUsError, UsageError
 from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.rank import PeersMissing, Rank
-from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.seat import Seat, find_seat
 from specdec_cli.text import first_line
 
@@ -61,6 +60,8 @@ class Place:
 
     def start(self, num_ranks: int, *, timeout_s: float, inputs: object) -> int:
         """Run this command line as ranks and return its exit code; raises the root cause."""
+        from specdec_cli.launch.ranks import run_ranks
+
         code = run_ranks(self.program, num_ranks, timeout_s=timeout_s, inputs=inputs).check()
         self.has_answered = True
         return code

@@ -159,7 +159,7 @@ def test_a_draft_with_a_tied_head_over_ranks(
 def test_no_machine_is_filled_with_ranks(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("specdec_cli.launch.world.run_ranks")
+    monkeypatch.delattr("specdec_cli.launch.ranks.run_ranks")
     result = profile(capsys, "demo", *SMALL, "--target-tp", "1024")
     assert (result.code, result.out) == (2, "")
     assert "tensor_parallel_size is 1024; specdec starts at most 64 ranks" in result.err

@@ -60,7 +60,7 @@ def test_what_a_folder_tells_is_told_before_ranks_start(
     def never(*_: object, **__: object) -> None:
         raise AssertionError("ranks were started")
 
-    monkeypatch.setattr("specdec_cli.launch.world.run_ranks", never)
+    monkeypatch.setattr("specdec_cli.launch.ranks.run_ranks", never)
     assert main([command, *options, "--device", "cpu", "-q"]) == code
     assert message in capsys.readouterr().err
 
