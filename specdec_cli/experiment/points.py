@@ -58,13 +58,12 @@ def block_points(
 
     samples: by point and prompt index. failures: of points without metrics.
     """
-    plain = next((k for k in keys if k.k == 0 and k not in failures), None)
-    baseline = without_errors(samples.get(plain, {})) if plain is not None else {}
-    largest = next((k for k in keys if k.k == forecasts.largest_k and k not in failures), None)
-    at_largest = (
-        list(without_errors(samples.get(largest, {})).values()) if largest is not None else []
-    )
-    alpha = _iid_alpha(at_largest)
+
+    def usable(k: int) -> Samples:
+        key = next((key for key in keys if key.k == k and key not in failures), None)
+        return without_errors(samples.get(key, {})) if key is not None else {}
+
+    baseline, alpha = usable(0), _iid_alpha(usable(forecasts.largest_k).values())
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})

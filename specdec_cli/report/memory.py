@@ -11,8 +11,11 @@ from specdec_cli.terminal.memory import PARTS, parts
 _GIB = 2**30
 
 
-def memory_picture(document: Mapping[str, Any]) -> bytes:
-    """A document of `profile-blocks --json` as PNG. Raises `ImportError` without matplotlib."""
+def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
+    """Write a document of `profile-blocks --json` as PNG.
+
+    Raises `ImportError` without matplotlib, `SetupError` if writing fails.
+    """
     from matplotlib.figure import Figure
 
     ranks = document["ranks"]
@@ -41,9 +44,4 @@ def memory_picture(document: Mapping[str, Any]) -> bytes:
     figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=8)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
-    return buffer.getvalue()
-
-
-def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
-    """Write the picture. Raises `ImportError` without matplotlib, `SetupError` if writing fails."""
-    write_file(file, memory_picture(document))
+    write_file(file, buffer.getvalue())
