@@ -10,6 +10,9 @@ ordinary stream, and memory may be reused. The successor may start only after th
 one kernel runs ahead, and it may read early everything written before its predecessor.
 """
 
+from functools import cache
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -40,6 +43,13 @@ def launch_options(dependent: bool = False) -> dict[str, bool]:
     `enable_fp_fusion` was Triton's default through 3.9, which warns on stderr that this will end.
     """
     return {"enable_fp_fusion": True} | ({"launch_pdl": True} if dependent else {})
+
+
+@cache
+def constants_of(tiles: NamedTuple) -> dict[str, Any]:
+    """A launch configuration as a kernel's constants, in capitals, and as Triton's own options."""
+    options = ("num_warps", "num_stages", "maxnreg")
+    return {n if n in options else n.upper(): value for n, value in tiles._asdict().items()}
 
 
 def counters(device: torch.device) -> Tensor:

@@ -24,6 +24,7 @@ from specdec_kernels.launch_triton import (
     COUNTERS,
     INTERPRETED,
     after_predecessor,
+    constants_of,
     counters,
     is_last,
     prefetch_l2,
@@ -312,18 +313,14 @@ def few_rows_linear(
     share = triton.cdiv(width, tiles.splits * tiles.block_k) * tiles.block_k
     prefetch = tiles.prefetch if tiles.prefetch <= width - share * (tiles.splits - 1) else 0
     residual = fused.get("residual")
+    constants |= constants_of(tiles) | {
+        "PREFETCH": prefetch if constants["DEPENDENT"] else 0,
+        "EARLY": tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
+    }
     few_rows_linear_kernel[(blocks, tiles.splits)](
         *(*operands, partial, counts, num_rows, num_features, x.stride(0)),
         0 if residual is None else residual.stride(0),
         float(fused.get("eps", 0.0)),
-        BLOCK_M=tiles.block_m,
-        BLOCK_K=tiles.block_k,
-        SLICES=tiles.slices,
-        SPLITS=tiles.splits,
-        PREFETCH=prefetch if constants["DEPENDENT"] else 0,
-        EARLY=tiles.early if tiles.splits == 1 and width % tiles.block_k == 0 else 0,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
         **constants,
     )
     return results

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.launch_triton import after_predecessor
+from specdec_kernels.launch_triton import after_predecessor, constants_of
 from specdec_kernels.linear.fused import Fused, prepared
 from specdec_kernels.linear.norm_triton import activate
 from specdec_kernels.linear.tiles import RowTiles
@@ -116,8 +116,6 @@ def one_row_linear(
     num_features = results[0].shape[1]
     one_row_linear_kernel[(triton.cdiv(num_features, tiles.block_n),)](
         *(*operands, num_features, float(fused.get("eps", 0.0))),
-        CHUNK=tiles.chunk,
-        num_warps=tiles.num_warps,
-        **constants,
+        **constants | constants_of(tiles),
     )
     return results
