@@ -5,7 +5,7 @@ The rule is lossless like rejection sampling, and in expectation accepts as many
 
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import NoForecast
+from specdec_cli.acceptance.base import NoForecast, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import greedy_pick, softmax_stats
@@ -55,3 +55,6 @@ class Block:
         if params.is_greedy:
             return None
         raise NoForecast
+
+
+RULE = Rule(lambda _: Block())

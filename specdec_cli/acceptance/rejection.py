@@ -2,6 +2,7 @@
 
 from specdec_kernels import ops
 
+from specdec_cli.acceptance.base import Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import greedy_pick, softmax_stats
@@ -48,3 +49,6 @@ class Rejection:
         self, index: int, start: int, count: int, k: int, params: SamplingParams
     ) -> Forecast | None:
         return None
+
+
+RULE = Rule(lambda _: Rejection())

@@ -6,6 +6,7 @@ from specdec_cli.core.drafting import Stop
 from specdec_cli.core.state import BatchState
 from specdec_cli.lengths.base import LastRounds
 from specdec_cli.lengths.costs import RoundCosts
+from specdec_cli.recipe import SpeculationSection
 
 
 class FixedLength:
@@ -24,3 +25,7 @@ class FixedLength:
 
     def caps(self, state: BatchState, caps: torch.Tensor) -> torch.Tensor:
         return caps
+
+
+def from_recipe(speculation: SpeculationSection) -> FixedLength:
+    return FixedLength()

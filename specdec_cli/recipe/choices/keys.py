@@ -1,4 +1,4 @@
-"""The keys that every method and rule has, checked against the registry of choices."""
+"""The keys that name a method, a rule and a policy, checked against the registry of choices."""
 
 from collections.abc import Callable, Collection
 from typing import Annotated
@@ -43,4 +43,13 @@ class SpeculationKeys(Section):
     acceptance: RuleName = Field(
         default="rejection",
         description="rejection and block are lossless, typical is not; synthetic fixes the rate",
+    )
+
+
+class LengthKeys(Section):
+    """The keys of `speculation.length` that every recipe has."""
+
+    policy: PolicyName = Field(
+        default="fixed",
+        description="confidence stops a draft that is unsure; adaptive chooses k by its gain",
     )

@@ -1,14 +1,18 @@
 """The methods, acceptance rules and length policies that a recipe may name, plugins' too.
 
-Imports nothing heavy. The code behind a name is in the registries of `methods`, `acceptance` and
-`lengths`.
+A new one has a line here, its code in a module of its name, and its keys, if any, in a module
+beside this one. Imports nothing heavy.
 """
 
 from typing import TypeVar
 
+from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
-from specdec_cli.recipe.choices.ngram import NGRAM
+from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
+from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
+from specdec_cli.recipe.choices.typical import TypicalKeys
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -23,11 +27,21 @@ RULES: dict[str, RuleChoice] = {
     "rejection": RuleChoice(),
     "block": RuleChoice(),
     "typical": RuleChoice(),
-    "synthetic": RuleChoice(is_given=True),
+    "synthetic": SYNTHETIC,
 }
-POLICIES: dict[str, PolicyChoice] = dict.fromkeys(
-    ("fixed", "confidence", "adaptive"), PolicyChoice()
-)
+POLICIES: dict[str, PolicyChoice] = {
+    "fixed": PolicyChoice(),
+    "confidence": PolicyChoice(),
+    "adaptive": PolicyChoice(),
+}
+
+
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, SyntheticKeys):
+    """The keys of `speculation` that belong to one method or rule."""
+
+
+class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
+    """The keys of `speculation.length` that belong to one policy."""
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
