@@ -39,7 +39,7 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
                 return PluggedMethod(name, made(parts), parts.target.vocab_size)
 
         code = Method(make, text_bytes, getattr(made, "runs_on_host", False))
-        add(METHODS, name, MethodChoice(needs_draft, code=code))
+        add(METHODS, name, MethodChoice(needs_draft=needs_draft, code=code))
         return made
 
     return register

@@ -21,10 +21,12 @@ class VllmConfig:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """needs_draft: whether the recipe names a draft model. to_vllm: makes vLLM's config from a
-    recipe and the draft's name; None if vLLM has no such method. code: a plugin's `methods.Method`.
+    """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
+    model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
+    method. code: a plugin's `methods.Method`.
     """
 
+    what: str = ""
     needs_draft: bool = False
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
     code: Any = None
@@ -32,11 +34,12 @@ class MethodChoice:
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """is_given: whether the recipe, not the target, says what is accepted. check: raises
-    `PydanticCustomError` where this rule's keys contradict each other or k. code: a plugin's
-    `acceptance.Rule`.
+    """what: a few words for the recipe's reference. is_given: whether the recipe, not the target,
+    says what is accepted. check: raises `PydanticCustomError` where this rule's keys contradict
+    each other or k. code: a plugin's `acceptance.Rule`.
     """
 
+    what: str = ""
     is_given: bool = False
     check: Callable[[Any, int], None] | None = None
     code: Any = None
@@ -44,6 +47,9 @@ class RuleChoice:
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """code: a plugin's policy, made from the recipe's `speculation`."""
+    """what: a few words for the recipe's reference. code: makes a plugin's policy from the recipe's
+    `speculation`.
+    """
 
+    what: str = ""
     code: Any = None

@@ -21,18 +21,18 @@ NONE = "none"  # the method of plain decoding
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
     "ngram": NGRAM,
-    NONE: MethodChoice(),
+    NONE: MethodChoice("plain decoding"),
 }
 RULES: dict[str, RuleChoice] = {
-    "rejection": RuleChoice(),
-    "block": RuleChoice(),
-    "typical": RuleChoice(),
+    "rejection": RuleChoice("lossless"),
+    "block": RuleChoice("lossless, judges proposals jointly"),
+    "typical": RuleChoice("lossy, likely proposals stand"),
     "synthetic": SYNTHETIC,
 }
 POLICIES: dict[str, PolicyChoice] = {
-    "fixed": PolicyChoice(),
-    "confidence": PolicyChoice(),
-    "adaptive": PolicyChoice(),
+    "fixed": PolicyChoice("k every round"),
+    "confidence": PolicyChoice("a draft that is unsure stops"),
+    "adaptive": PolicyChoice("k by its gain"),
 }
 
 

@@ -54,4 +54,4 @@ def _check(keys: SyntheticKeys, k: int) -> None:
         )
 
 
-SYNTHETIC = RuleChoice(is_given=True, check=_check)
+SYNTHETIC = RuleChoice("lossy, at given rates", is_given=True, check=_check)
