@@ -53,8 +53,7 @@ def _word(dtype: torch.dtype) -> str:
 class PluggedMethod:
     """A proposer of `inner`, which has `propose`, and may have the rest of `methods.base.Proposer`.
 
-    Without `kv_after` it is taken to have no cache. runs_on_host: whether it reads device data on
-    the host, so that rounds are not captured. vocab_size: of the target.
+    Without `kv_after` it is taken to have no cache. vocab_size: of the target.
     """
 
     def __init__(self, name: str, inner: Any, vocab_size: int) -> None:
@@ -65,7 +64,6 @@ class PluggedMethod:
         self.max_lag: int = getattr(inner, "max_lag", sys.maxsize)
         self.feature_layers: tuple[int, ...] = tuple(getattr(inner, "feature_layers", ()))
         self.needs_text: bool = getattr(inner, "needs_text", False)
-        self.runs_on_host: bool = getattr(inner, "runs_on_host", False)
         self._num_invalid: torch.Tensor | None = None
 
     def _call(self, name: str, *args: Any, default: Callable[[], Any] = lambda: None) -> Any:

@@ -18,14 +18,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_cli.acceptance.registry import RULES, Rule
+from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
-from specdec_cli.lengths.registry import POLICIES
 from specdec_cli.methods.base import Method, MethodParts, Proposer, text_bytes
-from specdec_cli.methods.registry import METHODS
 from specdec_cli.plugged import PluggedMethod, PluggedPolicy, PluggedRule, blamed
-from specdec_cli.recipe.choices import registry as choices
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES, add
 
 Made = TypeVar("Made", bound=type[Any])
 
@@ -36,13 +34,12 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
     """Register a proposer. needs_draft: whether it has the recipe's draft model loaded."""
 
     def register(made: Made) -> Made:
-        choices.add(choices.METHODS, name, MethodChoice(needs_draft, is_plugin=True))
-
         def make(parts: MethodParts) -> Proposer:
             with blamed(f"method {name}", "making it"):
                 return PluggedMethod(name, made(parts), parts.target.vocab_size)
 
-        METHODS[name] = Method(make, text_bytes)
+        code = Method(make, text_bytes, getattr(made, "runs_on_host", False))
+        add(METHODS, name, MethodChoice(needs_draft=needs_draft, code=code))
         return made
 
     return register
@@ -52,13 +49,11 @@ def rule(name: str) -> Callable[[Made], Made]:
     """Register an acceptance rule."""
 
     def register(made: Made) -> Made:
-        choices.add(choices.RULES, name, RuleChoice(is_plugin=True))
-
         def make(speculation: Any) -> PluggedRule:
             with blamed(f"acceptance {name}", "making it"):
                 return PluggedRule(name, made(speculation))
 
-        RULES[name] = Rule(make)
+        add(RULES, name, RuleChoice(code=Rule(make)))
         return made
 
     return register
@@ -68,13 +63,11 @@ def policy(name: str) -> Callable[[Made], Made]:
     """Register a length policy."""
 
     def register(made: Made) -> Made:
-        choices.add(choices.POLICIES, name, PolicyChoice(is_plugin=True))
-
         def make(speculation: Any) -> PluggedPolicy:
             with blamed(f"length policy {name}", "making it"):
                 return PluggedPolicy(name, made(speculation))
 
-        POLICIES[name] = make
+        add(POLICIES, name, PolicyChoice(code=make))
         return made
 
     return register

@@ -1,6 +1,7 @@
 """The interface between a round and an acceptance rule, and the draw for rounds of no proposals."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from specdec_kernels import ops
@@ -10,6 +11,7 @@ from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.recipe import SpeculationSection
 
 
 class AcceptanceRule(Protocol):
@@ -47,6 +49,20 @@ class AcceptanceRule(Protocol):
         under this rule. Raises `NoForecast` if neither can tell.
         """
         return None
+
+
+def _as_it_is(speculation: SpeculationSection, k: int) -> SpeculationSection:
+    return speculation
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """make: the rule of a recipe. for_k: the recipe's speculation when k reaches up to another
+    number, for rules whose keys belong to one k; raises `UsageError` where it cannot.
+    """
+
+    make: Callable[[SpeculationSection], AcceptanceRule]
+    for_k: Callable[[SpeculationSection, int], SpeculationSection] = _as_it_is
 
 
 class NoForecast(Exception):

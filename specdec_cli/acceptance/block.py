@@ -7,7 +7,7 @@ from functools import partial
 
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import LosslessRule, NoForecast
+from specdec_cli.acceptance.base import LosslessRule, NoForecast, Rule
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.types import SamplingParams
 
@@ -29,3 +29,6 @@ class Block(LosslessRule):
         if params.is_greedy:
             return None
         raise NoForecast
+
+
+RULE = Rule(lambda _: Block())

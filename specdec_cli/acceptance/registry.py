@@ -1,37 +1,23 @@
-"""Acceptance rules by their names in a recipe."""
+"""The code of acceptance rules, by the names that recipes give them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from importlib import import_module
 
-from specdec_cli.acceptance import synthetic, typical
-from specdec_cli.acceptance.base import AcceptanceRule
-from specdec_cli.acceptance.block import Block
-from specdec_cli.acceptance.rejection import Rejection
+from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.recipe import SpeculationSection
-
-
-def _as_it_is(speculation: SpeculationSection, k: int) -> SpeculationSection:
-    return speculation
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """make: the rule of a recipe. for_k: the recipe's speculation when k reaches up to another
-    number, for rules whose keys belong to one k; raises `UsageError` where it cannot.
-    """
-
-    make: Callable[[SpeculationSection], AcceptanceRule]
-    for_k: Callable[[SpeculationSection, int], SpeculationSection] = _as_it_is
-
-
-RULES: dict[str, Rule] = {
-    "rejection": Rule(lambda _: Rejection()),
-    "block": Rule(lambda _: Block()),
-    "synthetic": Rule(synthetic.from_recipe, synthetic.for_k),
-    "typical": Rule(typical.from_recipe),
-}
+from specdec_cli.recipe.choices.registry import RULES
 
 
 def rule_of(speculation: SpeculationSection) -> AcceptanceRule:
     """The rule that a recipe names."""
-    return RULES[speculation.acceptance].make(speculation)
+    return _named(speculation.acceptance).make(speculation)
+
+
+def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
+    """A recipe's speculation when k reaches up to another number; see `Rule`."""
+    return _named(speculation.acceptance).for_k(speculation, k)
+
+
+def _named(name: str) -> Rule:
+    """`RULE` of the module of this name, or a plugin's."""
+    found: Rule = RULES[name].code or import_module(f"specdec_cli.acceptance.{name}").RULE
+    return found

@@ -2,7 +2,7 @@
 
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import LosslessRule
+from specdec_cli.acceptance.base import LosslessRule, Rule
 
 
 class Rejection(LosslessRule):
@@ -12,3 +12,6 @@ class Rejection(LosslessRule):
     """
 
     test = ops.reject_logits
+
+
+RULE = Rule(lambda _: Rejection())

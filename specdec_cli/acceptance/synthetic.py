@@ -7,7 +7,7 @@ from operator import mul
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, round_noise, softmax_stats
@@ -121,3 +121,6 @@ def for_k(speculation: SpeculationSection, k: int) -> SpeculationSection:
     return speculation.model_copy(
         update={"synthetic_acceptance_rates": rates, "synthetic_acceptance_length": None}
     )
+
+
+RULE = Rule(from_recipe, for_k)

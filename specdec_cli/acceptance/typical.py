@@ -6,7 +6,7 @@ Accepted tokens are likely enough under the target, but not distributed as the t
 import torch
 from specdec_kernels import ops
 
-from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
+from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats, to_probs
@@ -62,5 +62,8 @@ class Typical(AcceptanceRule):
         raise NoForecast
 
 
-def from_recipe(speculation: SpeculationSection) -> Typical:
+def _from_recipe(speculation: SpeculationSection) -> Typical:
     return Typical(speculation.typical_threshold, speculation.typical_alpha)
+
+
+RULE = Rule(_from_recipe)

@@ -28,7 +28,7 @@ from specdec_cli.engine.sharing import borrowed_weights
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
-from specdec_cli.methods.registry import METHODS
+from specdec_cli.methods.registry import method_of
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import load
@@ -127,7 +127,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
         draft = models[1] if models[1:] else None
         parts = MethodParts(recipe.speculation, models[0], draft, draft_len)
-        proposer = METHODS[recipe.speculation.method].make(parts)
+        proposer = method_of(recipe.speculation).make(parts)
     return Engine(
         models[0],
         proposer,
@@ -138,8 +138,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
         eos_ids=plan.target.eos_ids,
         rule=rule_of(recipe.speculation) if plan.k else None,
         policy=policy_of(recipe.speculation) if plan.k else None,
-        is_captured=plan.no_cuda_graphs is None
-        and not (proposer is not None and proposer.runs_on_host),
+        is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
     )

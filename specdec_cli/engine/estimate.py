@@ -26,7 +26,7 @@ from specdec_cli.engine.profile import (
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import MethodBytes, RoundSize
-from specdec_cli.methods.registry import METHODS
+from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import family_of
@@ -194,7 +194,7 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
         is_first=plan.parallel.is_first,
         draft=plan.draft,
     )
-    return METHODS[plan.recipe.speculation.method].forecast_bytes(size)
+    return method_of(plan.recipe.speculation).forecast_bytes(size)
 
 
 def _is_greedy(plan: Plan) -> bool:

@@ -22,6 +22,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.methods.registry import method_of
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -121,6 +122,8 @@ class Plan:
         """The reason why this device or these models rule out CUDA graphs, or None."""
         if self.device.type != "cuda":
             return "the device is a CPU"
+        if self.k and method_of(self.recipe.speculation).runs_on_host:
+            return "the method reads the device's data on the host"
         for model in self.models:
             # torch's grouped product of other dtypes copies to the host.
             if model.has_experts and model.dtype != torch.bfloat16:

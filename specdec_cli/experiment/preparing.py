@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from specdec_cli.acceptance.registry import RULES
+from specdec_cli.acceptance.registry import for_k
 from specdec_cli.experiment.generation import Job
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.loader import Description
@@ -15,8 +15,7 @@ _FEW_PROMPTS = 20
 
 def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     """The recipe for engine and cache, with the largest k and batch size."""
-    rule = RULES[recipe.speculation.acceptance]
-    speculation = rule.for_k(recipe.speculation, largest)
+    speculation = for_k(recipe.speculation, largest)
     speculation = speculation.model_copy(update={"num_speculative_tokens": largest})
     run = recipe.run.model_copy(update={"batch_size": batch_size})
     return recipe.model_copy(update={"speculation": speculation, "run": run})

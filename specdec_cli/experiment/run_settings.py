@@ -11,7 +11,11 @@ from specdec_cli import text
 from specdec_cli.recipe import Recipe, SpeculationSection
 from specdec_cli.recipe.choices.registry import is_given
 
-_LATER_KEYS = ("length", "typical_threshold", "typical_alpha", "options")
+# Run folders of every version have these keys of `speculation`.
+_FIRST_KEYS = {
+    *("method", "num_speculative_tokens", "acceptance", "ngram_max", "ngram_min"),
+    *("synthetic_acceptance_rates", "synthetic_acceptance_length"),
+}
 
 
 def settings_values(recipe: Recipe) -> dict[str, Any]:
@@ -20,9 +24,11 @@ def settings_values(recipe: Recipe) -> dict[str, Any]:
     values = recipe.model_dump(mode="json")
     del values["data"], values["run"]["batch_size"], values["run"]["device"]
     defaults = SpeculationSection().model_dump(mode="json")
-    for key in _LATER_KEYS:
-        if values["speculation"][key] == defaults[key]:
-            del values["speculation"][key]
+    values["speculation"] = {
+        key: value
+        for key, value in values["speculation"].items()
+        if key in _FIRST_KEYS or value != defaults[key]
+    }
     return values
 
 

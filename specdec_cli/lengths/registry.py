@@ -1,19 +1,15 @@
-"""Length policies by their names in a recipe."""
+"""The code of length policies, by the names that recipes give them."""
 
-from collections.abc import Callable
+from importlib import import_module
 
-from specdec_cli.lengths import adaptive, confidence
 from specdec_cli.lengths.base import LengthPolicy
-from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.recipe import SpeculationSection
-
-POLICIES: dict[str, Callable[[SpeculationSection], LengthPolicy]] = {
-    "fixed": lambda _: FixedLength(),
-    "confidence": confidence.from_recipe,
-    "adaptive": adaptive.from_recipe,
-}
+from specdec_cli.recipe.choices.registry import POLICIES
 
 
 def policy_of(speculation: SpeculationSection) -> LengthPolicy:
-    """The policy that a recipe names."""
-    return POLICIES[speculation.length.policy](speculation)
+    """The policy that a recipe names: made by its module's `from_recipe`, or a plugin's."""
+    name = speculation.length.policy
+    make = POLICIES[name].code or import_module(f"specdec_cli.lengths.{name}").from_recipe
+    made: LengthPolicy = make(speculation)
+    return made

@@ -65,10 +65,13 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. forecast_bytes: its memory, before anything is loaded."""
+    """make: a proposer. forecast_bytes: its memory, before anything is loaded. runs_on_host:
+    whether it reads the device's data on the host: then rounds cannot be captured.
+    """
 
     make: Callable[[MethodParts], "Proposer"]
     forecast_bytes: Callable[[RoundSize], MethodBytes]
+    runs_on_host: bool = False
 
 
 def text_bytes(size: RoundSize) -> MethodBytes:
@@ -81,14 +84,12 @@ class Proposer(Protocol):
     states of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
     whether `BatchState.texts` has to hold the sequences' tokens. max_lag: most tokens that may be
     missing from its cache when a round begins; if more are missing they are prefilled first.
-    runs_on_host: whether it reads device data on the host, so that rounds cannot be captured.
     """
 
     max_len: int
     feature_layers: tuple[int, ...]
     needs_text: bool
     max_lag: int
-    runs_on_host: bool
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""

@@ -29,7 +29,6 @@ class DraftModel:
     feature_layers: tuple[int, ...] = ()
     needs_text = False
     max_lag = 2
-    runs_on_host = False
 
     def __init__(self, model: PagedModel | None, max_len: int) -> None:
         self.model = model

@@ -33,7 +33,6 @@ class Eagle3:
     needs_text = False
     # `commit` writes the rows of every round, even of one without proposals: nothing is missing.
     max_lag = sys.maxsize
-    runs_on_host = False
 
     def __init__(
         self, head: PagedHead | None, feature_layers: tuple[int, ...], max_len: int

@@ -32,7 +32,6 @@ class Ngram:
     needs_text = True
     max_len = sys.maxsize
     max_lag = sys.maxsize
-    runs_on_host = False
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest = longest

@@ -19,11 +19,16 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import PolicyName
-from specdec_cli.recipe.choices.ngram import NgramKeys
-from specdec_cli.recipe.choices.registry import METHODS, NONE, POLICIES, RULES, needs_draft
-from specdec_cli.recipe.choices.synthetic import SyntheticKeys
-from specdec_cli.recipe.choices.typical import TypicalKeys
+from specdec_cli.recipe.choices.keys import LengthKeys, SpeculationKeys
+from specdec_cli.recipe.choices.registry import (
+    METHODS,
+    NONE,
+    POLICIES,
+    RULES,
+    MethodAndRuleKeys,
+    PolicyKeys,
+    needs_draft,
+)
 from specdec_cli.recipe.fields import (
     MAX_BYTES,
     MAX_COUNT,
@@ -32,7 +37,6 @@ from specdec_cli.recipe.fields import (
     CountOrZero,
     Name,
     Number,
-    Probability,
     Section,
     Switch,
     Text,
@@ -67,22 +71,11 @@ class DraftSection(ModelSection):
     )
 
 
-class LengthSection(Section):
+class LengthSection(PolicyKeys, LengthKeys):
     """The number of proposed tokens of each round, k at most."""
 
-    policy: PolicyName = Field(
-        default="fixed",
-        description="confidence stops a draft that is unsure; adaptive chooses k by its gain",
-    )
-    threshold: Probability = Field(
-        default=0.4, description="confidence: a draft stops behind a less likely token"
-    )
-    choices: tuple[Annotated[StrictInt, Field(ge=0, le=1024)], ...] = Field(
-        default=(0, 1, 2, 4, 8), description="adaptive: lengths to choose from, beside k itself"
-    )
 
-
-class SpeculationSection(TypicalKeys, NgramKeys, SyntheticKeys):
+class SpeculationSection(MethodAndRuleKeys, SpeculationKeys):
     """The method that proposes tokens, and the rule that accepts them."""
 
     length: LengthSection = Field(
@@ -91,9 +84,12 @@ class SpeculationSection(TypicalKeys, NgramKeys, SyntheticKeys):
     options: dict[str, JsonValue] = Field(default={}, description="keys of a plugin's own")
 
     @model_validator(mode="after")
-    def _options_are_read(self) -> Self:
-        chosen = METHODS[self.method], RULES[self.acceptance], POLICIES[self.length.policy]
-        if self.options and not any(choice.is_plugin for choice in chosen):
+    def _suits_its_choices(self) -> Self:
+        rule = RULES[self.acceptance]
+        if rule.check is not None:
+            rule.check(self, self.num_speculative_tokens)
+        chosen = METHODS[self.method], rule, POLICIES[self.length.policy]
+        if self.options and all(choice.code is None for choice in chosen):
             raise PydanticCustomError(
                 "options",
                 "are for plugins, and the method, the rule and the policy are built in",

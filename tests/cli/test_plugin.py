@@ -4,15 +4,16 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from specdec_cli import plugin
-from specdec_cli.acceptance.registry import RULES
-from specdec_cli.lengths.registry import POLICIES
-from specdec_cli.methods.registry import METHODS
-from specdec_cli.recipe.choices import registry as choices
+from specdec_cli.engine.plan import plan
+from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.choices.registry import METHODS, POLICIES, RULES
 from tests.cli.generate_helpers import ROOT, Result
 from tests.cli.sweep_helpers import specdec
 from tests.conftest import NEEDS_CUDA
@@ -21,7 +22,7 @@ PAGE = (ROOT / "docs" / "methods.md").read_text()
 FILES = dict(re.findall(r"```python\n# (\w+)\.py\n(.*?)```", PAGE, re.DOTALL))
 SHORT = ("--prompt", "def add(a, b):\n", "--max-new-tokens", "24", "--ignore-eos", "--json")
 SAMPLED = (*SHORT, "--temperature", "1")
-REGISTRIES = (METHODS, RULES, POLICIES, choices.METHODS, choices.RULES, choices.POLICIES)
+REGISTRIES = (METHODS, RULES, POLICIES)
 
 
 @pytest.fixture(autouse=True)
@@ -304,3 +305,13 @@ def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture
     found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.method=echo")
     assert found.code == 2
     assert "should be draft_model, ngram or none" in json.loads(found.out)["error"]["message"]
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_method_that_reads_the_device_is_not_captured(tmp_path: Path, reads: bool) -> None:
+    body = f"runs_on_host = {reads}\n    def __init__(self, parts): pass\n"
+    plugin.load(str(written(tmp_path, f"{HEAD}@method('mine')\nclass Mine:\n    {body}")))
+    found = plan(load_recipe("demo", {"draft": None, "speculation.method": "mine"}))
+    on_cuda = replace(found, device=torch.device("cuda", 0))
+    reason = "the method reads the device's data on the host" if reads else None
+    assert on_cuda.no_cuda_graphs == reason

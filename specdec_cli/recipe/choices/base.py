@@ -1,4 +1,8 @@
-"""Facts about a method or a rule that are known before anything heavy is imported."""
+"""Facts about a method, a rule or a policy that are known before anything heavy is imported.
+
+The code of a name is in the module of that name in `methods`, `acceptance` or `lengths`, unless a
+plugin brought it: then the choice holds it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,27 +21,35 @@ class VllmConfig:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """needs_draft: whether the recipe names a draft model. to_vllm: makes vLLM's config from a
-    recipe and the draft's name; None if vLLM has no such method. is_plugin: whether a plugin added
-    it.
+    """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
+    model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
+    method. code: a plugin's `methods.Method`.
     """
 
+    what: str = ""
     needs_draft: bool = False
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
-    is_plugin: bool = False
+    code: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class RuleChoice:
-    """is_given: whether the recipe, not the target, says what is accepted. is_plugin: whether a
-    plugin added it."""
+    """what: a few words for the recipe's reference. is_given: whether the recipe, not the target,
+    says what is accepted. check: raises `PydanticCustomError` where this rule's keys contradict
+    each other or k. code: a plugin's `acceptance.Rule`.
+    """
 
+    what: str = ""
     is_given: bool = False
-    is_plugin: bool = False
+    check: Callable[[Any, int], None] | None = None
+    code: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyChoice:
-    """is_plugin: whether a plugin added it."""
+    """what: a few words for the recipe's reference. code: makes a plugin's policy from the recipe's
+    `speculation`.
+    """
 
-    is_plugin: bool = False
+    what: str = ""
+    code: Any = None

@@ -1,14 +1,18 @@
 """The methods, acceptance rules and length policies that a recipe may name, plugins' too.
 
-Imports nothing heavy. The code behind a name is in the registries of `methods`, `acceptance` and
-`lengths`.
+A new one has a line here, its code in a module of its name, and its keys, if any, in a module
+beside this one. Imports nothing heavy.
 """
 
 from typing import TypeVar
 
+from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
-from specdec_cli.recipe.choices.ngram import NGRAM
+from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
+from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
+from specdec_cli.recipe.choices.typical import TypicalKeys
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
 
@@ -17,17 +21,27 @@ NONE = "none"  # the method of plain decoding
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
     "ngram": NGRAM,
-    NONE: MethodChoice(),
+    NONE: MethodChoice("plain decoding"),
 }
 RULES: dict[str, RuleChoice] = {
-    "rejection": RuleChoice(),
-    "block": RuleChoice(),
-    "typical": RuleChoice(),
-    "synthetic": RuleChoice(is_given=True),
+    "rejection": RuleChoice("lossless"),
+    "block": RuleChoice("lossless, judges proposals jointly"),
+    "typical": RuleChoice("lossy, likely proposals stand"),
+    "synthetic": SYNTHETIC,
 }
-POLICIES: dict[str, PolicyChoice] = dict.fromkeys(
-    ("fixed", "confidence", "adaptive"), PolicyChoice()
-)
+POLICIES: dict[str, PolicyChoice] = {
+    "fixed": PolicyChoice("k every round"),
+    "confidence": PolicyChoice("a draft that is unsure stops"),
+    "adaptive": PolicyChoice("k by its gain"),
+}
+
+
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, SyntheticKeys):
+    """The keys of `speculation` that belong to one method or rule."""
+
+
+class PolicyKeys(AdaptiveKeys, ConfidenceKeys):
+    """The keys of `speculation.length` that belong to one policy."""
 
 
 def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:

@@ -1,16 +1,16 @@
 """Synthetic acceptance in a recipe."""
 
 from itertools import pairwise
-from typing import Annotated, Self
+from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.keys import SpeculationKeys
-from specdec_cli.recipe.fields import Number, Probability
+from specdec_cli.recipe.choices.base import RuleChoice
+from specdec_cli.recipe.fields import Number, Probability, Section
 
 
-class SyntheticKeys(SpeculationKeys):
+class SyntheticKeys(Section):
     """The keys of synthetic acceptance, of which a recipe with that rule needs one."""
 
     synthetic_acceptance_rates: tuple[Probability, ...] | None = Field(
@@ -30,29 +30,28 @@ class SyntheticKeys(SpeculationKeys):
             )
         return value
 
-    @model_validator(mode="after")
-    def _synthetic(self) -> Self:
-        if self.acceptance != "synthetic":
-            return self
-        k, rates = self.num_speculative_tokens, self.synthetic_acceptance_rates
-        length = self.synthetic_acceptance_length
-        if (rates is None) == (length is None):
-            raise PydanticCustomError(
-                "synthetic",
-                "acceptance: synthetic needs one of synthetic_acceptance_rates and "
-                "synthetic_acceptance_length",
-                {"key": "acceptance"},
-            )
-        if rates is not None and len(rates) < k:
-            raise PydanticCustomError(
-                "synthetic",
-                "should have at least num_speculative_tokens ({k}) rates, has {n}",
-                {"key": "synthetic_acceptance_rates", "k": k, "n": len(rates)},
-            )
-        if length is not None and k > 0 and length > k + 1:
-            raise PydanticCustomError(
-                "synthetic",
-                "should be at most num_speculative_tokens + 1 ({most})",
-                {"key": "synthetic_acceptance_length", "most": k + 1},
-            )
-        return self
+
+def _check(keys: SyntheticKeys, k: int) -> None:
+    rates, length = keys.synthetic_acceptance_rates, keys.synthetic_acceptance_length
+    if (rates is None) == (length is None):
+        raise PydanticCustomError(
+            "synthetic",
+            "acceptance: synthetic needs one of synthetic_acceptance_rates and "
+            "synthetic_acceptance_length",
+            {"key": "acceptance"},
+        )
+    if rates is not None and len(rates) < k:
+        raise PydanticCustomError(
+            "synthetic",
+            "should have at least num_speculative_tokens ({k}) rates, has {n}",
+            {"key": "synthetic_acceptance_rates", "k": k, "n": len(rates)},
+        )
+    if length is not None and k > 0 and length > k + 1:
+        raise PydanticCustomError(
+            "synthetic",
+            "should be at most num_speculative_tokens + 1 ({most})",
+            {"key": "synthetic_acceptance_length", "most": k + 1},
+        )
+
+
+SYNTHETIC = RuleChoice("lossy, at given rates", is_given=True, check=_check)
