@@ -5,10 +5,12 @@ from functools import cached_property, update_wrapper
 from importlib import import_module
 from typing import Generic, ParamSpec, TypeVar, cast
 
+import torch
 from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+HAS_CUDA = torch.backends.cuda.is_built()
 
 
 class Kernel(Generic[P, R]):
@@ -21,6 +23,8 @@ class Kernel(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         # Small models on a CPU come here thousands of times a second: no loop in the usual case.
+        if not HAS_CUDA:
+            return self.reference(*args, **kwargs)
         first = args[0] if args else None
         if not isinstance(first, Tensor):
             held = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))

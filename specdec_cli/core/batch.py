@@ -164,10 +164,11 @@ def live_batch(
     query_start_t = torch.tensor(query_start, dtype=torch.int32)
     context_lens = torch.tensor(contexts, dtype=torch.int32)
     block_tables = state.block_tables[:, : -(-max(contexts) // block_size)]
+    token_ids, places_in_text, slots_t = torch.tensor([fed, positions, slots], dtype=torch.int64)
     found = ForwardBatch(
-        token_ids=torch.tensor(fed, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        slots=torch.tensor(slots, dtype=torch.int64),
+        token_ids=token_ids,
+        positions=places_in_text,
+        slots=slots_t,
         query_start=query_start_t,
         context_lens=context_lens,
         block_tables=block_tables,

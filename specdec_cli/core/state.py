@@ -127,6 +127,6 @@ def _to(rows: object, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
     The source is pinned memory, which the allocator keeps until the copy is done.
     """
-    return torch.tensor(rows, dtype=dtype, pin_memory=device.type == "cuda").to(
-        device, non_blocking=True
-    )
+    if device.type == "cpu":
+        return torch.tensor(rows, dtype=dtype)
+    return torch.tensor(rows, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
