@@ -22,8 +22,8 @@ from specdec_cli import __version__
 from specdec_cli.commands import (
     compare_tp,
     generate,
-    inputs,
     merge,
+    options,
     profile_blocks,
     recipe,
     report,
@@ -49,9 +49,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate", cls=inputs.OneSource)(generate.generate)
-app.command("sweep-k", cls=inputs.OneSource)(sweep_k.sweep_k)
-app.command("compare-tp", cls=inputs.OneSource)(compare_tp.compare_tp)
+app.command("generate", cls=options.OneSource)(generate.generate)
+app.command("sweep-k", cls=options.OneSource)(sweep_k.sweep_k)
+app.command("compare-tp", cls=options.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge")(merge.merge)
 app.command("profile-blocks")(profile_blocks.profile_blocks)

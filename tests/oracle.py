@@ -20,8 +20,8 @@ from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Noise
+from specdec_cli.core.figures import STAGES
 from specdec_cli.core.sampling import greedy_pick, round_noise, to_probs
-from specdec_cli.core.stages import STAGES
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome
 from specdec_cli.engine.loop import Engine

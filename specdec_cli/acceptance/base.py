@@ -106,7 +106,5 @@ class LosslessRule(AcceptanceRule):
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:
     """The decision of a round without proposals: one token from the target's distribution."""
-    logits = target.logits[:, 0]
-    stats = None if params.is_greedy else softmax_stats(logits, params)
-    tokens = draw(logits, stats, params, None if noise is None else noise.sample[:, 0])
+    tokens = draw(target.logits[:, 0], params, None if noise is None else noise.sample[:, 0])
     return Verdict(tokens[:, None], tokens.clamp(max=0))

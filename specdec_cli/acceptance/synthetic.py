@@ -10,7 +10,7 @@ from specdec_kernels import ops
 from specdec_cli.acceptance.base import AcceptanceRule, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.sampling import draw, round_noise, softmax_stats
+from specdec_cli.core.sampling import draw, round_noise
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import SpeculationSection
@@ -70,8 +70,7 @@ class SyntheticAcceptance(AcceptanceRule):
         """Accept the proposal at each place by its rate, then draw a token from the target."""
         assert noise is not None
         c, logits = candidates, target.logits.flatten(0, 1)
-        stats = None if params.is_greedy else softmax_stats(logits, params)
-        best = draw(logits, stats, params, noise.sample.flatten()).view(target.logits.shape[:2])
+        best = draw(logits, params, noise.sample.flatten()).view(target.logits.shape[:2])
         rates = self._on_device(c.token_ids.shape[1], logits.device)
         return Verdict(*ops.accept(c.token_ids, best, c.lens, noise.accept, rates))
 

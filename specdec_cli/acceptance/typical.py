@@ -9,7 +9,7 @@ from specdec_kernels import ops
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast, Rule
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.sampling import draw, greedy_pick, softmax_stats, to_probs
+from specdec_cli.core.sampling import draw, greedy_pick, to_probs
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.recipe import SpeculationSection
 
@@ -38,9 +38,7 @@ class Typical(AcceptanceRule):
         if params.is_greedy:
             return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
         assert noise is not None
-        logits = target.logits.flatten(0, 1)
-        stats = softmax_stats(logits, params)
-        own = draw(logits, stats, params, noise.sample.flatten()).view(target.logits.shape[:2])
+        own = draw(target.logits.flatten(0, 1), params, noise.sample.flatten()).view(-1, k + 1)
         stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
         # `ops.accept` accepts a proposal if its noise is below its place's rate.
         rates = torch.full((k,), 0.5, device=stands.device)

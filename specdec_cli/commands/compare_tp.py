@@ -10,11 +10,10 @@ from typing import Annotated
 
 import typer
 
-from specdec_cli.commands import inputs, options
-from specdec_cli.commands.importing import importing
+from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
-from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import say_kept, show, waiting, warn
+from specdec_cli.commands.starting import importing
+from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place, join
 
@@ -38,12 +37,12 @@ def compare_tp(
     asked: Asked,
     target_tp: TargetTPs = None,
     draft_tp: DraftTPs = None,
-    dataset: inputs.Dataset = None,
+    dataset: options.Dataset = None,
     limit: options.Limit = None,
     batches: Batches = None,
     skip_bad: options.SkipBad = False,
-    chat: inputs.Chat = None,
-    system: inputs.System = None,
+    chat: options.Chat = None,
+    system: options.System = None,
     resume: Resume = False,
     dry_run: DryRun = False,
     batch_size: BatchSizes = None,
@@ -55,7 +54,7 @@ def compare_tp(
     """
     import tempfile
 
-    from specdec_cli.commands.reading import from_data
+    from specdec_cli.commands.reading import dataset_options, from_data
 
     place = asked.place
     if place.seat is not None:
@@ -63,7 +62,7 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    resolved = asked.resolve(inputs.dataset_options(dataset))
+    resolved = asked.resolve(dataset_options(dataset))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
     prompts, resolved = from_data(

@@ -7,10 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec_cli.commands import inputs, options
-from specdec_cli.commands.importing import importing
-from specdec_cli.commands.joining import joined
+from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
 
 Prompts = Annotated[
@@ -25,8 +24,8 @@ def generate(
     asked: Asked,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
-    chat: inputs.Chat = None,
-    system: inputs.System = None,
+    chat: options.Chat = None,
+    system: options.System = None,
     limit: options.Limit = None,
     skip_bad: options.SkipBad = False,
 ) -> None:

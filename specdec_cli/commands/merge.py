@@ -6,8 +6,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
-from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import show, waiting, warn
+from specdec_cli.commands.status import show, waiting, warn, write_pictures
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
 

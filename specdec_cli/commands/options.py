@@ -8,12 +8,14 @@ import inspect
 import logging
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperCommand
 
 import specdec_cli
 from specdec_cli.errors import UsageError
@@ -51,6 +53,12 @@ SkipBad = Annotated[
     bool,
     option("--skip-bad", None, "Skip lines that hold no valid prompt, and report how many.", _RUN),
 ]
+_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
+Chat = Annotated[bool | None, option("--chat/--no-chat", None, _CHAT, show_default=False)]
+_SYSTEM = "System message of every conversation; implies --chat."
+System = Annotated[str | None, option("--system", "TEXT", _SYSTEM)]
+_DATASET = "Prompts that replace the recipe's data."
+Dataset = Annotated[str | None, option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET)]
 _SET = "Set any key of the recipe, such as cache.block_size=32; may be repeated."
 Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", _SET, _OUTPUT)]
 Json = Annotated[
@@ -308,6 +316,22 @@ def parse_counts(text: str | None, option: str) -> list[int]:
     if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
         raise UsageError(f"{option}: expected numbers such as 1,8, got {text!r}")
     return list(dict.fromkeys(map(int, parts)))
+
+
+class OneSource(TyperCommand):
+    """A command that refuses a second file of prompts, which would replace the first silently."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse as typer does; raises `UsageError` for a second file."""
+        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+        counts = Counter(parameter.name for parameter in given)
+        for name in ("prompt_file", "dataset"):
+            if counts[name] > 1:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} was given {counts[name]} times",
+                    "put the prompts in one file",
+                )
+        return super().parse_args(ctx, args)
 
 
 class _InertFormatter(logging.Formatter):

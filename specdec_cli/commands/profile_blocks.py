@@ -12,9 +12,8 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import options
-from specdec_cli.commands.importing import importing
-from specdec_cli.commands.joining import joined
 from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, waiting, warn
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.launch.world import World

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from specdec_cli.commands import inputs, options
+from specdec_cli.commands import options
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Prompt, as_conversations, load_prompts, read_prompts
+from specdec_cli.prompts import Prompt, as_conversations, load_prompts, parse_dataset, read_prompts
 from specdec_cli.recipe import DataSection, Recipe
 from specdec_cli.text import is_unicode
 
@@ -60,6 +60,14 @@ def from_anywhere(
     return load_prompts(data, skip_bad=skip_bad), data
 
 
+def dataset_options(dataset: str | None) -> dict[str, object]:
+    """The parts of `--dataset`, by their names in `options.OPTION_KEYS`."""
+    if dataset is None:
+        return {}
+    path, split, column = parse_dataset(dataset)
+    return {"dataset": path, "dataset_split": split, "dataset_column": column}
+
+
 def from_data(
     resolved: Recipe,
     dataset: str | None,
@@ -72,7 +80,7 @@ def from_data(
 ) -> tuple[list[Prompt], Recipe]:
     """Prompts from `--dataset`, else from the recipe's data, and the recipe that names them.
 
-    `resolved` already contains the values of `inputs.dataset_options` and of `sets`.
+    `resolved` already contains the values of `dataset_options` and of `sets`.
     """
     data = resolved.data
     use_chat, opening = chat_of(chat, system, data)
@@ -88,7 +96,7 @@ def from_data(
 
 def _of_dataset(data: DataSection, dataset: str, sets: Sequence[str] | None) -> DataSection:
     """`data` as changed by `--dataset` and `--set`; a local file gets its full path."""
-    said = [name for name, value in inputs.dataset_options(dataset).items() if value is not None]
+    said = [name for name, value in dataset_options(dataset).items() if value is not None]
     keys = {options.OPTION_KEYS[name][1] for name in said}
     data = _of_another_file(data, keys | options.parse_sets(sets or ()).keys())
     if os.path.exists(data.path):

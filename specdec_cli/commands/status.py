@@ -1,13 +1,18 @@
-"""Messages of a command on stderr beside its results. Imports nothing heavy."""
+"""What a command gives beside its results: messages on stderr, and pictures in its run folder.
+
+Imports nothing heavy.
+"""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from specdec_cli.errors import SetupError
 from specdec_cli.text import inert
 
 
@@ -37,13 +42,26 @@ def say_kept(what: str, output: Path) -> None:
     typer.echo("go on with the same command and --resume", err=True)
 
 
+def write_pictures(folder: Path, *, quiet: bool) -> None:
+    """Write `report.html` and `plots/`, or warn that matplotlib is missing."""
+    from specdec_cli.report.content import Content
+    from specdec_cli.report.folder import read_folder
+    from specdec_cli.report.write import write_report
+
+    try:
+        write_report(Content(read_folder(folder)), folder, ("html", "png"))
+    except SetupError as problem:
+        if not quiet:
+            warn([f"no plots: {problem.message}"])
+
+
+@dataclass(slots=True)
 class Stages:
     """The stages of getting ready. `show` is None without a terminal."""
 
-    def __init__(self, show: Callable[[str, int, int], None] | None) -> None:
-        self._show = show
-        self._done = -1
-        self._total = 0
+    show: Callable[[str, int, int], None] | None
+    _done: int = -1
+    _total: int = 0
 
     def expect(self, total: int) -> None:
         """Set the number of stages."""
@@ -52,8 +70,8 @@ class Stages:
     def begin(self, what: str) -> None:
         """End the previous stage and begin `what`."""
         self._done += 1
-        if self._show is not None:
-            self._show(what, self._done, self._total)
+        if self.show is not None:
+            self.show(what, self._done, self._total)
 
 
 @contextmanager

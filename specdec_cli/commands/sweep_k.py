@@ -13,12 +13,10 @@ from typing import Annotated, Any
 import typer
 
 import specdec_cli
-from specdec_cli.commands import inputs, options
-from specdec_cli.commands.importing import importing
-from specdec_cli.commands.joining import joined
+from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
-from specdec_cli.commands.pictures import write_pictures
-from specdec_cli.commands.status import say_kept, show, waiting, warn
+from specdec_cli.commands.starting import importing, joined
+from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
 from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
@@ -44,11 +42,11 @@ _LARGEST = 1024
 def sweep_k(
     asked: Asked,
     ks: Ks = "0-8",
-    dataset: inputs.Dataset = None,
+    dataset: options.Dataset = None,
     limit: options.Limit = None,
     skip_bad: options.SkipBad = False,
-    chat: inputs.Chat = None,
-    system: inputs.System = None,
+    chat: options.Chat = None,
+    system: options.System = None,
     predict_only: PredictOnly = False,
     synthetic_acceptance_rates: Rates = None,
     synthetic_acceptance_length: Length = None,
@@ -63,7 +61,7 @@ def sweep_k(
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs.
     """
-    from specdec_cli.commands.reading import from_data
+    from specdec_cli.commands.reading import dataset_options, from_data
 
     lengths, output = parse_ks(ks), asked.output
     part = shard_of(shard, os.environ)
@@ -72,7 +70,7 @@ def sweep_k(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    own, sets = inputs.dataset_options(dataset), list[str]()
+    own, sets = dataset_options(dataset), list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, model_validator
 from pydantic_core import PydanticCustomError
 
+STAGES = ("draft", "broadcast", "verify", "sample")  # of a round, in their order
 _MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 
 

@@ -60,15 +60,16 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 def draw(
     logits: torch.Tensor,
-    stats: ops.LogitRows | None,
     params: SamplingParams,
     noise: torch.Tensor | None,
+    stats: ops.LogitRows | None = None,
 ) -> torch.Tensor:
     """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
 
-    stats: from `softmax_stats`. noise: fp32 [R], not read if decoding is greedy.
+    noise: fp32 [R], not read if decoding is greedy. stats: from `softmax_stats`, if they are known.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)
     assert noise is not None
+    stats = softmax_stats(logits, params) if stats is None else stats
     return ops.sample_logits(logits, stats, *params.filters, noise)

@@ -10,8 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from specdec_cli.core.figures import Acceptance, Metrics, Spread
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES, Acceptance, Metrics, Spread
 from specdec_cli.core.types import Sequence
 
 

@@ -17,9 +17,9 @@ from specdec_cli.acceptance.base import AcceptanceRule, draw_next
 from specdec_cli.core.batch import Rectangle
 from specdec_cli.core.candidates import Candidates, Noise, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
+from specdec_cli.core.figures import STAGES
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.stages import STAGES
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.lengths.base import LengthPolicy

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from specdec_cli.core.figures import Metrics, Spread
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats

@@ -37,10 +37,6 @@ def residual(point: Point) -> float | None:
     return predicted / measured - 1 if predicted is not None and measured else None
 
 
-def _batch(size: int | None) -> str:
-    return f"batch size {size}"
-
-
 def best_by_batch_size(run: ReportedRun) -> list[Best]:
     """The best point at each batch size, in order."""
     sizes = sorted({p.batch_size for p in run.points})
@@ -133,7 +129,7 @@ def interval_in_words(interval: Sequence[float] | None) -> str:
 def answer(run: ReportedRun, best: Best) -> str:
     """The finding at one batch size, a sentence or two."""
     point = best.point
-    at = f"at {_batch(best.batch_size)}"
+    at = f"at batch size {best.batch_size}"
     if point is None:
         return f"Nothing was measured {at}."
     measured = point.speedup

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, residual

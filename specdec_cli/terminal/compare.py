@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines

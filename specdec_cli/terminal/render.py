@@ -26,8 +26,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import Metrics
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.experiment.points import decode_seconds
 from specdec_cli.experiment.records import Sample
 from specdec_cli.experiment.stats import among_rounds

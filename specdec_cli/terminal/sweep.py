@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Group
 from rich.table import Table
 
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.records import Key, Point, Sample

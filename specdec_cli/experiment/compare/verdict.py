@@ -8,8 +8,7 @@ from dataclasses import asdict
 from itertools import groupby, pairwise
 from typing import Any
 
-from specdec_cli.core.figures import Metrics
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair

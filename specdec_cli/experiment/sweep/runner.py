@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from specdec_cli.acceptance.base import NoForecast
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release

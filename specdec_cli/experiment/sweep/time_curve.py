@@ -5,7 +5,7 @@ from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.records import CurvePart, Key

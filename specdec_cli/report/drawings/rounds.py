@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdec_cli.core.stages import STAGES
+from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label

@@ -1,5 +1,8 @@
-"""The ranks of a command: started by this process, or joined by it. Imports nothing heavy."""
+"""The start of a command's work: imports of heavy packages, and ranks, which this process starts or
+joins. Imports nothing heavy itself."""
 
+import gc
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
@@ -10,6 +13,24 @@ import specdec_cli
 from specdec_cli.launch.world import Place, World, join
 
 T = TypeVar("T")
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Wraps imports of the engine, which load torch and transformers.
+
+    These create a million objects that live to the end. The garbage collector would traverse them
+    again and again during the imports, and later with every collection of a run.
+    """
+    if "transformers" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+        gc.freeze()
+    finally:
+        gc.enable()
 
 
 @contextmanager
