@@ -77,25 +77,20 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
     raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
 
 
-def another_environment(path: Path, where: dict[str, Any]) -> str | None:
-    """A warning if a folder was begun in another environment, such as with other versions.
-
-    Its samples are kept, but their times may differ.
-    """
-    earlier, now = read_json(path / "environment.json"), json.loads(to_json(where))
-    if earlier is None or (found := first_difference(earlier, now)) is None:
-        return None
-    key, was, is_now = found
-    return f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
-
-
 def keep_environment_warning(
     folder: RunFolder, settings: RunSettings, where: dict[str, Any]
 ) -> None:
-    """Add that warning to the folder, so that later runs and merges repeat it."""
-    found, said = another_environment(folder.path, where), read_warnings(folder.path)
-    if found is not None and found not in said:
-        write_settings(folder, settings, [*said, found])
+    """Add a warning to a folder that was begun in another environment, such as with other versions.
+
+    Its samples are kept, but their times may differ. Later runs and merges repeat the warning.
+    """
+    earlier, now = read_json(folder.path / "environment.json"), json.loads(to_json(where))
+    if earlier is None or (found := first_difference(earlier, now)) is None:
+        return
+    key, was, is_now = found
+    told = f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
+    if told not in (said := read_warnings(folder.path)):
+        write_settings(folder, settings, [*said, told])
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:
