@@ -1,4 +1,4 @@
-"""What a command gives beside its results: messages on stderr, and pictures in its run folder.
+"""Messages on stderr beside a command's results, and pictures in its run folder.
 
 Imports nothing heavy.
 """

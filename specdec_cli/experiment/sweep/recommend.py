@@ -1,6 +1,7 @@
 """The recommended k: the contract's `best` among a sweep's points."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment import stats
@@ -35,9 +36,8 @@ def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int
     chosen = _smallest_with_draft_of(fastest, list(filter(_pays, tied)), _measured)
     if chosen is None:
         chosen = next(p for p in candidates if (p.k, p.draft) == (0, fastest.draft))
-    return _best(
-        chosen, fastest, tied, _measured, len(common), with_draft=has_several_drafts(points)
-    )
+    with_draft = has_several_drafts(points)
+    return _Choice(chosen, fastest, tied, _measured, len(common), with_draft).as_dict()
 
 
 def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], gain_of: Gain) -> Point | None:
@@ -94,73 +94,66 @@ def _recommend_predicted(points: Sequence[Point]) -> dict[str, Any]:
     chosen = _smallest_with_draft_of(fastest, tied, _predicted)
     assert chosen is not None
     with_draft = has_several_drafts(points)
-    best = _best(chosen, fastest, tied, _predicted, None, with_draft=with_draft)
+    best = _Choice(chosen, fastest, tied, _predicted, None, with_draft).as_dict()
     return best | {"reason": f"predicted: {best['reason']}"}
 
 
-def _best(
-    chosen: Point,
-    fastest: Point,
-    tied: Sequence[Point],
-    gain_of: Gain,
-    num_prompts: int | None,
-    *,
-    with_draft: bool,
-) -> dict[str, Any]:
-    same_draft = {p.k for p in tied if p.draft == chosen.draft or p.k == 0}
-    reason = _reason(chosen, fastest, min(same_draft), gain_of, num_prompts, with_draft=with_draft)
-    return {
-        "k": chosen.k,
-        "draft": chosen.draft if chosen.k else None,
-        "tied": sorted(same_draft),
-        "reason": reason,
-        "speedup": gain_of(chosen),
-        "fastest": {"k": fastest.k, "draft": fastest.draft, "speedup": gain_of(fastest)},
-        "tied_points": [{"k": p.k, "draft": p.draft} for p in tied],
-    }
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """A recommendation. num_prompts: that points were compared on; None for predictions."""
 
+    chosen: Point
+    fastest: Point
+    tied: Sequence[Point]
+    gain_of: Gain
+    num_prompts: int | None
+    with_draft: bool
 
-def _reason(
-    chosen: Point,
-    fastest: Point,
-    least_tied: int,
-    gain_of: Gain,
-    num_prompts: int | None,
-    *,
-    with_draft: bool,
-) -> str:
-    """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
-    over = ""
-    if num_prompts is not None:
-        over = f" over {num_prompts} prompt{'s' if num_prompts > 1 else ''}"
-    gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
-    which, leader = (in_words(p.k, p.draft, with_draft=with_draft) for p in (chosen, fastest))
-    if fastest.k == 0:
-        return f"no speculation: no k is faster than k = 0{over}"
-    if chosen.k == 0:
-        return f"no speculation: the fastest, {leader} at {gain}, is not faster beyond chance"
-    if chosen is fastest:
-        found = f"{which} is the fastest, {gain}"
-        if least_tied < chosen.k:
-            return f"{found}; smaller tied k may not pay at all"
-        if num_prompts == 1:
-            return f"{found}, which says little: no k has an interval"
-        if num_prompts is not None and chosen.speedup_ci is None:
-            return (
-                f"{found}, which says little: all of them share a batch and end together, and so "
-                "it has no interval"
-            )
-        return (
-            f"{found}, and no smaller k{' with that draft' if with_draft else ''} is tied with it"
+    def as_dict(self) -> dict[str, Any]:
+        chosen, fastest, gain_of = self.chosen, self.fastest, self.gain_of
+        same_draft = {p.k for p in self.tied if p.draft == chosen.draft or p.k == 0}
+        return {
+            "k": chosen.k,
+            "draft": chosen.draft if chosen.k else None,
+            "tied": sorted(same_draft),
+            "reason": self.reason(min(same_draft)),
+            "speedup": gain_of(chosen),
+            "fastest": {"k": fastest.k, "draft": fastest.draft, "speedup": gain_of(fastest)},
+            "tied_points": [{"k": p.k, "draft": p.draft} for p in self.tied],
+        }
+
+    def reason(self, least_tied: int) -> str:
+        """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
+        chosen, fastest, count = self.chosen, self.fastest, self.num_prompts
+        over = "" if count is None else f" over {count} prompt{'s' if count > 1 else ''}"
+        gain = f"{self.gain_of(fastest):.2f}x the speed of k = 0{over}"
+        which, leader = (
+            in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
         )
-    same_draft = chosen.draft == fastest.draft
-    why = "and proposes less"
-    if not same_draft or chosen.k > fastest.k:
-        why = "which is not faster beyond chance"
-    return (
-        f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at {gain}, "
-        f"{why}"
-    )
+        if fastest.k == 0:
+            return f"no speculation: no k is faster than k = 0{over}"
+        if chosen.k == 0:
+            return f"no speculation: the fastest, {leader} at {gain}, is not faster beyond chance"
+        if chosen is fastest:
+            found = f"{which} is the fastest, {gain}"
+            if least_tied < chosen.k:
+                return f"{found}; smaller tied k may not pay at all"
+            if count == 1:
+                return f"{found}, which says little: no k has an interval"
+            if count is not None and chosen.speedup_ci is None:
+                return (
+                    f"{found}, which says little: all of them share a batch and end together, and "
+                    "so it has no interval"
+                )
+            that = " with that draft" if self.with_draft else ""
+            return f"{found}, and no smaller k{that} is tied with it"
+        why = "and proposes less"
+        if chosen.draft != fastest.draft or chosen.k > fastest.k:
+            why = "which is not faster beyond chance"
+        return (
+            f"{which} at {self.gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
+            f"{gain}, {why}"
+        )
 
 
 def _nothing(reason: str) -> dict[str, Any]:
