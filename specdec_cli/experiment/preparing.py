@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from specdec_cli.acceptance.registry import RULES
+from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.loader import Description
 from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
@@ -25,7 +25,7 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     )
 
 
-def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
+def with_weights(section: dict[str, Any], model: Draft | None) -> dict[str, Any]:
     """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
     if model is None:
         return section

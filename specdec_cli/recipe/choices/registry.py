@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
+from specdec_cli.recipe.choices.eagle3 import EAGLE3
 from specdec_cli.recipe.choices.ngram import NGRAM
 
 Choice = TypeVar("Choice", MethodChoice, PolicyChoice, RuleChoice)
@@ -16,6 +17,7 @@ NONE = "none"  # the method of plain decoding
 
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
+    "eagle3": EAGLE3,
     "ngram": NGRAM,
     NONE: MethodChoice(),
 }
