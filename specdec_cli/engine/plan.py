@@ -99,6 +99,13 @@ class Plan:
         return rule.remark if self.k and not is_moot else None
 
     @property
+    def draft_remarks(self) -> tuple[str, ...]:
+        """Conventions of the draft's checkpoint that tools read differently."""
+        if self.draft is None or isinstance(self.draft, Description):
+            return ()
+        return self.draft.remarks
+
+    @property
     def parallel(self) -> TensorParallel:
         """This rank among those of the target."""
         assert self.groups.target is not None, "every rank holds a part of the target"

@@ -47,7 +47,7 @@ class OwnDraft(Protocol):
     layers: what each layer caches. max_len: positions that it may use. vocab_size: number of ids
     that it can propose. feature_layers: hidden states of the target that it reads. weight_bytes:
     of this rank, without what it borrows. notes: facts for the record of a run, by a word for
-    each.
+    each. remarks: conventions that tools read differently, and how they were read here.
     """
 
     @property
@@ -70,6 +70,8 @@ class OwnDraft(Protocol):
     def weight_bytes(self) -> int: ...
     @property
     def notes(self) -> dict[str, str]: ...
+    @property
+    def remarks(self) -> tuple[str, ...]: ...
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache."""

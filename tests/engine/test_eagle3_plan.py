@@ -88,6 +88,17 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: s
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
+def test_a_sequence_that_proposes_nothing_beside_others(pair: Pair) -> None:
+    """Its context is full after one token. All are prefilled in one pass, whose hidden states the
+    head takes in as a whole."""
+    found = planned(pair.target, pair.folder, run__batch_size=4, cache__max_model_len=12)
+    seqs = run(build(found, 11), 4, found.params)
+    room = [12 - len(prompt) for prompt in PROMPTS]
+    wanted = [text[:count] for text, count in zip(texts_of(pair.target), room, strict=True)]
+    assert [s.output_ids for s in seqs] == wanted
+    assert [bool(s.accepted_per_round) for s in seqs] == [True, True, False, True]
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2"])
 def test_other_targets(family: str, tmp_path: Path) -> None:
     """Two without fused layers, and one that scales embeddings: the head reads them unscaled."""

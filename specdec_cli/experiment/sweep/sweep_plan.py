@@ -124,12 +124,7 @@ def settings_of(
     values = settings_values(recipe)
     del values["data"], values["draft"], values["run"]["batch_size"], values["run"]["device"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
-    values["drafts"] = [
-        with_weights(job.plan.recipe.draft.model_dump(mode="json"), job.plan.draft)
-        if job.plan.recipe.draft
-        else None
-        for job in jobs
-    ]
+    values["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
     return SweepSettings(
         recipe=values,
         drafts=tuple(job.plan.proposer for job in jobs),
@@ -147,6 +142,16 @@ def settings_of(
     )
 
 
+def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
+    """A draft's section of the settings, with its method unless that is the recipe's."""
+    recipe = job.plan.recipe
+    if recipe.draft is None:
+        return None
+    values = with_weights(recipe.draft.model_dump(mode="json"), job.plan.draft)
+    method = recipe.speculation.method
+    return values if method == usual else values | {"method": method}
+
+
 def warnings_of(plan: SweepPlan) -> list[str]:
     """Warnings for readers of the results, apart from the number of prompts."""
     found = []
@@ -157,6 +162,8 @@ def warnings_of(plan: SweepPlan) -> list[str]:
         )
     if (remark := plan.jobs[0].plan.remark) is not None:
         found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
+    for job in plan.jobs:
+        found += [f"{job.plan.proposer}: {remark}" for remark in job.plan.draft_remarks]
     return [*found, *plan.short_drafts]
 
 

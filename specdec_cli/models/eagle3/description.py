@@ -84,9 +84,13 @@ class HeadDescription:
         found = {"features": f"hidden states {layers} of the target"}
         if self.borrows:
             found["borrows"] = ", ".join(sorted(self.borrows))
-        if self.config.remarks:
-            found["conventions"] = "; ".join(self.config.remarks)
+        if self.remarks:
+            found["conventions"] = "; ".join(self.remarks)
         return found
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self.config.remarks
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache, and of the vector [H] that is carried with it."""
