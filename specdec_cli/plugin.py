@@ -38,7 +38,7 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
             with blamed(f"method {name}", "making it"):
                 return PluggedMethod(name, made(parts), parts.target.vocab_size)
 
-        code = Method(make, text_bytes, getattr(made, "runs_on_host", False))
+        code = Method(make, text_bytes, runs_on_host=getattr(made, "runs_on_host", False))
         add(METHODS, name, MethodChoice(needs_draft=needs_draft, code=code))
         return made
 

@@ -134,7 +134,7 @@ def _remarks(job: Job) -> list[str]:
         found.append("random weights: the text means nothing")
     elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
-    return found
+    return [*found, *plan.draft_remarks]
 
 
 def _folder(

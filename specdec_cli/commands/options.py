@@ -24,6 +24,7 @@ from specdec_cli.text import inert, is_unicode, one_line
 
 _MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
 _K = "num_speculative_tokens"
+_METHOD = "speculation.method"
 _MAX_COUNT = 2**31 - 1  # the limit in the recipe's schema, which is too heavy to import here
 
 
@@ -211,11 +212,17 @@ class Asked:
     def resolve(
         self, own: Mapping[str, object], sets: Sequence[str] = ()
     ) -> "specdec_cli.recipe.Recipe":
-        """The recipe of the command line. own: the command's own options, as for `resolve`.
+        """The recipe of the command line, with the method that its draft calls for.
 
-        sets: further values of `--set`.
+        own: the command's own options, as for `resolve`. sets: further values of `--set`.
         """
-        return resolve(self.recipe, [*(self.sets or ()), *sets], {**self.given, **own})
+        from specdec_cli.models.draft_form import with_method
+
+        all_sets, options = [*(self.sets or ()), *sets], {**self.given, **own}
+        found = resolve(self.recipe, all_sets, options)
+        # An option overrides the recipe, so the method of a draft named by one does so too.
+        is_free = options.get("draft") is not None
+        return with_method(found, is_free=is_free and _METHOD not in parse_sets(all_sets))
 
     def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
         """Warn the user about proposal options that have no effect with the recipe's method."""
@@ -283,8 +290,8 @@ def resolve(
     proposer = options.get("draft")
     if isinstance(proposer, str) and without_draft(proposer):
         overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
-        overrides |= {"draft": None, "speculation.method": proposer}
-        origins |= {"draft": "--draft", "speculation.method": "--draft"}
+        overrides |= {"draft": None, _METHOD: proposer}
+        origins |= {"draft": "--draft", _METHOD: "--draft"}
         options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
     for name, (flag, key) in OPTION_KEYS.items():
         if (value := options.get(name)) is not None:

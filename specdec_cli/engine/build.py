@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import found_alike, local_world_size
 from specdec_cli.engine.estimate import estimate_passes
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.measure import measure_rank, rank_memory, release, weight_bytes
+from specdec_cli.engine.measure import Models, measure_rank, rank_memory, release, weight_bytes
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import (
     CacheNeed,
@@ -31,7 +32,7 @@ from specdec_cli.methods.base import MethodParts, Proposer
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
 from specdec_cli.models.fused import fuse
-from specdec_cli.models.loader import load
+from specdec_cli.models.loader import Description, load
 from specdec_cli.models.paged import PagedModel
 
 _log = logging.getLogger("specdec")
@@ -82,54 +83,74 @@ def load_models(
     plan: Plan,
     on_stage: Callable[[str], None] = lambda _: None,
     loaded_target: PagedModel | None = None,
-) -> list[PagedModel]:
-    """The models that this rank holds a part of, target first, with caches of zero blocks.
+) -> Models:
+    """The models that this rank holds a part of, with caches of zero blocks.
 
     The arguments are those of `build`.
     """
-    device = plan.device
+    device, draft = plan.device, plan.draft if plan.draft in plan.held else None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
     on_stage("loading the target")
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
     with found_alike():
-        modules = [loaded_target.module if loaded_target else load(plan.target, device)]
-        if plan.draft is not None and plan.draft in plan.held:
-            borrowed = borrowed_weights(plan.draft.module, modules[0], plan.shared)
+        module = loaded_target.module if loaded_target else load(plan.target, device)
+        draft_module = None
+        if isinstance(draft, Description):
+            # Before the target is fused, which takes some weights from its module.
+            borrowed = borrowed_weights(draft.module, module, plan.shared)
             on_stage("loading the draft")
-            modules.append(load(plan.draft, device, borrowed))
-    models = [] if loaded_target is None else [loaded_target]
-    for held, module in list(zip(plan.held, modules, strict=True))[len(models) :]:
-        role = held.spec.role
-        fused = None
-        if role not in plan.compiled:
-            fused = fuse(module, plan.max_model_len, held.parallel)
-        is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
-        cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, device)
-        models.append(PagedModel(module, cache, is_narrower, fused, held.hidden_layers))
-        if role in plan.compiled:
-            models[-1].compiled = CompiledForward(module, role, on_compile=on_stage)
+            draft_module = load(draft, device, borrowed)
+    target = loaded_target or _paged(plan, plan.target, module, on_stage)
+    if target.hidden_layers != plan.target.hidden_layers:
+        target.hidden_layers = plan.target.hidden_layers
+        if target.compiled is not None:  # for other hidden states
+            target.compiled = CompiledForward(module, "target", on_compile=on_stage)
+    models = Models(target)
+    if isinstance(draft, Description):
+        models = Models(target, _paged(plan, draft, draft_module, on_stage))
+    elif draft is not None:
+        on_stage("loading the draft")
+        with found_alike():
+            models = Models(target, draft.load(target, plan.recipe.cache.block_size))
     release(device)  # weights as they were before they were split or merged
     return models
 
 
-def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
+def _paged(
+    plan: Plan, held: Description, module: Any, on_stage: Callable[[str], None]
+) -> PagedModel:
+    """A loaded model over a cache of zero blocks, with the form in which its passes run."""
+    role = held.spec.role
+    fused = None
+    if role not in plan.compiled:
+        fused = fuse(module, plan.max_model_len, held.parallel)
+    is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
+    cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, plan.device)
+    model = PagedModel(module, cache, is_narrower, fused, held.hidden_layers)
+    if role in plan.compiled:
+        model.compiled = CompiledForward(module, role, on_compile=on_stage)
+    return model
+
+
+def wire(plan: Plan, models: Models, num_blocks: int) -> Engine:
     """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks."""
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
-    for model in models:
+    for model in models.held:
         model.cache.layers.clear()
-    for held, model in zip(plan.held, models, strict=True):
+    for held, model in zip(plan.held, models.held, strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     proposer: Proposer | None = None
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
-        draft = models[1] if models[1:] else None
-        parts = MethodParts(recipe.speculation, models[0], draft, draft_len)
+        parts = MethodParts(recipe.speculation, models.target, models.draft, draft_len)
         proposer = method_of(recipe.speculation).make(parts)
+        if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
+            models.target.hidden_layers = proposer.feature_layers
     return Engine(
-        models[0],
+        models.target,
         proposer,
         BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
@@ -144,7 +165,7 @@ def wire(plan: Plan, models: list[PagedModel], num_blocks: int) -> Engine:
     )
 
 
-def measured(plan: Plan, models: list[PagedModel], need: CacheNeed) -> RankMemory:
+def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:
     """This rank's memory by use, measured by running the largest passes that `need` allows.
 
     The models are left without caches. All ranks have to call this. Raises as `build` does.
@@ -161,7 +182,7 @@ def measured(plan: Plan, models: list[PagedModel], need: CacheNeed) -> RankMemor
 
 def _choose_num_blocks(
     plan: Plan,
-    models: list[PagedModel],
+    models: Models,
     need: CacheNeed,
     rough: int,
     on_stage: Callable[[str], None],

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from specdec_cli.core.kv_cache import block_bytes
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.measure import cache_rounding
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.profile import (
     CacheNeed,
     Overhead,
@@ -25,12 +24,12 @@ from specdec_cli.engine.profile import (
 )
 from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
-from specdec_cli.methods.base import MethodBytes, RoundSize
+from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import family_of
-from specdec_cli.models.loader import Description, describe
+from specdec_cli.models.loader import Description
 from specdec_cli.models.rotary_tables import num_turns
 
 # cuBLAS' workspace for each stream on Hopper, and half-empty segments of small allocations.
@@ -51,9 +50,11 @@ class PassBytes(NamedTuple):
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     """Memory that the largest passes that `need` allows will take on this rank."""
-    chunk = min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
+    chunk = _prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
-    each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in plan.held]
+    modules, method = [m for m in plan.modules if m in plan.held], _method_bytes(plan, need)
+    each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in modules]
+    each.append(method.in_prefill)
     # On CUDA one model's freed blocks are seldom of a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
@@ -64,10 +65,14 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     if plan.no_cuda_graphs is not None:
         return PassBytes(prefill, 0)
     # Captured rounds share a pool; warm-up rounds leave as much again in their stream's.
-    method = _method_bytes(plan, need)
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
+
+
+def _prefill_tokens(plan: Plan, need: CacheNeed) -> int:
+    """Tokens of the largest prefill pass."""
+    return min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +155,20 @@ def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
     assert plan.draft is not None
     found = [DraftShare(0, 0)] * plan.parallel.size
     for rank in range(degree):
-        part = describe(
-            plan.draft.spec, plan.device, TensorParallel(rank, degree, None, plan.device)
-        )
+        part = draft_at(plan, TensorParallel(rank, degree, None, plan.device))
         weights = _weight_bytes(part, plan)
-        block = block_bytes(part.layers, plan.recipe.cache.block_size, part.dtype)
-        found[rank] = DraftShare(weights - check_shared(plan.target, part, plan.shared), block)
+        if isinstance(part, Description):
+            weights -= check_shared(plan.target, part, plan.shared)
+        found[rank] = DraftShare(weights, part.block_bytes(plan.recipe.cache.block_size))
     return found
 
 
-def _weight_bytes(model: Description, plan: Plan) -> int:
+def _weight_bytes(model: Draft, plan: Plan) -> int:
     """Bytes of parameters. For fused layers also those of the rotary tables and of the weights that
     a CPU keeps in two forms."""
     found = model.weight_bytes
+    if not isinstance(model, Description):
+        return found
     if is_fusable(model.module) and model.spec.role not in plan.compiled:
         turns = num_turns(model.module) * model.layers[0].key_dim
         found += 2 * plan.max_model_len * turns * model.dtype.itemsize
@@ -189,10 +195,12 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
         batch_size=need.batch_size,
         k=plan.k,
         longest=min(plan.max_model_len, need.num_blocks * need.block_size),
+        chunk=_prefill_tokens(plan, need),
         vocab_size=plan.target.vocab_size,
         is_greedy=_is_greedy(plan),
         is_first=plan.parallel.is_first,
-        draft=plan.draft,
+        is_cuda=plan.device.type == "cuda",
+        draft=plan.draft if plan.draft in plan.held else None,
     )
     return method_of(plan.recipe.speculation).forecast_bytes(size)
 
@@ -205,7 +213,7 @@ def _passes_bytes(plan: Plan, batch: int) -> int:
     """Bytes of the largest tensors of a round's scoring pass and draft passes."""
     rows = batch * (plan.k + 1)
     found = _pass_bytes(plan.target, "target" in plan.compiled, rows, rows)
-    if plan.k and plan.draft is not None and plan.draft in plan.held:
+    if plan.k and isinstance(plan.draft, Description) and plan.draft in plan.held:
         found = max(found, _pass_bytes(plan.draft, "draft" in plan.compiled, 2 * batch, batch))
     return found
 

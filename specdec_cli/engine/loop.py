@@ -141,7 +141,7 @@ class Engine:
         """Queue `requests` for `step`."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
         draft_max_len = self.proposer.max_len if self.proposer is not None else 0
-        by_slots = self._rounds.of(self._parts(params), k)
+        by_slots = self._rounds.of(self._parts(params, k), k)
         run = Run(
             k,
             params,
@@ -154,11 +154,12 @@ class Engine:
             self._add(run, request)
         return run
 
-    def _parts(self, params: SamplingParams) -> RoundParts:
+    def _parts(self, params: SamplingParams, k: int) -> RoundParts:
         eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)
         return RoundParts(
             target=self.target,
-            proposer=self.proposer,
+            # Plain decoding shall not cost what a proposer does besides.
+            proposer=self.proposer if k else None,
             rule=self.rule,
             policy=self.policy,
             params=params,
@@ -239,24 +240,29 @@ class Engine:
 
         The last token of each sequence is left to the first round. That round can so propose the
         very first output token, as in transformers' assisted generation. A proposer also lacks
-        tokens after rounds that proposed nothing.
+        tokens after rounds that proposed nothing. One that reads the target's hidden states takes
+        in what the target takes in, as there are no others.
         """
-        budget = self.prefill_chunk
+        budget, reads = self.prefill_chunk, self._reads_hidden(run)
         targets: list[Span] = []
         proposers: list[Span] = []
         for seq in run.scheduler.running:
             end = len(seq.tokens) - 1
             proposes = self.proposer is not None and run.scheduler.proposal_len(seq) > 0
             start, found = seq.target_kv, targets
-            if start >= end and proposes and self._is_behind(seq):
+            if start >= end and proposes and not reads and self._is_behind(seq):
                 start, found = seq.draft_kv, proposers
             if (length := min(budget, end - start)) <= 0:
                 continue
             found.append(Span(seq, start, start + length))
-            if proposes and found is targets:
+            if (proposes or reads) and found is targets:
                 proposers.append(targets[-1])
             budget -= length
         return targets, proposers
+
+    def _reads_hidden(self, run: Run) -> bool:
+        """Whether the run's proposer reads the target's hidden states."""
+        return run.k > 0 and self.proposer is not None and bool(self.proposer.feature_layers)
 
     def _is_behind(self, seq: Sequence) -> bool:
         assert self.proposer is not None
@@ -264,7 +270,10 @@ class Engine:
 
     def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
         """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock."""
-        features = self.target.forward(targets, [0] * len(targets)).hidden if targets else None
+        features = None
+        if targets:
+            reads, counts = self._reads_hidden(run), [0] * len(targets)
+            features = self.target.forward(targets, counts, with_hidden=reads).hidden
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
         for span in targets:

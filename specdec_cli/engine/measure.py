@@ -6,7 +6,7 @@ The caches cannot have the memory that these keep reserved, or that they reserve
 
 import gc
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,13 +15,26 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host
 from specdec_cli.engine.run import Request
+from specdec_cli.methods.base import Loaded
 from specdec_cli.models.paged import PagedModel
 
 SEGMENT = 2 * 2**20  # torch rounds a large allocation on CUDA up to a multiple of this
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The loaded models of a rank. draft: None where it holds no part of one."""
+
+    target: PagedModel
+    draft: Loaded | None = None
+
+    @property
+    def held(self) -> list[Loaded]:
+        return [model for model in (self.target, self.draft) if model is not None]
+
+
 def measure_rank(
-    plan: Plan, models: list[PagedModel], need: CacheNeed, wire: Callable[[int], Engine]
+    plan: Plan, models: Models, need: CacheNeed, wire: Callable[[int], Engine]
 ) -> RankMemory:
     """Run the largest passes that `need` allows and measure this rank's memory by use.
 
@@ -49,7 +62,7 @@ def measure_rank(
             run()
         overhead = on_host(live.peak, weights)
     engine.forget_rounds()
-    for model in models:
+    for model in models.held:
         model.cache.layers.clear()
     return rank_memory(plan, models, overhead)
 
@@ -69,15 +82,15 @@ def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
     return [Request(i, (0,) * length) for i, length in enumerate(lengths)], blocks + 1
 
 
-def weight_bytes(models: list[PagedModel]) -> tuple[int, int]:
+def weight_bytes(models: Models) -> tuple[int, int]:
     """Bytes of the target's weights, and of the draft's without those it borrows."""
-    target = models[0].storages
-    draft = models[1].storages if models[1:] else {}
+    target = models.target.storages
+    draft = {} if models.draft is None else models.draft.storages
     own = draft.keys() - target.keys()
     return sum(target.values()), sum(draft[piece] for piece in own)
 
 
-def rank_memory(plan: Plan, models: list[PagedModel], overhead: Overhead) -> RankMemory:
+def rank_memory(plan: Plan, models: Models, overhead: Overhead) -> RankMemory:
     """This rank's memory by use, given its overhead."""
     target, draft = weight_bytes(models)
     target_block, draft_block = block_bytes_of(plan)

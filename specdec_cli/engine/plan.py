@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec_cli.acceptance.registry import rule_of
-from specdec_cli.core.kv_cache import block_bytes
 from specdec_cli.core.parallel import (
     ALONE,
     ONE_RANK,
@@ -22,7 +21,9 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.methods.base import Draft, DraftPlace
 from specdec_cli.methods.registry import method_of
+from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
 from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
@@ -62,7 +63,7 @@ class Plan:
     recipe: Recipe
     device: torch.device
     target: Description
-    draft: Description | None
+    draft: Draft | None
     tokenizer: Tokenizer
     max_model_len: int
     groups: Groups = ONE_RANK
@@ -85,7 +86,7 @@ class Plan:
 
     @property
     def shared(self) -> tuple[str, ...]:
-        """The weights of the target that the draft borrows."""
+        """The weights of the target that the draft borrows because the recipe says so."""
         if self.draft is None or self.recipe.draft is None:
             return ()
         return tuple(dict.fromkeys(self.recipe.draft.share))
@@ -98,17 +99,29 @@ class Plan:
         return rule.remark if self.k and not is_moot else None
 
     @property
+    def draft_remarks(self) -> tuple[str, ...]:
+        """Conventions of the draft's checkpoint that tools read differently."""
+        if self.draft is None or isinstance(self.draft, Description):
+            return ()
+        return self.draft.remarks
+
+    @property
     def parallel(self) -> TensorParallel:
         """This rank among those of the target."""
         assert self.groups.target is not None, "every rank holds a part of the target"
         return self.groups.target
 
     @property
-    def models(self) -> list[Description]:
+    def models(self) -> list[Draft]:
         return [m for m in (self.target, self.draft) if m is not None]
 
     @property
-    def held(self) -> list[Description]:
+    def modules(self) -> list[Description]:
+        """The models that are transformers' own."""
+        return [m for m in self.models if isinstance(m, Description)]
+
+    @property
+    def held(self) -> list[Draft]:
         """The models that this rank holds a part of."""
         return self.models if self.groups.draft is not None else [self.target]
 
@@ -124,7 +137,7 @@ class Plan:
             return "the device is a CPU"
         if self.k and method_of(self.recipe.speculation).runs_on_host:
             return "the method reads the device's data on the host"
-        for model in self.models:
+        for model in self.modules:
             # torch's grouped product of other dtypes copies to the host.
             if model.has_experts and model.dtype != torch.bfloat16:
                 return f"experts of the {model.spec.role} are not in bfloat16"
@@ -167,8 +180,7 @@ class Plan:
         if self.remark is not None:
             how["acceptance"] = f"{self.recipe.speculation.acceptance}: {self.remark}"
         for model in self.models:
-            if model.stored_as is not None:
-                how[f"{model.spec.role}_weights"] = f"dequantised from {model.stored_as}"
+            how |= {f"{model.spec.role}_{word}": told for word, told in model.notes.items()}
         if self.shared:
             saved = f"{self.shared_bytes / 2**20:.1f} MiB not loaded for the draft"
             how["shared"] = f"{', '.join(self.shared)}: {saved}"
@@ -231,8 +243,9 @@ def plan_all_ranks(
         assert groups.target is not None
         draft = first.draft
         if draft is not None and groups.draft is not None:
-            draft = describe(draft.spec, device, groups.draft)
+            draft = draft_at(first, groups.draft, describe)
         target = describe(first.target.spec, device, groups.target)
+        target = replace(target, hidden_layers=first.target.hidden_layers)
         found.append(replace(first, target=target, draft=draft, groups=groups))
     return found
 
@@ -245,28 +258,24 @@ def _plan_on(
     describe: Describe,
 ) -> Plan:
     """`plan` for a rank at its place."""
+    recipe = with_method(recipe)
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
     tokenizer = _tokenizer(target)
-    draft, shared_bytes = None, 0
-    wants_draft = needs_draft(recipe.speculation.method)
-    if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
-        # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
-        part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
-        draft = describe(_spec("draft", recipe.draft, permissions), device, part)
-        names = (target.spec.name, draft.spec.name)
-        sizes = (target.vocab_size, draft.vocab_size)
-        check_same_vocabulary(tokenizer, _tokenizer(draft), names, sizes)
-        shared_bytes = check_shared(target, draft, tuple(dict.fromkeys(recipe.draft.share)))
     found = Plan(
         recipe=recipe,
         device=device,
         target=target,
-        draft=draft,
+        draft=None,
         tokenizer=tokenizer,
         max_model_len=min(recipe.cache.max_model_len or target.max_len, target.max_len),
         groups=groups,
-        shared_bytes=shared_bytes,
     )
+    wants_draft = needs_draft(recipe.speculation.method)
+    if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
+        # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
+        part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
+        spec = _spec("draft", recipe.draft, permissions)
+        found = _with_draft(found, _draft_of(found, spec, part, describe))
     if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:
         _use_one_thread()
     for key, wanted, reason in (
@@ -276,6 +285,39 @@ def _plan_on(
         if wanted == "on" and reason is not None:
             raise UsageError(f"run.{key}: on cannot be had: {reason}")
     return replace(found, compiled=compiled_roles(found))
+
+
+def draft_at(plan: Plan, parallel: TensorParallel, describe: Describe = describe) -> Draft:
+    """The planned draft as one of other ranks would hold it. Raises as `plan` does."""
+    assert plan.draft is not None
+    return _draft_of(plan, plan.draft.spec, parallel, describe)
+
+
+def _draft_of(plan: Plan, spec: ModelSpec, parallel: TensorParallel, describe: Describe) -> Draft:
+    own = method_of(plan.recipe.speculation).describe
+    if own is None:
+        return describe(spec, plan.device, parallel)
+    speculation = plan.recipe.speculation
+    place = DraftPlace(spec, plan.device, parallel, plan.target, plan.max_model_len, speculation)
+    return own(place)
+
+
+def _with_draft(plan: Plan, draft: Draft) -> Plan:
+    """The plan with a draft that was checked against the target."""
+    target, section = plan.target, plan.recipe.draft
+    assert section is not None
+    share = tuple(dict.fromkeys(section.share))
+    if isinstance(draft, Description):
+        names = (target.spec.name, draft.spec.name)
+        sizes = (target.vocab_size, draft.vocab_size)
+        check_same_vocabulary(plan.tokenizer, _tokenizer(draft), names, sizes)
+        return replace(plan, draft=draft, shared_bytes=check_shared(target, draft, share))
+    if share:
+        raise UsageError(
+            f"draft.share: {draft.spec.name} borrows what it lacks by itself",
+            "leave draft.share out",
+        )
+    return replace(plan, draft=draft, target=replace(target, hidden_layers=draft.feature_layers))
 
 
 def _check_world(recipe: Recipe) -> None:
@@ -326,13 +368,13 @@ def compiled_roles(plan: Plan) -> tuple[str, ...]:
     wanted = plan.recipe.run.compile
     if wanted == "off" or plan.no_compile is not None:
         return ()
-    return tuple(m.spec.role for m in plan.models if wanted == "on" or not is_fusable(m.module))
+    return tuple(m.spec.role for m in plan.modules if wanted == "on" or not is_fusable(m.module))
 
 
 def block_bytes_of(plan: Plan) -> tuple[int, int]:
     """Bytes of one block in the target's cache and in the draft's, on this rank."""
     size = plan.recipe.cache.block_size
-    found = [block_bytes(m.layers, size, m.dtype) for m in plan.held]
+    found = [held.block_bytes(size) for held in plan.held]
     return found[0], sum(found[1:])
 
 

@@ -36,9 +36,9 @@ NUM_STAMPS = len(STAMPED) + 1
 class RoundParts:
     """The parts that every round of a run uses, on this rank.
 
-    proposer: None if nothing is proposed. max_model_len: the target's context length. eos_ids:
-    int64 [E], ids that end a sequence; empty if they are ignored. parallel: the target's ranks.
-    Each of them runs every round; proposals and decisions are rank 0's.
+    proposer: None if the run proposes nothing. max_model_len: the target's context length.
+    eos_ids: int64 [E], ids that end a sequence; empty if they are ignored. parallel: the target's
+    ranks. Each of them runs every round; proposals and decisions are rank 0's.
     """
 
     target: PagedModel
@@ -158,7 +158,8 @@ def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> Targ
     """One pass over the last token and the proposals of every slot."""
     fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
-    return TargetOutput(*parts.target.forward_slots(what, state))
+    reads = parts.proposer is not None and bool(parts.proposer.feature_layers)
+    return TargetOutput(*parts.target.forward_slots(what, state, with_hidden=reads))
 
 
 def _decide(

@@ -6,8 +6,8 @@ import torch
 
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.experiment.generation import Job
+from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.loader import Description
 from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
@@ -21,7 +21,7 @@ def for_engine(recipe: Recipe, largest: int, batch_size: int) -> Recipe:
     return recipe.model_copy(update={"speculation": speculation, "run": run})
 
 
-def with_weights(section: dict[str, Any], model: Description | None) -> dict[str, Any]:
+def with_weights(section: dict[str, Any], model: Draft | None) -> dict[str, Any]:
     """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
     if model is None:
         return section

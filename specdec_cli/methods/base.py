@@ -7,6 +7,7 @@ reads their values on the host, it is captured into a CUDA graph with the rest o
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -15,62 +16,146 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.kv_cache import KVCache, LayerShape
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.loader import Description
+from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import SpeculationSection
+
+
+class Loaded(Protocol):
+    """A model with its weights, over a paged cache.
+
+    storages: bytes of each block of memory that holds weights and tables, by its address.
+    """
+
+    cache: KVCache
+
+    @property
+    def storages(self) -> dict[int, int]: ...
+
+    def use(self, cache: KVCache) -> None:
+        """Keep keys and values in `cache` from now on."""
+
+
+class OwnDraft(Protocol):
+    """A method's draft that is no model of transformers', before its weights are read.
+
+    layers: what each layer caches. max_len: positions that it may use. vocab_size: number of ids
+    that it can propose. feature_layers: hidden states of the target that it reads. weight_bytes:
+    of this rank, without what it borrows. notes: facts for the record of a run, by a word for
+    each. remarks: conventions that tools read differently, and how they were read here.
+    """
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def folder(self) -> Path: ...
+    @property
+    def layers(self) -> list[LayerShape]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def max_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def feature_layers(self) -> tuple[int, ...]: ...
+    @property
+    def parallel(self) -> TensorParallel: ...
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def notes(self) -> dict[str, str]: ...
+    @property
+    def remarks(self) -> tuple[str, ...]: ...
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its cache."""
+        ...
+
+    def load(self, target: PagedModel, block_size: int) -> Loaded:
+        """Read its weights, over a cache of zero blocks. Raises `SetupError` for damaged ones."""
+        ...
+
+
+Draft = Description | OwnDraft
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlace:
+    """What a method's own draft is described for.
+
+    parallel: the draft's ranks. target: on meta. max_model_len: most tokens of a sequence.
+    """
+
+    spec: ModelSpec
+    device: torch.device
+    parallel: TensorParallel
+    target: Description
+    max_model_len: int
+    speculation: SpeculationSection
 
 
 @dataclass(frozen=True, slots=True)
 class MethodParts:
     """The recipe's section and the models that a proposer may be made from, on this rank.
 
-    draft: the draft model; None if the method has none, or this rank holds no part of it.
-    draft_max_len: the draft's context length; 0 without a draft.
+    draft: the draft, a `PagedModel` unless the method describes its own; None if the method has
+    none, or this rank holds no part of it. draft_max_len: the draft's context length; 0 without a
+    draft.
     """
 
     speculation: SpeculationSection
     target: PagedModel
-    draft: PagedModel | None = None
+    draft: Loaded | None = None
     draft_max_len: int = 0
 
 
 class RoundSize(NamedTuple):
     """The sizes that a method's memory follows from, on this rank.
 
-    longest: tokens of the longest text. vocab_size: of the target. draft: the draft model, on every
-    rank that holds a part of it. is_first: whether this rank verifies.
+    longest: tokens of the longest text. chunk: tokens of the largest prefill pass. vocab_size: of
+    the target. is_cuda: whether the device is a GPU. draft: None on a rank that holds no part of
+    it. is_first: whether this rank verifies.
     """
 
     batch_size: int
     k: int
     longest: int
+    chunk: int
     vocab_size: int
     is_greedy: bool
     is_first: bool
-    draft: Description | None = None
+    is_cuda: bool
+    draft: Draft | None = None
 
 
 class MethodBytes(NamedTuple):
-    """Memory beyond weights, caches and passes, in bytes.
+    """Memory beyond weights, caches and passes of transformers' models, in bytes.
 
-    held: from the first round to the last. in_round: at the peak of one round.
+    held: from the first round to the last. in_round: at the peak of one round. in_prefill: at the
+    peak of a prefill pass.
     """
 
     held: int = 0
     in_round: int = 0
+    in_prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. forecast_bytes: its memory, before anything is loaded. runs_on_host:
+    """make: a proposer. forecast_bytes: its memory, before anything is loaded. describe: its own
+    kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
     whether it reads the device's data on the host: then rounds cannot be captured.
     """
 
     make: Callable[[MethodParts], "Proposer"]
     forecast_bytes: Callable[[RoundSize], MethodBytes]
+    describe: Callable[[DraftPlace], OwnDraft] | None = None
     runs_on_host: bool = False
 
 

@@ -80,6 +80,7 @@ class DraftModel:
 
 
 def _make(parts: MethodParts) -> DraftModel:
+    assert parts.draft is None or isinstance(parts.draft, PagedModel)
     return DraftModel(parts.draft, parts.draft_max_len)
 
 

@@ -19,7 +19,9 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.teacher import Teacher
+from specdec_cli.models.eagle3.description import HeadDescription, describe_head
 from specdec_cli.models.eagle3.paged import PagedHead
 
 
@@ -98,3 +100,33 @@ class Eagle3:
     def clear(self) -> None:
         if self.head is not None:
             self.head.clear()
+
+
+def _make(parts: MethodParts) -> Eagle3:
+    assert parts.draft is None or isinstance(parts.draft, PagedHead)
+    return Eagle3(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
+
+
+def _describe(place: DraftPlace) -> HeadDescription:
+    return describe_head(
+        place.spec, place.device, place.parallel, place.target, place.max_model_len
+    )
+
+
+def _forecast_bytes(size: RoundSize) -> MethodBytes:
+    """The head's passes, and its logits over the target's ids: of one step, or, if tokens are
+    drawn, of every step and all of them stacked."""
+    if size.draft is None:
+        return MethodBytes()
+    assert isinstance(size.draft, HeadDescription)
+    rows = size.batch_size * size.vocab_size
+    logits = 2 * rows if size.is_greedy else 2 * size.k * rows
+    drafting = logits * size.draft.dtype.itemsize
+    committing = size.draft.pass_bytes(size.batch_size * (size.k + 1), gathers=False)
+    return MethodBytes(
+        in_round=drafting + committing if size.is_cuda else max(drafting, committing),
+        in_prefill=size.draft.pass_bytes(size.chunk, gathers=size.is_cuda),
+    )
+
+
+METHOD = Method(_make, _forecast_bytes, _describe)

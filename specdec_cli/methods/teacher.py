@@ -99,9 +99,9 @@ def _compare(
 
 
 def _logits(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
-    return model.forward([Span(seq, start, stop)], [stop - start]).logits
+    return model.forward([Span(seq, start, stop)], [stop - start], with_hidden=False).logits
 
 
 def _prefill(model: PagedModel, seq: Sequence, stop: int, chunk: int) -> None:
     for start in range(0, stop, chunk):
-        model.forward([Span(seq, start, min(stop, start + chunk))], [0])
+        model.forward([Span(seq, start, min(stop, start + chunk))], [0], with_hidden=False)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, initialization
 
-from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.kv_cache import LayerShape, block_bytes
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
@@ -73,9 +73,14 @@ class Description:
         return "grouped_mm" in self.module.get_experts_implementation().values()
 
     @property
-    def stored_as(self) -> str | None:
-        """The quantisation of the checkpoint, or None; weights are dequantised on loading."""
-        return quantisation(self.module.config)
+    def notes(self) -> dict[str, str]:
+        """Facts for the record of a run, by a word for each."""
+        stored = quantisation(self.module.config)  # undone on loading
+        return {} if stored is None else {"weights": f"dequantised from {stored}"}
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its cache on this rank."""
+        return block_bytes(self.layers, block_size, self.dtype)
 
     @property
     def weight_bytes(self) -> int:

@@ -33,8 +33,9 @@ class PagedModel:
     draft beside a target with more padding). They are fed as the last id, which may make proposals
     worse but never the output wrong. fused: runs all passes in place of `module`. compiled: runs
     padded passes in place of `module`. hidden_layers: whose hidden states passes return too, in any
-    order, counted as in `models.hidden`; it may be set until a pass is compiled or captured, and
-    setting it raises `SetupError` for what the model does not have.
+    order, counted as in `models.hidden`, unless a pass is told otherwise; it may be set until a
+    pass is compiled or captured, and setting it raises `SetupError` for what the model does not
+    have.
     """
 
     def __init__(
@@ -87,15 +88,20 @@ class PagedModel:
         return found if self.fused is None else found | self.fused.storages
 
     @torch.inference_mode()
-    def forward(self, spans: list[Span], logits_per_span: list[int]) -> PassOutput:
+    def forward(
+        self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = True
+    ) -> PassOutput:
         """Feed `spans`; logits [M, V] of the last rows of each, hidden states of all rows.
 
-        Arguments as in `core.batch.make_batch`.
+        Other arguments as in `core.batch.make_batch`.
         """
-        return self._run(make_batch(spans, logits_per_span, self.cache.block_size, self.device))
+        found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
+        return self._run(found, with_hidden=with_hidden)
 
     @torch.inference_mode()
-    def forward_slots(self, what: Rectangle, state: BatchState) -> PassOutput:
+    def forward_slots(
+        self, what: Rectangle, state: BatchState, *, with_hidden: bool = True
+    ) -> PassOutput:
         """Feed tokens of every slot, as `what` says; keys and values of padding go to waste.
 
         Returns logits [B, Q, V], or [B, 1, V] of the last tokens, and hidden states [B, Q, F].
@@ -103,28 +109,29 @@ class PagedModel:
         """
         batch, width = what.token_ids.shape
         if self.device.type == "cpu" and self.compiled is None:
-            logits, hidden = self._run_live(what, state)
+            logits, hidden = self._run_live(what, state, with_hidden)
         else:
             found = self._padded.batch(what, state, self.cache.block_size, self.vocab_size)
-            logits, hidden = self._run(found, self.compiled)
+            logits, hidden = self._run(found, self.compiled, with_hidden)
         return PassOutput(
             logits.view(batch, -1, logits.shape[-1]),
             None if hidden is None else hidden.view(batch, width, hidden.shape[-1]),
         )
 
-    def _run_live(self, what: Rectangle, state: BatchState) -> PassOutput:
+    def _run_live(self, what: Rectangle, state: BatchState, with_hidden: bool) -> PassOutput:
         """The live tokens alone; zeros in the place of what padding would have."""
         found, live = live_batch(what, state, self.cache.block_size, self.vocab_size)
         batch, width = what.token_ids.shape
         num_rows = batch * (1 if what.last_only else width)
         if len(found.token_ids) == batch * width:
-            return self._run(found)
+            return self._run(found, with_hidden=with_hidden)
         if len(found.token_ids):
-            logits, hidden = self._run(found)
+            logits, hidden = self._run(found, with_hidden=with_hidden)
         else:  # every slot is idle, as in a round that was launched before the last one was read
             width_of_states = len(self.hidden_layers) * int(self.module.config.hidden_size)
             logits = torch.zeros(0, self.vocab_size, dtype=self.module.dtype)
-            hidden = logits.new_zeros(0, width_of_states) if self.hidden_layers else None
+            has_hidden = with_hidden and self.hidden_layers
+            hidden = logits.new_zeros(0, width_of_states) if has_hidden else None
         whole = logits.new_zeros(num_rows, self.vocab_size)
         whole.index_copy_(0, live.logits, logits)
         if hidden is not None:
@@ -132,25 +139,34 @@ class PagedModel:
             hidden = states.index_copy_(0, live.tokens, hidden)
         return PassOutput(whole, hidden)
 
-    def _run(self, batch: ForwardBatch, compiled: CompiledForward | None = None) -> PassOutput:
+    def _run(
+        self,
+        batch: ForwardBatch,
+        compiled: CompiledForward | None = None,
+        with_hidden: bool = True,
+    ) -> PassOutput:
         """Logits [M, V] of the rows that `batch` wants, hidden states of all."""
         token_ids = batch.token_ids
         if self.foreign_ids:
             token_ids = token_ids.clamp(max=self.vocab_size - 1)
         if self.fused is not None:
-            return PassOutput(*self.fused(token_ids, batch, self.cache, self.hidden_layers))
+            layers = self.hidden_layers if with_hidden else ()
+            return PassOutput(*self.fused(token_ids, batch, self.cache, layers))
         self._attention.batch = batch
         try:
             if compiled is not None:
+                # Compiled passes always return them: without them they would be other code.
                 rows = batch.logit_rows
-                return PassOutput(*compiled(token_ids, batch.positions, rows, self._states))
+                logits, hidden = compiled(token_ids, batch.positions, rows, self._states)
+                return PassOutput(logits, hidden if with_hidden else None)
             out = self.module(
                 input_ids=token_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
                 logits_to_keep=0 if batch.logit_rows is None else batch.logit_rows,
             )
-            return PassOutput(out.logits[0], None if self._states is None else self._states.take())
+            states = self._states if with_hidden else None
+            return PassOutput(out.logits[0], None if states is None else states.take())
         finally:
             self._attention.batch = None
             if self._states is not None:

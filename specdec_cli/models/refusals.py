@@ -26,6 +26,5 @@ class Indivisible(Unsupported):
 
     code = ExitCode.USAGE
 
-    def __init__(self, name: str, what: str, size: int) -> None:
-        reason = f"its {what} cannot be divided among {size} ranks"
-        super().__init__(name, reason, "use fewer ranks")
+    def __init__(self, name: str, what: str, size: int, hint: str = "use fewer ranks") -> None:
+        super().__init__(name, f"its {what} cannot be divided among {size} ranks", hint)

@@ -48,6 +48,16 @@ class ReportedRun:
         """Whether the run did not come to its end: it has no summary."""
         return self.summary is None
 
+    def method_of(self, draft: str | None) -> Any:
+        """The method that proposed with a draft: its own in a sweep of several, or the recipe's."""
+        sections: Any = self.summary or {}
+        for key in ("sweep", "recipe", "drafts"):
+            sections = sections.get(key) if isinstance(sections, Mapping) else None
+        for section in sections if isinstance(sections, list) else ():
+            if isinstance(section, Mapping) and section.get("model") == draft:
+                return section.get("method", self.setting("speculation", "method"))
+        return self.setting("speculation", "method")
+
     def setting(self, section: str, key: str) -> Any:
         """A key of the recipe, or None."""
         values = self.recipe.get(section)

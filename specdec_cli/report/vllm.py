@@ -70,7 +70,7 @@ def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
 
 
 def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list[str]]:
-    own = point.draft if without_draft(point.draft) else run.setting("speculation", "method")
+    own = point.draft if without_draft(point.draft) else run.method_of(point.draft)
     choice = METHODS.get(str(own))
     if choice is None or choice.to_vllm is None:
         return None, [f"vLLM has no method {own}: this k cannot be put into its config."]

@@ -304,7 +304,8 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: P
 def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture[str]) -> None:
     found = specdec(capsys, "generate", "demo", *SHORT, "--set", "speculation.method=echo")
     assert found.code == 2
-    assert "should be draft_model, ngram or none" in json.loads(found.out)["error"]["message"]
+    told = json.loads(found.out)["error"]["message"]
+    assert "should be draft_model, eagle3, ngram or none" in told
 
 
 @pytest.mark.parametrize("reads", [False, True])

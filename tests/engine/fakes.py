@@ -105,7 +105,9 @@ class FakeModel:
         self.prefill_sizes: list[int] = []
         self.fed: list[int] = []
 
-    def forward(self, spans: list[Span], logits_per_span: list[int]) -> PassOutput:
+    def forward(
+        self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = False
+    ) -> PassOutput:
         """Feed spans; the cache must hold the sequence's tokens before each span."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
@@ -115,7 +117,9 @@ class FakeModel:
         assert not any(logits_per_span)
         return PassOutput(torch.zeros(0, VOCAB), None)
 
-    def forward_slots(self, what: Rectangle, state: BatchState) -> PassOutput:
+    def forward_slots(
+        self, what: Rectangle, state: BatchState, *, with_hidden: bool = False
+    ) -> PassOutput:
         batch, width = what.token_ids.shape
         self.batch_sizes.append(int(state.active.sum()))
         self.fed = [0] * batch

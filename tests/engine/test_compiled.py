@@ -56,7 +56,7 @@ def compare_passes(model: PagedModel) -> set[int]:
     the widths of the passes."""
     forward, widths = model.forward_slots, set()
 
-    def both(what: Rectangle, state: BatchState) -> PassOutput:
+    def both(what: Rectangle, state: BatchState, **_: Any) -> PassOutput:
         batch = PaddedBatches().batch(what, state, model.cache.block_size, model.vocab_size)
         plain = model._run(batch)
         found = forward(what, state)

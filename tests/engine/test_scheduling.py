@@ -237,12 +237,12 @@ def test_a_failed_run_leaves_no_trace_in_the_next(monkeypatch: pytest.MonkeyPatc
     for fatal in range(1, 9):
         count = 0
 
-        def failing(*args: object, limit: int = fatal) -> object:
+        def failing(*args: object, limit: int = fatal, **more: object) -> object:
             nonlocal count
             count += 1
             if count == limit:
                 raise Boom
-            return score(*args)  # type: ignore[arg-type]
+            return score(*args, **more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(engine.target, "forward_slots", failing)
         with pytest.raises(Boom):
@@ -277,9 +277,9 @@ def test_prefill_of_a_preempted_sequence_covers_what_it_wrote() -> None:
     fed: list[tuple[int, int]] = []
     prefill = engine.target.forward
 
-    def watched(spans: list[Span], logits_per_span: list[int]) -> Any:
+    def watched(spans: list[Span], logits_per_span: list[int], **more: Any) -> Any:
         fed.extend((s.seq.index, s.stop) for s in spans)
-        return prefill(spans, logits_per_span)
+        return prefill(spans, logits_per_span, **more)
 
     engine.target.forward = watched  # type: ignore[method-assign]
     prompts = [random_prompt(3, i) for i in range(3)]

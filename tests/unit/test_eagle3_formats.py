@@ -9,19 +9,21 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from specdec_cli.errors import SetupError
-from specdec_cli.models.eagle3.config import HeadConfig, is_head, read_head_config
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.draft_form import with_method
+from specdec_cli.models.eagle3.config import HeadConfig, read_head_config
 from specdec_cli.models.eagle3.weights import (
     EMBEDDING,
     HEAD,
     Borrowed,
     HeadWeights,
+    borrowed_by,
     check_target,
     dummy_weights,
-    names_in,
     read_weights,
     shapes_of,
 )
+from specdec_cli.recipe import Recipe, dump_recipe, load_recipe
 from tests.eagle3 import DIALECTS, Head, head_config, save_head
 from tests.support import CPU, save_tiny
 
@@ -49,7 +51,7 @@ def test_a_head_is_the_same_in_every_dialect(
     """Settings and weights, but for how layers are counted."""
     head = Head(kind=kind, draft_vocab=draft_vocab, base=5e5, attention_bias=True, **ALL_IDS)
     folder = save_head(tmp_path, head, dialect)
-    assert is_head(folder)
+    assert method_of(folder) == "eagle3"
     config = read_head_config("a head", folder)
     assert config.feature_layers(6) == (1, 2, 3, 4, 5)
     first = read_head_config("a head", save_head(tmp_path / "first", head, "speculators"))
@@ -150,19 +152,56 @@ def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> Non
     ],
 )
 def test_what_is_no_head_is_left_alone(config: Any, tmp_path: Path) -> None:
-    assert not is_head(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert not is_head(tmp_path)
     with pytest.raises(SetupError, match="no EAGLE-3 head"):
         read_head_config("a head", tmp_path)
     (tmp_path / "config.json").write_text("{")
-    assert not is_head(tmp_path)
     with pytest.raises(SetupError, match="cannot read config"):
         read_head_config("a head", tmp_path)
 
 
-def test_a_model_is_no_head(tmp_path: Path) -> None:
-    assert not is_head(save_tiny(tmp_path, "llama"))
+def pair_recipe(draft: Path | str, **keys: object) -> Recipe:
+    """A recipe of this draft with any target, which is not read."""
+    more = {name.replace("__", "."): value for name, value in keys.items()}
+    return load_recipe(None, {"target.model": "demo:target", "draft.model": str(draft)} | more)
+
+
+def method_of(draft: Path | str, *, is_free: bool = False, **keys: object) -> str:
+    return with_method(pair_recipe(draft, **keys), is_free=is_free).speculation.method
+
+
+def test_the_draft_tells_the_method(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", Head(), "safeailab")
+    model = save_tiny(tmp_path / "model", "llama")
+    assert method_of(head) == method_of(head, speculation__method="eagle3") == "eagle3"
+    assert method_of(model) == method_of("demo:draft") == "draft_model"
+    # A method that runs no draft stays, and so does any for a draft that cannot be read.
+    assert method_of(head, speculation__method="ngram") == "ngram"
+    assert method_of("/no/such/head") == method_of("no/such-head") == "draft_model"
+    (tmp_path / "model/config.json").write_text("[")
+    assert method_of(model, speculation__method="eagle3") == "eagle3"
+    # A recipe that was resolved once stays as it is.
+    resolved = with_method(pair_recipe(head))
+    assert with_method(resolved) == resolved
+    assert load_recipe(str(saved(tmp_path, resolved))).speculation.method == "eagle3"
+
+
+def saved(folder: Path, recipe: Recipe) -> Path:
+    (folder / "recipe.yaml").write_text(dump_recipe(recipe))
+    return folder / "recipe.yaml"
+
+
+def test_a_method_that_cannot_run_the_draft_is_refused(tmp_path: Path) -> None:
+    head = save_head(tmp_path / "head", Head(), "speculators")
+    model = save_tiny(tmp_path / "model", "llama")
+    wrong = [(head, "draft_model", "an EAGLE-3 head"), (model, "eagle3", "no EAGLE-3 head")]
+    for draft, method, told in wrong:
+        with pytest.raises(UsageError, match=f"method is {method}, and the draft .* is {told}"):
+            method_of(draft, speculation__method=method)
+        # At k = 0 no draft runs; and a draft named by an option brings its method along.
+        plain = {"speculation__method": method, "speculation__num_speculative_tokens": 0}
+        assert method_of(draft, **plain) == method
+        assert method_of(draft, is_free=True, speculation__method=method) != method
 
 
 BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
@@ -270,7 +309,7 @@ def test_embedding_and_head_of_the_target(tmp_path: Path) -> None:
     assert found.tensors[EMBEDDING].data_ptr() == lent.embedding.data_ptr()
     assert found.tensors[HEAD].data_ptr() == lent.head.data_ptr()
     config = read_head_config("a head", folder)
-    assert shapes_of(config).keys() - names_in(config, folder) == {EMBEDDING, HEAD}
+    assert borrowed_by(config, folder, torch.float32, lent) == {EMBEDDING, HEAD}
     with pytest.raises(SetupError, match="first embed_tokens"):
         weights_of(folder, head)
     narrow = Borrowed(torch.randn(97, 40), torch.randn(97, 48))

@@ -638,6 +638,26 @@ def test_vllm_ngram_and_sampling(tmp_path: Path) -> None:
     assert found.speculative_config["revision"] == "main"
 
 
+def test_vllm_head(tmp_path: Path) -> None:
+    """The method of a recipe's head, and in a sweep of several drafts that of the best one."""
+    recipe = json.loads(json.dumps(RECIPE))
+    recipe["speculation"]["method"] = "eagle3"
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
+    alone = read(write_folder(tmp_path / "a", points, recipe=recipe)).deployment
+    assert alone is not None and alone.config is not None
+    assert (alone.config["method"], alone.config["model"]) == ("eagle3", DRAFT)
+    assert alone.config["draft_tensor_parallel_size"] == 1
+    folder = write_folder(tmp_path / "b", sweep_points(ks=(0, 2), batch_sizes=(1,)))
+    summary = json.loads((folder / "summary.json").read_text())
+    sections = [{"model": DRAFT, "method": "eagle3"}, {"model": OTHER}]
+    summary["sweep"] = {"recipe": {"drafts": sections}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    beside = read(folder)
+    assert beside.run.method_of(OTHER) == "draft_model"
+    assert beside.deployment is not None and beside.deployment.config is not None
+    assert beside.deployment.config["method"] == "eagle3"
+
+
 def test_rounds_that_proposed_are_a_column_where_many_did_not(tmp_path: Path) -> None:
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=(("ngram", 0.7, 0.1),))
     for share, name in ((0, "a"), (3, "b")):

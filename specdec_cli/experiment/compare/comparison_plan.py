@@ -3,7 +3,7 @@
 Loads no weights and starts no ranks.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.engine.plan import Permissions, plan
+from specdec_cli.engine.plan import Permissions, draft_at, plan
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
@@ -22,7 +22,7 @@ from specdec_cli.experiment.preparing import device_settings, few_prompts, for_e
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
-from specdec_cli.models.loader import Description, describe
+from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import needs_draft
@@ -119,10 +119,15 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
     Raises `UsageError` where no pair is legal, `SetupError` where none has GPUs enough.
     """
     found: dict[Pair, Skip] = {}
-    draft = job.plan.draft
-    assert draft is not None, "k is at least 1"
-    unsplit = {("target", t): _cannot_split(job, job.plan.target, t) for t in settings.target_tps}
-    unsplit |= {("draft", d): _cannot_split(job, draft, d) for d in settings.draft_tps}
+    target, device = job.plan.target.spec, job.plan.device
+    unsplit = {
+        ("target", t): _cannot_split(lambda part: describe(target, device, part), t)
+        for t in settings.target_tps
+    }
+    unsplit |= {
+        ("draft", d): _cannot_split(lambda part: draft_at(job.plan, part), d)
+        for d in settings.draft_tps
+    }
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
@@ -149,12 +154,12 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
     return found
 
 
-def _cannot_split(job: Job, model: Description, size: int) -> str | None:
+def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> str | None:
     """The reason that a model cannot be split over `size` ranks, or None."""
     if size == 1:
         return None
     try:
-        describe(model.spec, job.plan.device, TensorParallel(size=size))
+        described(TensorParallel(size=size))
     except SetupError as problem:
         return problem.message
     return None

@@ -86,12 +86,7 @@ def plan_sweep(
     values = settings_values(recipe)
     del values["draft"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
-    values["drafts"] = [
-        with_weights(draft.model_dump(mode="json"), job.plan.draft)
-        if (draft := job.plan.recipe.draft)
-        else None
-        for job in jobs
-    ]
+    values["drafts"] = [_draft_values(job, recipe.speculation.method) for job in jobs]
     settings = SweepSettings(
         recipe=values,
         drafts=tuple(names),
@@ -118,6 +113,16 @@ def plan_sweep(
     return SweepPlan(recipe, settings, jobs, short_drafts)
 
 
+def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
+    """A draft's section of the settings, with its method unless that is the recipe's."""
+    recipe = job.plan.recipe
+    if recipe.draft is None:
+        return None
+    values = with_weights(recipe.draft.model_dump(mode="json"), job.plan.draft)
+    method = recipe.speculation.method
+    return values if method == usual else values | {"method": method}
+
+
 def _short_drafts(jobs: Sequence[Job]) -> list[str]:
     """Warnings about drafts whose context may end before the texts; with names if several."""
     found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
@@ -134,6 +139,8 @@ def warnings_of(plan: SweepPlan) -> list[str]:
         )
     if (remark := plan.jobs[0].plan.remark) is not None:
         found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
+    for job in plan.jobs:
+        found += [f"{job.plan.proposer}: {remark}" for remark in job.plan.draft_remarks]
     return [*found, *plan.short_drafts]
 
 

@@ -15,9 +15,9 @@ import torch
 
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.errors import SetupError
+from specdec_cli.recipe.choices.eagle3 import Dialect, dialect_of
 from specdec_cli.text import shown
 
-Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
 Counting = Literal["inputs", "outputs"]
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -113,15 +113,6 @@ class HeadConfig:
         return found
 
 
-def is_head(folder: Path) -> bool:
-    """Whether the config in `folder` describes an EAGLE-3 head; False for one that is damaged."""
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(raw, dict) and _dialect(raw) is not None
-
-
 def read_head_config(name: str, folder: Path) -> HeadConfig:
     """The settings of the head in `folder`.
 
@@ -132,7 +123,7 @@ def read_head_config(name: str, folder: Path) -> HeadConfig:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as problem:
         raise SetupError(f"cannot read config.json of {name}: {problem}") from None
-    dialect = _dialect(raw) if isinstance(raw, dict) else None
+    dialect = dialect_of(raw) if isinstance(raw, dict) else None
     if dialect is None:
         raise SetupError(
             f"{name} is no EAGLE-3 head",
@@ -140,21 +131,6 @@ def read_head_config(name: str, folder: Path) -> HeadConfig:
             "architecture with Eagle3 in its name",
         )
     return _Reader(name, dialect, raw).read()
-
-
-def _dialect(raw: dict[str, Any]) -> Dialect | None:
-    settings = raw.get("speculators_config")
-    algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
-    if (algorithm := raw.get("speculators_model_type", algorithm)) is not None:
-        return "speculators" if algorithm == "eagle3" else None
-    architectures = raw.get("architectures")
-    names = [str(a) for a in architectures] if isinstance(architectures, list) else []
-    is_named = any("eagle3" in architecture.lower() for architecture in names)
-    if is_named and "target_layer_ids" in raw:
-        return "deepspec"
-    if isinstance(raw.get("eagle_config"), dict):
-        return "model-optimizer"
-    return "flat" if is_named or "draft_vocab_size" in raw else None
 
 
 @dataclass(frozen=True, slots=True)

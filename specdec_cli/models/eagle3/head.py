@@ -154,6 +154,22 @@ class Eagle3Head:
         return x.scaled if x.squares is None else self.normed(x.hidden).scaled
 
 
+# The parts of each product of a layer, in the order in which they are merged.
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_OUTPUT = ("self_attn.o_proj",)
+_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+_DOWN = ("mlp.down_proj",)
+
+
+def products_of(config: HeadConfig) -> list[list[str]]:
+    """The names of the weights that each of a head's products is made of."""
+    found = [["fc.weight"], [EMBEDDING if config.ties_head else HEAD]]
+    for layer in range(config.num_layers):
+        for parts in (_QKV, _OUTPUT, _GATE_UP, _DOWN):
+            found.append([f"layers.{layer}.{part}.weight" for part in parts])
+    return found
+
+
 def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> HeadLayer:
     """Layer `index`, with its products merged."""
 
@@ -174,7 +190,6 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Hea
         assert weight is not None
         return weight
 
-    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     following = tensors["norm.weight"]
     if index + 1 < config.num_layers:
         following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
@@ -196,17 +211,17 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Hea
         following_norm=following,
         query_norm=own("self_attn.q_norm.weight"),
         key_norm=own("self_attn.k_norm.weight"),
-        qkv=product(*qkv),
-        qkv_bias=joined("bias", *qkv),
-        output=product("self_attn.o_proj"),
+        qkv=product(*_QKV),
+        qkv_bias=joined("bias", *_QKV),
+        output=product(*_OUTPUT),
         output_bias=own("self_attn.o_proj.bias"),
-        gate_up=product("mlp.gate_proj", "mlp.up_proj"),
-        down=product("mlp.down_proj"),
+        gate_up=product(*_GATE_UP),
+        down=product(*_DOWN),
     )
     return HeadLayer(
         fused=fused,
         hidden_norm=own("hidden_norm.weight"),
-        gate_up_bias=joined("bias", "mlp.gate_proj", "mlp.up_proj"),
+        gate_up_bias=joined("bias", *_GATE_UP),
         down_bias=own("mlp.down_proj.bias"),
     )
 

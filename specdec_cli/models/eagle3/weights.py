@@ -45,6 +45,11 @@ class Borrowed:
     head: torch.Tensor
 
 
+def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    """Whether a weight of the target can be a head's of this shape and dtype."""
+    return tuple(source.shape) == shape and source.dtype == dtype
+
+
 def shapes_of(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every weight of a head, those included that may be borrowed."""
     width = config.hidden_size
@@ -107,10 +112,24 @@ def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_laye
     config.feature_layers(num_layers)
 
 
-def names_in(config: HeadConfig, folder: Path, allow_pickle: bool = False) -> frozenset[str]:
-    """The weights of `shapes_of` that the checkpoint holds. Raises as `read_weights` does."""
+def borrowed_by(
+    config: HeadConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    lent: Borrowed,
+    allow_pickle: bool = False,
+) -> frozenset[str]:
+    """The weights that the checkpoint lacks and `lent`, which may be on meta, serves for.
+
+    Raises as `read_weights` does for names, and for weights that cannot serve.
+    """
     with open_checkpoint(folder, allow_pickle) as stored:
-        return frozenset(_named(config, stored)) & shapes_of(config).keys()
+        found = _named(config, stored)
+    wanted = shapes_of(config)
+    _check_names(config, found, wanted, lent)
+    for name in (lacking := wanted.keys() - found.keys()):
+        _check_serves(config, name, _source(lent, name), wanted[name], dtype)
+    return frozenset(lacking)
 
 
 def read_weights(
@@ -138,14 +157,8 @@ def read_weights(
                 tensors[name] = _read(config, name, found[name], shape).to(device, dtype)
             else:
                 assert borrowed is not None
-                source = borrowed.embedding if name == EMBEDDING else borrowed.head
-                if tuple(source.shape) != shape or source.dtype != dtype:
-                    kind = str(source.dtype).removeprefix("torch.")
-                    raise _bad(
-                        config,
-                        f"{name} is missing, and the target's, {list(source.shape)} {kind}, "
-                        f"cannot serve as {list(shape)} {str(dtype).removeprefix('torch.')}",
-                    )
+                source = _source(borrowed, name)
+                _check_serves(config, name, source, shape, dtype)
                 tensors[name] = source.detach()
         ids = _target_ids(config, found)
     return HeadWeights(tensors, None if ids is None else ids.to(device))
@@ -164,7 +177,7 @@ def dummy_weights(
     """
     tensors = {}
     for name, shape in shapes_of(config).items():
-        if name == EMBEDDING and borrowed is not None and borrowed.embedding.shape == shape:
+        if name == EMBEDDING and borrowed and serves(borrowed.embedding, shape, dtype):
             tensors[name] = borrowed.embedding.detach()
         elif len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
@@ -213,6 +226,28 @@ def _check_names(
     if unknown:
         first = one_line(min(unknown))
         raise _bad(config, f"{len(unknown)} tensors do not belong to it, first {first}")
+
+
+def _source(lent: Borrowed, name: str) -> torch.Tensor:
+    return lent.embedding if name == EMBEDDING else lent.head
+
+
+def _check_serves(
+    config: HeadConfig,
+    name: str,
+    source: torch.Tensor,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> None:
+    """Raise unless the target's weight can serve as the head's."""
+    if serves(source, shape, dtype):
+        return
+    theirs, ours = (str(kind).removeprefix("torch.") for kind in (source.dtype, dtype))
+    raise _bad(
+        config,
+        f"{name} is missing, and the target's, {list(source.shape)} {theirs}, cannot serve as "
+        f"{list(shape)} {ours}",
+    )
 
 
 def _read(config: HeadConfig, name: str, read: Read, shape: tuple[int, ...]) -> torch.Tensor:

@@ -4,7 +4,7 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +20,28 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftForm:
+    """A kind of drafts that only one method runs.
+
+    noun: names one in messages. fits: whether a config.json describes one.
+    """
+
+    noun: str
+    fits: Callable[[Mapping[str, Any]], bool]
+
+
+@dataclass(frozen=True, slots=True)
 class MethodChoice:
     """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
     model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
-    method. code: a plugin's `methods.Method`.
+    method. form: of its drafts; None for models that transformers knows. code: a plugin's
+    `methods.Method`.
     """
 
     what: str = ""
     needs_draft: bool = False
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
+    form: DraftForm | None = None
     code: Any = None
 
 

@@ -10,6 +10,7 @@ from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
+from specdec_cli.recipe.choices.eagle3 import EAGLE3
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
@@ -20,6 +21,7 @@ NONE = "none"  # the method of plain decoding
 
 METHODS: dict[str, MethodChoice] = {
     "draft_model": DRAFT_MODEL,
+    "eagle3": EAGLE3,
     "ngram": NGRAM,
     NONE: MethodChoice("plain decoding"),
 }

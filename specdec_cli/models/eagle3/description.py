@@ -1,0 +1,171 @@
+"""An EAGLE-3 head before its weights are read: checks against its target, and memory.
+
+Legend: H width of the head, D features of an attention head, V ids of the target.
+"""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.models.eagle3.config import HeadConfig, read_head_config
+from specdec_cli.models.eagle3.head import Eagle3Head, products_of
+from specdec_cli.models.eagle3.paged import PagedHead
+from specdec_cli.models.eagle3.weights import (
+    EMBEDDING,
+    Borrowed,
+    borrowed_by,
+    check_target,
+    dummy_weights,
+    read_weights,
+    serves,
+    shapes_of,
+)
+from specdec_cli.models.hidden import check_hidden_layers
+from specdec_cli.models.loader import Description, ModelSpec
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.refusals import Indivisible
+from specdec_cli.models.resolve import model_folder
+
+
+@dataclass(frozen=True, slots=True)
+class HeadDescription:
+    """A head that belongs to its target and holds no weights yet.
+
+    max_len: positions that it may use, whatever its config's context length. feature_layers: the
+    target's hidden states that it reads. borrows: the weights that it takes from the target.
+    """
+
+    spec: ModelSpec
+    folder: Path
+    config: HeadConfig
+    dtype: torch.dtype
+    device: torch.device
+    max_len: int
+    feature_layers: tuple[int, ...]
+    borrows: frozenset[str]
+    parallel: TensorParallel
+
+    @property
+    def layers(self) -> list[LayerShape]:
+        return self.config.cache_layers
+
+    @property
+    def vocab_size(self) -> int:
+        """The number of ids that it can propose."""
+        return self.config.draft_vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights on its device, without those that it borrows, and of the rotary
+        tables."""
+        config, is_cpu = self.config, self.device.type == "cpu"
+        sizes = {name: math.prod(shape) for name, shape in shapes_of(config).items()}
+        numbers = 2 * self.max_len * config.head_dim
+        for names in products_of(config):
+            count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
+            if is_cpu:  # which holds a product in one form or two, and none in the embedding's
+                numbers += count * sum(ops.forms_of(count, self.dtype))
+            elif names[0] != EMBEDDING and names[0] not in self.borrows:
+                numbers += count
+        numbers += sum(size for name, size in sizes.items() if name not in self.borrows)
+        ids = config.draft_vocab_size if config.draft_vocab_size < config.vocab_size else 0
+        return numbers * self.dtype.itemsize + 8 * ids
+
+    @property
+    def notes(self) -> dict[str, str]:
+        """Facts for the record of a run, by a word for each."""
+        layers = ", ".join(map(str, self.feature_layers))
+        found = {"features": f"hidden states {layers} of the target"}
+        if self.borrows:
+            found["borrows"] = ", ".join(sorted(self.borrows))
+        if self.remarks:
+            found["conventions"] = "; ".join(self.remarks)
+        return found
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        return self.config.remarks
+
+    def block_bytes(self, block_size: int) -> int:
+        """Bytes of one block of its cache, and of the vector [H] that is carried with it."""
+        carried = self.config.hidden_size * self.dtype.itemsize
+        return block_bytes(self.layers, block_size, self.dtype) + carried
+
+    def pass_bytes(self, tokens: int, *, gathers: bool) -> int:
+        """Bytes of the tensors that are alive at a pass's peak, beside its inputs.
+
+        gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
+        whose allocator then does not use attention's memory for the MLP.
+        """
+        config, width = self.config, self.config.hidden_size
+        mixed = config.num_heads * config.head_dim
+        qkv = mixed + 2 * config.num_kv_heads * config.head_dim
+        common = 2 * config.head_dim + 3 * width  # the embedding, it normed, the hidden state
+        attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
+        mlp = 2 * width + 3 * config.intermediate_size
+        features = config.num_aux * config.target_hidden_size
+        fusing = features if config.norm_before_fc or config.fc_norm else 0
+        layer = attention + mlp if gathers else max(attention, mlp)
+        return tokens * (common + max(layer, fusing)) * self.dtype.itemsize
+
+    def load(self, target: PagedModel, block_size: int) -> PagedHead:
+        """The head with its weights, over a cache of zero blocks."""
+        device, config = self.device, self.config
+        lent = _lent_by(target.module) if self.borrows else None
+        if self.spec.load_format == "dummy":
+            weights = dummy_weights(config, self.dtype, device, lent)
+        else:
+            weights = read_weights(
+                config, self.folder, self.dtype, device, lent, self.spec.allow_pickle
+            )
+        cache = KVCache(self.layers, 0, block_size, self.dtype, device)
+        return PagedHead(Eagle3Head(config, weights, self.max_len), cache)
+
+
+def describe_head(
+    spec: ModelSpec,
+    device: torch.device,
+    parallel: TensorParallel,
+    target: Description,
+    max_len: int,
+) -> HeadDescription:
+    """Read a head's config and the names of its weights, and check them against its target.
+
+    parallel: its ranks. max_len: positions that passes may use.
+
+    Raises `SetupError`, which names the key or the tensor, where they do not fit.
+    """
+    is_dummy = spec.load_format == "dummy"
+    folder = model_folder(
+        spec.name, spec.revision, weights=not is_dummy, allow_pickle=spec.allow_pickle
+    )
+    config = read_head_config(spec.name, folder)
+    if parallel.size > 1:
+        hint = "set draft.tensor_parallel_size to 1: the first of the target's ranks runs it"
+        raise Indivisible(spec.name, "few layers", parallel.size, hint)
+    settings = target.module.config
+    num_layers = int(settings.num_hidden_layers)
+    check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
+    layers = config.feature_layers(num_layers)
+    check_hidden_layers(target.module, layers)
+    # The config's dtype is that of training; tools run a head in its target's.
+    dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
+    lent = _lent_by(target.module)
+    if is_dummy:
+        is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
+        borrows = frozenset({EMBEDDING} if is_lent else ())
+    else:
+        borrows = borrowed_by(config, folder, dtype, lent, spec.allow_pickle)
+    return HeadDescription(spec, folder, config, dtype, device, max_len, layers, borrows, parallel)
+
+
+def _lent_by(module: Any) -> Borrowed:
+    """Embedding and head of a transformers model."""
+    inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
+    return Borrowed(inputs.weight.data, outputs.weight.data)

@@ -1,0 +1,110 @@
+"""A tiny target and an EAGLE-3 head that was trained for it, as checkpoints, and their rounds."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import repeat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from specdec_cli.core.types import Sequence
+from tests.cli.generate_helpers import word_tokenizer
+from tests.eagle3 import Head, Reference, save_head
+from tests.support import FAMILIES, VOCAB, greedy_reference, reference, save_tiny
+
+NEW_TOKENS = 24
+PROMPTS = [[5, 9, 3, 11, 60], [7, 30], [4, 8, 15, 16, 23, 42, 50, 61, 12, 90, 33], [44, 2, 71, 6]]
+
+
+class Pair(NamedTuple):
+    """The folders of a target and of a head, and the head itself."""
+
+    target: Path
+    folder: Path
+    head: Head
+
+
+def save_pair(
+    folder: Path, family: str = "llama", dialect: str = "speculators", **more: Any
+) -> Pair:
+    """A target of four layers, and a trained head that borrows its embedding. more: of the head."""
+    changes: dict[str, Any] = {"num_hidden_layers": 4}
+    if types := FAMILIES[family].get("layer_types"):
+        changes["layer_types"] = types * 2
+    target = save_tiny(folder / "target", family, **changes)
+    word_tokenizer(target, [f"w{i}" for i in range(VOCAB)])
+    oracle = reference(target)
+    # The head never sees the last text.
+    texts = [p + greedy_reference(oracle, p, NEW_TOKENS + 8) for p in PROMPTS[:-1]]
+    sizes = {"hidden": 64, "target_hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 16}
+    head = Head(**sizes, **({"outputs": (0, 1, 2)} | more))
+    embedding = {"embed_tokens.weight": oracle.get_input_embeddings().weight.detach().clone()}
+    head.tensors.update(embedding)
+    head = trained(head, oracle, texts, 150)
+    head = replace(head, tensors=head.tensors | embedding)
+    saved = save_head(folder / "head", head, dialect, without=("embed_tokens.weight",))
+    return Pair(target, saved, head)
+
+
+def trained(head: Head, oracle: Any, texts: list[list[int]], steps: int) -> Head:
+    """The head, trained on `texts` to propose four tokens: some of its proposals stand then."""
+    with torch.inference_mode(False):
+        tensors = {n: t.clone().requires_grad_(n != "d2t") for n, t in head.tensors.items()}
+        weights = [t for t in tensors.values() if t.requires_grad]
+        plain = Reference(replace(head, tensors=tensors))
+        own_ids = torch.full((head.vocab,), -100)  # tokens that it cannot propose teach nothing
+        own_ids[head.ids] = torch.arange(head.draft_vocab)
+        adam = torch.optim.Adam(weights, lr=3e-3)
+        inputs = [states(oracle, head, text) for text in texts]
+        for step in range(steps):
+            text, features = texts[step % len(texts)], inputs[step % len(texts)]
+            # Every row's first proposal, and a chain of three more from one place.
+            given, following = plain.fuse(features[:-2]), torch.tensor(text[1:-1])
+            goals = own_ids[torch.tensor(text)]
+            loss = cross_entropy(plain.logits(plain.rows(given, following)), goals[2:])
+            n = 3 + 7 * step % (len(text) - 8)
+            given, following = given[: n - 1], following[: n - 1]
+            for place in range(n, n + 4):
+                out = plain.rows(given, following)[-1:]
+                if goals[place] >= 0:
+                    loss = loss + cross_entropy(plain.logits(out), goals[place : place + 1])
+                given = torch.cat((given, out))
+                following = torch.tensor(text[1 : place + 1])
+            adam.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            adam.step()
+    return replace(head, tensors={n: t.detach() for n, t in tensors.items()})
+
+
+def states(oracle: Any, head: Head, tokens: list[int]) -> torch.Tensor:
+    """Features [T, F] by transformers."""
+    with torch.no_grad():
+        out = oracle(torch.tensor([tokens]), output_hidden_states=True)
+    return torch.cat([out.hidden_states[i + 1][0] for i in head.outputs], dim=1)
+
+
+def expected_rounds(
+    target: Path, head: Head, prompt: list[int], k: int | Iterator[int]
+) -> list[tuple[int, int]]:
+    """(proposed, accepted) of each round of greedy decoding, without any cache.
+
+    k: of every round, or of each. Rounds without proposals are left out.
+    """
+    lengths = repeat(k) if isinstance(k, int) else k
+    oracle, plain = reference(target), Reference(head)
+    text = prompt + greedy_reference(oracle, prompt, NEW_TOKENS)
+    features, found, n = states(oracle, head, text), [], len(prompt)
+    while n < len(text):
+        count, stand = min(next(lengths), len(text) - n - 1), 0
+        if count:
+            proposed, _ = plain.chain(features[: n - 1], text[:n], count)
+            stand = next((i for i in range(count) if proposed[i] != text[n + i]), count)
+            found.append((count, stand))
+        n += stand + 1
+    return found
+
+
+def rounds_of(seq: Sequence) -> list[tuple[int, int]]:
+    return list(zip(seq.proposed_per_round, seq.accepted_per_round, strict=True))

@@ -1,0 +1,270 @@
+"""EAGLE-3 heads as a recipe names them: planned, loaded, measured and run."""
+
+from collections import Counter
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.estimate import estimate_passes, estimate_rank, this_machine
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.measure import weight_bytes
+from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, plan_all_ranks
+from specdec_cli.engine.profile import CacheNeed
+from specdec_cli.engine.run import Request
+from specdec_cli.errors import ExitCode, SetupError, SpecdecError
+from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.models.paged import PagedModel
+from specdec_cli.recipe import load_recipe
+from tests.eagle3 import Head, save_head
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
+from tests.support import CPU, greedy_reference, reference, save_noised
+
+SIZES: dict[str, Any] = {
+    "hidden": 64,
+    "target_hidden": 64,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 16,
+    "outputs": (0, 1, 2),
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return save_pair(tmp_path_factory.mktemp("pair"), draft_vocab=60)
+
+
+def planned(target: Path, draft: Path, k: int = 4, **keys: object) -> Plan:
+    overrides: dict[str, object] = {
+        "target.model": str(target),
+        "draft.model": str(draft),
+        "run.device": "cpu",
+        "cache.block_size": 4,
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+    }
+    more = {name.replace("__", "."): value for name, value in keys.items()}
+    return plan(load_recipe(None, overrides | more))
+
+
+def run(engine: Engine, k: int, params: SamplingParams) -> list[Any]:
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    seqs = engine.run(requests, k, params).seqs
+    assert engine.allocator.num_used == 0
+    return seqs
+
+
+def texts_of(target: Path) -> list[list[int]]:
+    oracle = reference(target)
+    return [greedy_reference(oracle, prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "one by one": {},
+    "refills": {"run__batch_size": 3},
+    "chunks": {"run__batch_size": 3, "run__prefill_chunk": 3},
+    "preemption": {"run__batch_size": 4, "cache__num_blocks": 17},
+}
+
+
+@pytest.mark.parametrize("case", SETTINGS)
+def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: str) -> None:
+    """At each k up to the planned one, on one engine."""
+    found = planned(pair.target, pair.folder, 4, **SETTINGS[case])
+    assert found.recipe.speculation.method == "eagle3" and found.k == 4
+    engine = build(found, 11)
+    wanted = texts_of(pair.target)
+    for k in (4, 1, 0, 2):
+        seqs = run(engine, k, found.params)
+        assert [s.output_ids for s in seqs] == wanted
+        rounds = [expected_rounds(pair.target, pair.head, p, k) if k else [] for p in PROMPTS]
+        assert list(map(rounds_of, seqs)) == rounds
+    assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
+
+
+def test_a_sequence_that_proposes_nothing_beside_others(pair: Pair) -> None:
+    """Its context is full after one token. All are prefilled in one pass, whose hidden states the
+    head takes in as a whole."""
+    found = planned(pair.target, pair.folder, run__batch_size=4, cache__max_model_len=12)
+    seqs = run(build(found, 11), 4, found.params)
+    room = [12 - len(prompt) for prompt in PROMPTS]
+    wanted = [text[:count] for text, count in zip(texts_of(pair.target), room, strict=True)]
+    assert [s.output_ids for s in seqs] == wanted
+    assert [bool(s.accepted_per_round) for s in seqs] == [True, True, False, True]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2"])
+def test_other_targets(family: str, tmp_path: Path) -> None:
+    """Two without fused layers, and one that scales embeddings: the head reads them unscaled."""
+    target, folder, head = save_pair(tmp_path, family)
+    found = planned(target, folder, run__batch_size=2)
+    seqs = run(build(found, 11), 4, found.params)
+    assert [s.output_ids for s in seqs] == texts_of(target)
+    assert list(map(rounds_of, seqs)) == [expected_rounds(target, head, p, 4) for p in PROMPTS]
+
+
+def test_a_head_with_weights_of_its_own(tmp_path: Path) -> None:
+    target, _, head = save_pair(tmp_path)
+    folder = save_head(tmp_path / "own", head, "safeailab")
+    found = planned(target, folder)
+    assert "borrows" not in " ".join(found.execution)
+    seqs = run(build(found, 11), 4, found.params)
+    assert list(map(rounds_of, seqs)) == [expected_rounds(target, head, p, 4) for p in PROMPTS]
+
+
+def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At k = 0 nothing is loaded; and of an engine with a head no pass pays for it."""
+    bare = planned(pair.target, pair.folder, 0)
+    engine = build(bare, 11)
+    assert bare.draft is None and engine.proposer is None and not engine.target.hidden_layers
+    found = planned(pair.target, pair.folder, 4)
+    engine = build(found, 11)
+    assert engine.target.hidden_layers == (1, 2, 3)
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("called")
+
+    for name in ("prefill", "propose", "commit"):
+        monkeypatch.setattr(Eagle3, name, fail)
+    kept = Counter[bool]()
+    run_pass = PagedModel._run
+
+    def watched(self: PagedModel, *args: Any, **more: Any) -> Any:
+        out = run_pass(self, *args, **more)
+        kept[out.hidden is not None] += 1
+        return out
+
+    monkeypatch.setattr(PagedModel, "_run", watched)
+    assert [s.output_ids for s in run(engine, 0, found.params)] == texts_of(pair.target)
+    assert kept[False] > 20 and not kept[True]
+
+
+def test_a_length_policy_that_proposes_nothing_at_times(pair: Pair) -> None:
+    """Such rounds write the head's rows too, so that later ones lack nothing."""
+    found = planned(
+        pair.target, pair.folder, 4, speculation__length={"policy": "adaptive", "choices": [0, 4]}
+    )
+    engine = build(found, 11)
+    turns, expected_turns = cycle([4, 0, 4, 0, 0]), cycle([4, 0, 4, 0, 0])
+    engine.policy.next_k = lambda *_: next(turns)  # type: ignore[method-assign]
+    seqs = run(engine, 4, found.params)
+    assert [s.output_ids for s in seqs] == texts_of(pair.target)
+    wanted = [expected_rounds(pair.target, pair.head, p, expected_turns) for p in PROMPTS]
+    assert list(map(rounds_of, seqs)) == wanted
+    assert sum(a for rounds in wanted for _, a in rounds) > 10
+
+
+def test_a_target_serves_several_drafts(pair: Pair, tmp_path: Path) -> None:
+    """As in a sweep: with hidden states and without, on weights that are loaded once."""
+    noised = save_noised(tmp_path / "noised", pair.target)
+    wanted, target = texts_of(pair.target), None
+    for draft, layers in ((pair.folder, (1, 2, 3)), (noised, ()), (pair.folder, (1, 2, 3))):
+        found = planned(pair.target, draft, 4)
+        engine = build(found, 11, loaded_target=target)
+        target = engine.target
+        assert target.hidden_layers == layers
+        seqs = run(engine, 4, found.params)
+        assert [s.output_ids for s in seqs] == wanted
+        if layers:
+            rounds = [expected_rounds(pair.target, pair.head, p, 4) for p in PROMPTS]
+            assert list(map(rounds_of, seqs)) == rounds
+
+
+def test_the_record_of_a_run(pair: Pair) -> None:
+    told = planned(pair.target, pair.folder).execution
+    assert told["draft_features"] == "hidden states 1, 2, 3 of the target"
+    assert told["draft_borrows"] == "embed_tokens.weight"
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {
+    "hidden size": ({"target_hidden": 48}, {}, "its target_hidden_size is 48, .* has 64"),
+    "vocabulary": ({"vocab": 98, "draft_vocab": 98}, {}, "its vocab_size is 98, .* has 97"),
+    "layers": ({"outputs": (0, 1, 5)}, {}, "reads hidden states .1, 2, 6. of a target that has 4"),
+    "width": ({"hidden": 48}, {}, r"embed_tokens.weight is missing, .* \[97, 64\] float32"),
+    "dtype": ({}, {"draft__dtype": "bfloat16"}, r"embed_tokens.weight .* \[97, 64\] bfloat16"),
+    "share": ({}, {"draft__share": ["embeddings"]}, "draft.share: .* borrows what it lacks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_head_that_does_not_fit_is_refused_before_weights_are_read(
+    case: str, pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, keys, told = REFUSED[case]
+    head = Head(**(SIZES | changes))
+    folder = save_head(tmp_path / "head", head, "speculators", without=("embed_tokens.weight",))
+    with pytest.raises(SpecdecError, match=told) as caught:
+        planned(pair.target, folder, **keys)
+    assert "\n" not in caught.value.message
+    assert caught.value.code in (ExitCode.USAGE, ExitCode.ENVIRONMENT)
+
+
+def test_a_head_is_not_split(pair: Pair) -> None:
+    keys = {"target.model": str(pair.target), "draft.model": str(pair.folder)}
+    degrees = {"target.tensor_parallel_size": 2, "draft.tensor_parallel_size": 2}
+    with pytest.raises(SetupError, match="divided among 2 ranks") as caught:
+        plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
+    assert caught.value.code == ExitCode.USAGE
+    degrees["draft.tensor_parallel_size"] = 1
+    first, second = plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
+    assert block_bytes_of(first)[1] > 0 == block_bytes_of(second)[1]
+    assert first.target.hidden_layers == second.target.hidden_layers == (1, 2, 3)
+
+
+def test_blocks_and_weights_by_hand(pair: Pair) -> None:
+    found = planned(pair.target, pair.folder)
+    # One layer of two heads of 16, keys and values, four tokens; and the carried vector.
+    assert block_bytes_of(found)[1] == (2 * 2 * 16 * 4 + 64) * 4
+    models = load_models(found)
+    (guess,) = estimates(found, CacheNeed(1, 64, 4, 4))
+    held = weight_bytes(models)
+    assert held[1] == guess.draft_weight_bytes
+    assert held[0] == pytest.approx(guess.target_weight_bytes, abs=256)
+    own = sum(t.numel() for n, t in pair.head.tensors.items() if n not in ("embed_tokens.weight",))
+    tables = 2 * 512 * 16
+    assert guess.draft_weight_bytes == 4 * (own + tables) + 4 * 60  # ids are int64
+    assert found.draft is not None
+    engine = build(found, 11)
+    assert isinstance(engine.proposer, Eagle3) and engine.proposer.head is not None
+    carry, cache = engine.proposer.head.carry, engine.proposer.head.cache
+    num_bytes = carry.numel() * carry.element_size() + cache.num_bytes
+    assert num_bytes == block_bytes_of(found)[1] * cache.num_blocks
+
+
+def estimates(found: Plan, need: CacheNeed) -> list[Any]:
+    plans = plan_all_ranks(found.recipe, Permissions(), found.device)
+    return [estimate_rank(p, need, this_machine(found.device, 1)) for p in plans]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_estimates_are_near_on_a_cpu(pair: Pair, temperature: float) -> None:
+    keys: dict[str, object] = {"run__batch_size": 4, "sampling__temperature": temperature}
+    found = planned(pair.target, pair.folder, 6, **keys)
+    need = CacheNeed(4, 300, found.k, 4)
+    (guess,) = estimates(found, need)
+    mine = measured(found, load_models(found), need)
+    assert mine.fits == pytest.approx(guess.fits, rel=0.05)
+    assert mine.draft_weight_bytes == guess.draft_weight_bytes
+    assert mine.activation_bytes < 4 * guess.activation_bytes
+    assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_what_a_round_holds_is_counted(pair: Pair) -> None:
+    """On a GPU, beside the target alone: hidden states, distributions and the head's passes."""
+    keys = {"target.model": str(pair.target), "draft.model": str(pair.folder)}
+    more: dict[str, object] = {"sampling.temperature": 1.0, "target.dtype": "bfloat16"}
+    recipe = load_recipe(None, keys | more | {"speculation.num_speculative_tokens": 5})
+    (found,) = plan_all_ranks(recipe, Permissions(), torch.device("cuda"))
+    bare = load_recipe(None, keys | more | {"speculation.num_speculative_tokens": 0})
+    (alone,) = plan_all_ranks(bare, Permissions(), torch.device("cuda"))
+    need = CacheNeed(3, 100, 5, 4)
+    with_head, without = estimate_passes(found, need), estimate_passes(alone, need)
+    features, q = 3 * 6 * 3 * 64, 2 * 3 * 5 * 97
+    assert with_head.graphs - without.graphs > 2 * 2 * (features + q)
+    assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
