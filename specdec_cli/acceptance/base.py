@@ -106,5 +106,6 @@ class LosslessRule(AcceptanceRule):
 
 def draw_next(target: TargetOutput, params: SamplingParams, noise: Noise | None) -> Verdict:
     """The decision of a round without proposals: one token from the target's distribution."""
-    tokens = draw(target.logits[:, 0], params, None if noise is None else noise.sample[:, 0])
+    sample = None if noise is None else noise.sample[:, 0]
+    tokens = draw(target.logits[:, 0], None, params, sample)
     return Verdict(tokens[:, None], tokens.clamp(max=0))

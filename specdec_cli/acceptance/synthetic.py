@@ -70,7 +70,7 @@ class SyntheticAcceptance(AcceptanceRule):
         """Accept the proposal at each place by its rate, then draw a token from the target."""
         assert noise is not None
         c, logits = candidates, target.logits.flatten(0, 1)
-        best = draw(logits, params, noise.sample.flatten()).view(target.logits.shape[:2])
+        best = draw(logits, None, params, noise.sample.flatten()).view(target.logits.shape[:2])
         rates = self._on_device(c.token_ids.shape[1], logits.device)
         return Verdict(*ops.accept(c.token_ids, best, c.lens, noise.accept, rates))
 

@@ -38,7 +38,8 @@ class Typical(AcceptanceRule):
         if params.is_greedy:
             return Verdict(*ops.accept(c.token_ids, greedy_pick(target.logits), c.lens))
         assert noise is not None
-        own = draw(target.logits.flatten(0, 1), params, noise.sample.flatten()).view(-1, k + 1)
+        logits = target.logits.flatten(0, 1)
+        own = draw(logits, None, params, noise.sample.flatten()).view(-1, k + 1)
         stands = self.stands(to_probs(target.logits[:, :k], params), c.token_ids)
         # `ops.accept` accepts a proposal if its noise is below its place's rate.
         rates = torch.full((k,), 0.5, device=stands.device)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-import specdec_cli
+import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.starting import importing, joined
@@ -103,57 +103,40 @@ def sweep_k(
         _saying_what_is_kept(output if asked.is_heard and not dry_run else None),
         joined(asked.place, recipes, read) as (world, (prompts, data)),
     ):
-        code = _sweep(
-            world,
-            [r.model_copy(update={"data": data}) for r in recipes],
-            prompts,
-            (lengths, sizes),
-            asked,
-            predict_only=predict_only,
-            shard=part,
-            resume=resume,
-            dry_run=dry_run,
-        )
+        named = [recipe.model_copy(update={"data": data}) for recipe in recipes]
+        with waiting("getting ready", quiet=asked.quiet):
+            with importing():
+                from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
+
+            allowed = asked.permissions()
+            plan = plan_sweep(
+                named, prompts, lengths, sizes, allowed, predict_only=predict_only, shard=part
+            )
+        code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)
     raise typer.Exit(code)
 
 
 def _sweep(
     world: World,
-    recipes: "Sequence[specdec_cli.recipe.Recipe]",
-    prompts: "list[specdec_cli.prompts.Prompt]",
-    points: tuple[Sequence[int], Sequence[int]],
+    plan: "specdec_cli.experiment.sweep.sweep_plan.SweepPlan",
     asked: Asked,
     *,
-    predict_only: bool,
-    shard: tuple[int, int] | None,
     resume: bool,
     dry_run: bool,
 ) -> ExitCode:
-    """Plan and measure; rank 0 keeps and shows the results. Returns the exit code.
+    """Measure; rank 0 keeps and shows the results. Returns the exit code."""
+    from specdec_cli.experiment.preparing import few_prompts
+    from specdec_cli.experiment.results import to_json
+    from specdec_cli.experiment.settings_file import read_warnings
+    from specdec_cli.experiment.sweep.document import exit_code
+    from specdec_cli.experiment.sweep.runner import Sweep
+    from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
+    from specdec_cli.experiment.sweep.sweep_plan import describe_plan, warnings_of
+    from specdec_cli.experiment.sweep.sweep_records import SweepRecords
+    from specdec_cli.terminal.sweep import print_results, watcher
 
-    points: proposal lengths and batch sizes.
-    """
     output, quiet = asked.output, asked.quiet
     with waiting("getting ready", quiet=quiet):
-        with importing():
-            from specdec_cli.experiment.preparing import few_prompts
-            from specdec_cli.experiment.results import to_json
-            from specdec_cli.experiment.settings_file import read_warnings
-            from specdec_cli.experiment.sweep.document import exit_code
-            from specdec_cli.experiment.sweep.runner import Sweep
-            from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
-            from specdec_cli.experiment.sweep.sweep_plan import (
-                describe_plan,
-                plan_sweep,
-                warnings_of,
-            )
-            from specdec_cli.experiment.sweep.sweep_records import SweepRecords
-            from specdec_cli.terminal.sweep import print_results, watcher
-
-        allowed = asked.permissions()
-        plan = plan_sweep(
-            recipes, prompts, *points, allowed, predict_only=predict_only, shard=shard
-        )
         warnings = [*warnings_of(plan), *few_prompts(plan.num_prompts)]
         records, folder = SweepRecords(), None
         if not dry_run and output is not None:

@@ -61,7 +61,7 @@ class Drafting:
         logits = logits[:, : self.vocab_size]
         stats = None if self.params.is_greedy else softmax_stats(logits, self.params)
         noise = None if self.noise is None else self.noise[:, step]
-        token = draw(logits, self.params, noise, stats)
+        token = draw(logits, stats, self.params, noise)
         self._tokens.append(token)
         if self.keeps_dist and not self.params.is_greedy:
             self._logits.append(logits)

@@ -60,13 +60,13 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
 
 def draw(
     logits: torch.Tensor,
+    stats: ops.LogitRows | None,
     params: SamplingParams,
     noise: torch.Tensor | None,
-    stats: ops.LogitRows | None = None,
 ) -> torch.Tensor:
     """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
 
-    noise: fp32 [R], not read if decoding is greedy. stats: from `softmax_stats`, if they are known.
+    stats: from `softmax_stats`, if they are known. noise: fp32 [R], not read if decoding is greedy.
     """
     if params.is_greedy:
         return ops.greedy_argmax(logits)
