@@ -644,9 +644,9 @@ def test_vllm_head(tmp_path: Path) -> None:
     recipe["speculation"]["method"] = "eagle3"
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=ONE_DRAFT)
     alone = read(write_folder(tmp_path / "a", points, recipe=recipe)).deployment
-    assert alone is not None and alone.speculative_config is not None
-    assert (alone.speculative_config["method"], alone.speculative_config["model"]) == ("eagle3", DRAFT)
-    assert alone.speculative_config["draft_tensor_parallel_size"] == 1
+    assert alone is not None and (config := alone.speculative_config) is not None
+    assert (config["method"], config["model"]) == ("eagle3", DRAFT)
+    assert config["draft_tensor_parallel_size"] == 1
     folder = write_folder(tmp_path / "b", sweep_points(ks=(0, 2), batch_sizes=(1,)))
     summary = json.loads((folder / "summary.json").read_text())
     sections = [{"model": DRAFT, "method": "eagle3"}, {"model": OTHER}]

@@ -148,7 +148,7 @@ def describe_head(
     config = read_head_config(spec.name, folder)
     if parallel.size > 1:
         hint = "set draft.tensor_parallel_size to 1: the first of the target's ranks runs it"
-        raise Indivisible(spec.name, "few layers", parallel.size, hint)
+        raise Indivisible(spec.name, "layers", parallel.size, hint)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
