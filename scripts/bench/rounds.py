@@ -24,6 +24,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
+from specdec_cli.models.loader import Description
 from specdec_cli.recipe import load_recipe
 
 COPY_TB_PER_S = 4.3  # read + written, device to device, H200
@@ -60,8 +61,13 @@ def weight_ms(planned: Plan, k: int) -> float:
         return total - int(unread)
 
     total = read(planned.target.module)
-    if k and planned.draft is not None:
-        total += k * read(planned.draft.module)
+    draft = planned.draft
+    if k and isinstance(draft, Description):
+        total += k * read(draft.module)
+    elif k and draft is not None:  # a head fuses the target's hidden states once a round
+        head = draft.config
+        once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
+        total += k * (draft.weight_bytes - once) + once
     return total / COPY_TB_PER_S / 1e9
 
 

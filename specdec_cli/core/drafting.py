@@ -12,8 +12,8 @@ from specdec_cli.core.candidates import Candidates, TokenDist
 from specdec_cli.core.sampling import draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
-# Arguments: drawn tokens, int64 [B], and the logits that they were drawn from, [B, V']. Result:
-# bool [B], True for a sequence whose drafting stops after its token.
+# Arguments: columns of drawn tokens, int64 [B], and the logits that they were drawn from, [B, V'].
+# Result: bool [B], True for a sequence whose drafting stops after its token.
 Stop = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -52,23 +52,30 @@ class Drafting:
         step = len(self._tokens)
         return step >= self.k or (not self.lens.is_cuda and not bool((self.lens > step).any()))
 
-    def draw(self, logits: torch.Tensor) -> torch.Tensor:
+    def draw(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
         """The next token of each sequence, int64 [B], drawn from `logits` [B, V' or more].
 
-        A row that is not finite gives -1, which verification reports.
+        ids: int64 [V'], the target's id of each column, all different; None if columns are ids. A
+        row that is not finite gives -1, which verification reports.
         """
         step = len(self._tokens)
+        if ids is not None and not self.params.is_greedy:
+            # Verification reads what tokens were drawn from by the target's ids.
+            wide = logits.new_full((len(logits), self.vocab_size), float("-inf"))
+            logits, ids = wide.index_copy_(1, ids, logits), None
         logits = logits[:, : self.vocab_size]
         stats = None if self.params.is_greedy else softmax_stats(logits, self.params)
         noise = None if self.noise is None else self.noise[:, step]
-        token = draw(logits, stats, self.params, noise)
+        token = column = draw(logits, stats, self.params, noise)
+        if ids is not None:
+            token = torch.where(column < 0, column, ids[column.clamp(min=0)])
         self._tokens.append(token)
         if self.keeps_dist and not self.params.is_greedy:
             self._logits.append(logits)
             if stats is not None:
                 self._stats.append(stats.rows)
         if self.stop is not None:
-            stops = self.stop(token, logits) & (self.lens > step + 1)
+            stops = self.stop(column, logits) & (self.lens > step + 1)
             self.lens = torch.where(stops, step + 1, self.lens)
         return token
 

@@ -56,7 +56,7 @@ class Eagle3:
         head = self.head.head
         x, step = self.head.carried(state), 0
         while not draft.is_over:
-            token = draft.draw(head.spread(head.logits(x)))
+            token = draft.draw(head.logits(x), head.ids)
             step += 1
             if not draft.is_over:
                 # Row length - 2 + step; sequences that take more than `step` need it.
@@ -114,15 +114,17 @@ def _describe(place: DraftPlace) -> HeadDescription:
 
 
 def _forecast_bytes(size: RoundSize) -> MethodBytes:
-    """The head's passes, and its logits over the target's ids: of one step, or, if tokens are
-    drawn, of every step and all of them stacked."""
+    """The head's passes, and its logits: of one step over its own ids, or, if tokens are drawn, of
+    every step over the target's and all of them stacked."""
     if size.draft is None:
         return MethodBytes()
     assert isinstance(size.draft, HeadDescription)
-    rows = size.batch_size * size.vocab_size
-    logits = 2 * rows if size.is_greedy else 2 * size.k * rows
+    batch_size = size.batch_size
+    logits = 2 * batch_size * size.draft.vocab_size
+    if not size.is_greedy:
+        logits = 2 * size.k * batch_size * size.vocab_size
     drafting = logits * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(size.batch_size * (size.k + 1), gathers=False)
+    committing = size.draft.pass_bytes(batch_size * (size.k + 1), gathers=False)
     return MethodBytes(
         in_round=drafting + committing if size.is_cuda else max(drafting, committing),
         in_prefill=size.draft.pass_bytes(size.chunk, gathers=size.is_cuda),

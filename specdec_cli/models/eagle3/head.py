@@ -140,13 +140,6 @@ class Eagle3Head:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
         return ops.norm_linear(x, self.head)
 
-    def spread(self, logits: Tensor) -> Tensor:
-        """Logits [T, V] of the target's ids, from those of the head's own; -inf for the others."""
-        if self.ids is None:
-            return logits
-        wide = logits.new_full((len(logits), self.config.vocab_size), float("-inf"))
-        return wide.index_copy_(1, self.ids, logits)
-
     def fed_back(self, x: ops.Normed) -> Tensor:
         """Hidden states [T, H] that the next step reads in place of fused features."""
         if not self.config.feeds_norm:
