@@ -1,6 +1,7 @@
 """The bundled demo pair: models, prompts, licences. Files only, but for their names.
 
-Recipes name them `demo:target`, `demo:draft`, `demo:draft-distilled` and `demo:prompts`.
+Recipes name them `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
+`demo:prompts`.
 """
 
 from pathlib import Path
