@@ -63,6 +63,7 @@ def test_bundled_recipes_are_valid() -> None:
     assert names == [
         "bench-70b-1b-dummy",
         "bench-8b-1b-dummy",
+        "bench-8b-eagle3-dummy",
         "demo",
         "demo-ngram",
         "demo-sampled",
