@@ -155,16 +155,17 @@ def main() -> None:
     own = own_texts(target, prompts, 8 if args.smoke else 48)
     windows = load_heldout(args.data / "heldout.bin", 256).to(args.device)[::16][:16]
 
-    step, spent, best, log = 0, 0.0, 0.0, (args.out / "log.jsonl").open("a")
+    step, spent, best, seen = 0, 0.0, 0.0, 0
+    log = (args.out / "log.jsonl").open("a")
     saved = args.out / "state.pt"
     if saved.exists():
         state = torch.load(saved, map_location=args.device)
         head.load_state_dict(state["head"])
         optim.load_state_dict(state["optim"])
-        step, spent, best = state["step"], state["spent"], state["best"]
+        step, spent, best, seen = (state[k] for k in ("step", "spent", "best", "seen"))
         generator.manual_seed(args.seed + step)
         writer.random.seed(args.seed + step)
-    began, shown, due, seen = time.perf_counter() - spent, [], 0.0, 0
+    began, shown, due = time.perf_counter() - spent, [], 0.0
     on_cuda = args.device == "cuda"
     autocast = torch.autocast(args.device, torch.bfloat16, enabled=on_cuda)
     done = 0.0
@@ -198,7 +199,8 @@ def main() -> None:
                 plan["device_name"] = torch.cuda.get_device_name() if on_cuda else "CPU thread"
                 (args.out / "training.json").write_text(json.dumps(plan, indent=1) + "\n")
             state = {"head": head.state_dict(), "optim": optim.state_dict()}
-            torch.save(state | {"step": step, "spent": elapsed, "best": best}, saved)
+            state |= {"step": step, "spent": elapsed, "best": best, "seen": seen}
+            torch.save(state, saved)
             if done == 1:
                 break
         for group in optim.param_groups:
