@@ -22,9 +22,9 @@ from tests.support import decode, greedy_reference
 NEW_TOKENS = 24
 LONGEST = 200
 HEAD = demo_path("demo:eagle3")
-# Accepted tokens a round at k = 4. The bundled head has 1.06 and the best of the faults 0.95;
+# Accepted tokens a round at k = 4. The bundled head has 1.99 and the best of the faults 1.83;
 # decoding is greedy, so the figures do not vary. To be set anew with another head.
-FLOOR = 1.0
+FLOOR = 1.9
 
 
 @cache
@@ -62,6 +62,7 @@ def test_acceptance() -> None:
         {"aux_ids": (1, 4, 6)},
         {"aux_ids": (3, 6, 7)},
         {"norm_before_residual": True},
+        {"rope": {"rope_type": "default", "rope_theta": 500_000.0}},
     ],
     ids=str,
 )
