@@ -39,7 +39,7 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     written["data"]["system"] = None  # came later, as did
     fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}
     written["speculation"] |= {"length": fixed, "typical_threshold": 0.09, "typical_alpha": 0.3}
-    written["speculation"]["options"] = {}
+    written["speculation"] |= {"eagle3_layers": None, "eagle3_counting": None, "options": {}}
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}

@@ -13,7 +13,7 @@ from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.models.eagle3.config import HeadConfig, read_head_config
+from specdec_cli.models.eagle3.config import HeadConfig, overridden, read_head_config
 from specdec_cli.models.eagle3.head import Eagle3Head, products_of
 from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import (
@@ -31,6 +31,7 @@ from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import model_folder
+from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,12 +135,14 @@ def describe_head(
     parallel: TensorParallel,
     target: Description,
     max_len: int,
+    keys: Eagle3Keys,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. max_len: positions that passes may use.
+    parallel: its ranks. max_len: positions that passes may use. keys: of the recipe.
 
-    Raises `SetupError`, which names the key or the tensor, where they do not fit.
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, and `UsageError`
+    where the recipe's keys do not.
     """
     is_dummy = spec.load_format == "dummy"
     folder = model_folder(
@@ -151,6 +154,7 @@ def describe_head(
         raise Indivisible(spec.name, "layers", parallel.size, hint)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
+    config = overridden(config, keys, num_layers)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
     check_hidden_layers(target.module, layers)
