@@ -102,7 +102,8 @@ def test_a_sequence_that_proposes_nothing_beside_others(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", "gemma2", *(pytest.param(f, marks=SLOW) for f in ("mixtral", "gpt2"))]
+    "family",
+    ["qwen3", "gemma2", *(pytest.param(f, marks=SLOW) for f in ("mixtral", "gpt2", "gpt_oss"))],
 )
 def test_other_targets(family: str, tmp_path: Path) -> None:
     """Two without fused layers, and one that scales embeddings: the head reads them unscaled."""

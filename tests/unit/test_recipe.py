@@ -66,13 +66,18 @@ def test_bundled_recipes_are_valid() -> None:
         "demo",
         "demo-ngram",
         "demo-sampled",
+        "gpt-oss-20b-eagle3",
         "llama-3.1-70b-8b-tp4",
         "llama-3.1-8b-1b",
+        "llama-3.1-8b-eagle3",
+        "llama-3.3-70b-eagle3-tp4",
+        "qwen3-8b-eagle3",
     ]
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))
         assert (recipe.draft is None) == (recipe.speculation.method == "ngram")
+        assert ("eagle3" in bundled.name) == (recipe.speculation.method == "eagle3")
         assert len(bundled.description) > 20 and bundled.description.endswith("."), "a sentence"
 
 
