@@ -27,9 +27,16 @@ class Pair(NamedTuple):
 
 
 def save_pair(
-    folder: Path, family: str = "llama", dialect: str = "speculators", **more: Any
+    folder: Path,
+    family: str = "llama",
+    dialect: str = "speculators",
+    lends_head: bool = False,
+    **more: Any,
 ) -> Pair:
-    """A target of four layers, and a trained head that borrows its embedding. more: of the head."""
+    """A target of four layers, and a trained head that borrows its embedding.
+
+    lends_head: whether it borrows the target's head too. more: of the head.
+    """
     changes: dict[str, Any] = {"num_hidden_layers": 4}
     if types := FAMILIES[family].get("layer_types"):
         changes["layer_types"] = types * 2
@@ -42,16 +49,26 @@ def save_pair(
     head = Head(**sizes, **({"outputs": (0, 1, 2)} | more))
     embedding = {"embed_tokens.weight": oracle.get_input_embeddings().weight.detach().clone()}
     head.tensors.update(embedding)
-    head = trained(head, oracle, texts, 150)
+    fixed: tuple[str, ...] = ()
+    if lends_head:
+        fixed = ("lm_head.weight",)
+        head.tensors[fixed[0]] = oracle.get_output_embeddings().weight.detach().clone()
+    head = trained(head, oracle, texts, 150, fixed)
     head = replace(head, tensors=head.tensors | embedding)
-    saved = save_head(folder / "head", head, dialect, without=("embed_tokens.weight",))
+    saved = save_head(folder / "head", head, dialect, without=("embed_tokens.weight", *fixed))
     return Pair(target, saved, head)
 
 
-def trained(head: Head, oracle: Any, texts: list[list[int]], steps: int) -> Head:
-    """The head, trained on `texts` to propose four tokens: some of its proposals stand then."""
+def trained(
+    head: Head, oracle: Any, texts: list[list[int]], steps: int, fixed: tuple[str, ...] = ()
+) -> Head:
+    """The head, trained on `texts` to propose four tokens: some of its proposals stand then.
+
+    fixed: weights that stay as they are.
+    """
+    kept = ("d2t", *fixed)
     with torch.inference_mode(False):
-        tensors = {n: t.clone().requires_grad_(n != "d2t") for n, t in head.tensors.items()}
+        tensors = {n: t.clone().requires_grad_(n not in kept) for n, t in head.tensors.items()}
         weights = [t for t in tensors.values() if t.requires_grad]
         plain = Reference(replace(head, tensors=tensors))
         own_ids = torch.full((head.vocab,), -100)  # tokens that it cannot propose teach nothing

@@ -88,7 +88,7 @@ def load_models(
 
     The arguments are those of `build`.
     """
-    device, draft = plan.device, plan.draft if plan.draft in plan.held else None
+    device, draft = plan.device, plan.draft
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
     on_stage("loading the target")
@@ -97,7 +97,7 @@ def load_models(
     with found_alike():
         module = loaded_target.module if loaded_target else load(plan.target, device)
         draft_module = None
-        if isinstance(draft, Description):
+        if isinstance(draft, Description) and draft in plan.held:
             # Before the target is fused, which takes some weights from its module.
             borrowed = borrowed_weights(draft.module, module, plan.shared)
             on_stage("loading the draft")
@@ -109,11 +109,14 @@ def load_models(
             target.compiled = CompiledForward(module, "target", on_compile=on_stage)
     models = Models(target)
     if isinstance(draft, Description):
-        models = Models(target, _paged(plan, draft, draft_module, on_stage))
+        if draft_module is not None:
+            models = Models(target, _paged(plan, draft, draft_module, on_stage))
     elif draft is not None:
-        on_stage("loading the draft")
+        if draft in plan.held:
+            on_stage("loading the draft")
         with found_alike():
-            models = Models(target, draft.load(target, plan.recipe.cache.block_size))
+            held = draft.load(target, plan.groups, plan.recipe.cache.block_size)
+        models = Models(target, held)
     release(device)  # weights as they were before they were split or merged
     return models
 

@@ -17,7 +17,7 @@ from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import KVCache, LayerShape
-from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
@@ -77,8 +77,11 @@ class OwnDraft(Protocol):
         """Bytes of one block of its cache."""
         ...
 
-    def load(self, target: PagedModel, block_size: int) -> Loaded:
-        """Read its weights, over a cache of zero blocks. Raises `SetupError` for damaged ones."""
+    def load(self, target: PagedModel, groups: Groups, block_size: int) -> Loaded | None:
+        """Read its weights, over a cache of zero blocks; None on a rank that holds no part of it.
+
+        All of the target's ranks have to call this. Raises `SetupError` for damaged weights.
+        """
         ...
 
 

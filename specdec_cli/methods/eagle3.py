@@ -109,7 +109,8 @@ def _make(parts: MethodParts) -> Eagle3:
 
 def _describe(place: DraftPlace) -> HeadDescription:
     return describe_head(
-        place.spec, place.device, place.parallel, place.target, place.max_model_len
+        *(place.spec, place.device, place.parallel, place.target, place.max_model_len),
+        place.speculation,
     )
 
 

@@ -1,9 +1,12 @@
 """EAGLE-3 heads through the command line: naming the folder is enough."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from specdec_cli.report.folder import read_folder
 from tests.cli.generate_helpers import Result
@@ -58,6 +61,50 @@ def test_generate(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     )
     assert texts(drafted) == texts(plain)
     assert drafted.document["recipe"]["speculation"]["method"] == "draft_model"
+
+
+def test_a_pickled_head(head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It proposes what it does from safetensors; without the option it is refused."""
+    folder = tmp_path / "pickled"
+    shutil.copytree(head, folder)
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    sets = [*QUICK, "-k", "3", "--json"]
+    refused = specdec(capsys, "generate", "demo", *sets, "--draft", folder)
+    assert refused.code == 5 and not refused.document.get("outputs")
+    error = refused.document["error"]
+    told = "has pickled weights only (pytorch_model.bin), which can run code"
+    assert error["message"] == f"{folder} {told}"
+    assert "--allow-pickle" in error["hint"]
+    found = specdec(capsys, "generate", "demo", *sets, "--draft", folder, "--allow-pickle")
+    plain = specdec(capsys, "generate", "demo", *sets, "--draft", head)
+    assert texts(found) == texts(plain)
+    names = ("num_rounds", "num_draft_tokens", "num_accepted_tokens")
+    counts = [{n: d.document["metrics"].get(n) for n in names} for d in (found, plain)]
+    assert counts[0] == counts[1] and counts[0]["num_draft_tokens"] > 30
+
+
+def test_the_recipe_s_layers(
+    head: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = "speculation.eagle3_layers"
+    options = [*QUICK, "--draft", head, "-k", "3", "--json"]
+    plain = specdec(capsys, "generate", "demo", *QUICK, "-k", "0", "--json")
+    found = specdec(capsys, "generate", "demo", *options, "--set", f"{key}=[1, 4, 7]")
+    assert texts(found) == texts(plain)
+    assert found.document["recipe"]["speculation"]["eagle3_layers"] == [1, 4, 7]
+    told = found.document["environment"]
+    assert told["draft_features"] == "hidden states 1, 4, 7 of the target"
+    assert "which names [1, 3, 5] as outputs of layers" in told["draft_conventions"]
+    assert f"{key}: in place of the config's" in found.err
+    counted = ["--set", "speculation.eagle3_counting=inputs"]
+    read = specdec(capsys, "generate", "demo", *options, *counted).document["environment"]
+    assert read["draft_features"] == "hidden states 1, 3, 5 of the target"
+    for wrong in ("[1, 4]", "[1, 4, 8]", "[4, 1, 7]"):
+        refused = specdec(capsys, "generate", "demo", *options, "--set", f"{key}={wrong}")
+        assert refused.code == 2
+        message = refused.document["error"]["message"]
+        assert key in message and "\n" not in message
 
 
 def test_synthetic_acceptance(head: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,11 +10,14 @@ import torch.distributed as dist
 
 from specdec_cli.core import peers
 from specdec_cli.engine.build import build
+from specdec_cli.engine.measure import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
+from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.models.loader import Description
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from specdec_cli.core.parallel import make_groups
-from specdec_cli.engine.plan import plan
+from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.errors import RunError, SpecdecError
@@ -153,13 +156,24 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
     return {
         "outputs": [s.output_ids for s in result.seqs],
         "accepted": [sum(s.accepted_per_round) for s in result.seqs],
+        "rounds": [(s.proposed_per_round, s.accepted_per_round) for s in result.seqs],
+        "execution": found.execution,
         "num_blocks": engine.allocator.num_usable + 1,
         "held": [m.spec.role for m in found.held],
-        "draft_bytes": sum(
-            p.numel() * p.element_size() for p in found.draft.module.parameters() if not p.is_meta
-        ),
+        "draft_bytes": draft_bytes(found, engine),
+        "draft_planned": found.draft.weight_bytes,
         "kv_heads": found.target.layers[0].num_kv_heads,
     }
+
+
+def draft_bytes(found: Plan, engine: Engine) -> int:
+    """Bytes of the draft's weights on this rank."""
+    if isinstance(found.draft, Description):
+        held = found.draft.module.parameters()
+        return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
+    assert isinstance(engine.proposer, Eagle3)
+    head = engine.proposer.head
+    return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
 
 
 def refused(rank: int, sets: dict[str, Any]) -> str:

@@ -1,6 +1,7 @@
 """EAGLE-3 heads as a recipe names them: planned, loaded, measured and run."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from tests.eagle3 import Head, save_head
 from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
 from tests.support import CPU, greedy_reference, reference, save_noised
 
+SLOW = pytest.mark.slow
 SIZES: dict[str, Any] = {
     "hidden": 64,
     "target_hidden": 64,
@@ -99,7 +101,10 @@ def test_a_sequence_that_proposes_nothing_beside_others(pair: Pair) -> None:
     assert [bool(s.accepted_per_round) for s in seqs] == [True, True, False, True]
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "mixtral", "gpt2"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3", "gemma2", *(pytest.param(f, marks=SLOW) for f in ("mixtral", "gpt2", "gpt_oss"))],
+)
 def test_other_targets(family: str, tmp_path: Path) -> None:
     """Two without fused layers, and one that scales embeddings: the head reads them unscaled."""
     target, folder, head = save_pair(tmp_path, family)
@@ -180,6 +185,90 @@ def test_the_record_of_a_run(pair: Pair) -> None:
     told = planned(pair.target, pair.folder).execution
     assert told["draft_features"] == "hidden states 1, 2, 3 of the target"
     assert told["draft_borrows"] == "embed_tokens.weight"
+
+
+def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
+    """Others than the head was trained with, so fewer proposals stand; the reference reads them
+    too. The record and a remark say so."""
+    found = planned(pair.target, pair.folder, speculation__eagle3_layers=[0, 1, 3])
+    assert found.target.hidden_layers == (0, 1, 3)
+    assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
+    told = "speculation.eagle3_layers: in place of the config's, which names [1, 2, 3] as inputs"
+    assert [told in remark for remark in found.draft_remarks] == [True]
+    assert told in found.execution["draft_conventions"]
+    seqs = run(build(found, 11), 4, found.params)
+    assert [s.output_ids for s in seqs] == texts_of(pair.target)
+    other = replace(pair.head, outputs=(-1, 0, 2))
+    rounds, right = (
+        [expected_rounds(pair.target, head, p, 4) for p in PROMPTS] for head in (other, pair.head)
+    )
+    assert list(map(rounds_of, seqs)) == rounds
+    accepted = [sum(a for seq in each for _, a in seq) for each in (rounds, right)]
+    assert accepted[0] < 0.8 * accepted[1]
+
+
+@pytest.mark.parametrize(
+    ("dialect", "ids", "key", "value", "told"),
+    [
+        ("model-optimizer", [1, 2, 3], "eagle3_counting", "inputs", "names [1, 2, 3] as outputs"),
+        ("speculators", [0, 1, 2], "eagle3_counting", "outputs", "names [0, 1, 2] as inputs"),
+        ("model-optimizer", [1, 2, 3], "eagle3_layers", [1, 2, 3], "names [1, 2, 3] as outputs"),
+        ("speculators", None, "eagle3_layers", [1, 2, 3], "names no layers"),
+    ],
+)
+def test_a_config_that_counts_in_another_way(
+    dialect: str,
+    ids: list[int] | None,
+    key: str,
+    value: object,
+    told: str,
+    pair: Pair,
+    tmp_path: Path,
+) -> None:
+    """The key of the recipe makes its proposals those that the head was trained for."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    changes = {name: ids} if dialect == "speculators" else {"eagle_config": {name: ids}}
+    lent = ("embed_tokens.weight",)
+    folder = save_head(tmp_path / "head", pair.head, dialect, lent, **changes)
+    if ids == [0, 1, 2]:
+        assert planned(pair.target, folder).target.hidden_layers == (0, 1, 2)
+    else:
+        with pytest.raises(SetupError, match="reads hidden states") as caught:
+            planned(pair.target, folder)
+        assert "speculation.eagle3_layers" in (caught.value.hint or "")
+    found = planned(pair.target, folder, **{f"speculation__{key}": value})
+    assert found.target.hidden_layers == (1, 2, 3)
+    assert told in found.execution["draft_conventions"]
+    assert "read as outputs" not in found.execution["draft_conventions"]
+    seqs = run(build(found, 11), 4, found.params)
+    wanted = [expected_rounds(pair.target, pair.head, p, 4) for p in PROMPTS]
+    assert list(map(rounds_of, seqs)) == wanted
+
+
+WRONG_LAYERS: dict[str, tuple[dict[str, object], str]] = {
+    "too few": ({"eagle3_layers": [1, 2]}, "eagle3_layers is .1, 2.: .* reads 3 hidden states"),
+    "too many": ({"eagle3_layers": [0, 1, 2, 3]}, "eagle3_layers .* reads 3 hidden states"),
+    "too deep": ({"eagle3_layers": [1, 2, 4]}, "eagle3_layers .* 4 layers, .* states 0 to 3"),
+    "descending": ({"eagle3_layers": [2, 1, 3]}, "eagle3_layers.* ascending order"),
+    "none": ({"eagle3_layers": []}, "eagle3_layers.* ascending order"),
+    "negative": ({"eagle3_layers": [-1, 1, 3]}, "eagle3_layers.* greater than or equal to 0"),
+    "counting": ({"eagle3_counting": "both"}, "eagle3_counting.* should be inputs or outputs"),
+    "two keys": (
+        {"eagle3_layers": [1, 2, 3], "eagle3_counting": "inputs"},
+        "eagle3_counting.* should be null where eagle3_layers",
+    ),
+    "nothing to count": ({"eagle3_counting": "outputs"}, "eagle3_counting: .* names no layers"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_LAYERS)
+def test_layers_that_cannot_be_are_one_line(case: str, pair: Pair, tmp_path: Path) -> None:
+    keys, told = WRONG_LAYERS[case]
+    ids: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": None}
+    folder = save_head(tmp_path, pair.head, "speculators", ("embed_tokens.weight",), **ids)
+    with pytest.raises(SpecdecError, match=f"speculation.{told}") as caught:
+        planned(pair.target, folder, **{f"speculation__{k}": v for k, v in keys.items()})
+    assert "\n" not in caught.value.message and caught.value.code == ExitCode.USAGE
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, object], str]] = {

@@ -39,7 +39,7 @@ def test_contract_keys_and_defaults(write: Write) -> None:
     written["data"]["system"] = None  # came later, as did
     fixed = {"policy": "fixed", "threshold": 0.4, "choices": [0, 1, 2, 4, 8]}
     written["speculation"] |= {"length": fixed, "typical_threshold": 0.09, "typical_alpha": 0.3}
-    written["speculation"]["options"] = {}
+    written["speculation"] |= {"eagle3_layers": None, "eagle3_counting": None, "options": {}}
     recipe = load_recipe(write(CONTRACT))
     assert recipe.model_dump(mode="json") == written
     bare = {"target": {"model": "t", "tensor_parallel_size": 4}, "draft": {"model": "d"}}
@@ -67,13 +67,18 @@ def test_bundled_recipes_are_valid() -> None:
         "demo",
         "demo-ngram",
         "demo-sampled",
+        "gpt-oss-20b-eagle3",
         "llama-3.1-70b-8b-tp4",
         "llama-3.1-8b-1b",
+        "llama-3.1-8b-eagle3",
+        "llama-3.3-70b-eagle3-tp4",
+        "qwen3-8b-eagle3",
     ]
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
         assert recipe == load_recipe(f"{bundled.name}.yaml") == load_recipe(str(bundled.path))
         assert (recipe.draft is None) == (recipe.speculation.method == "ngram")
+        assert ("eagle3" in bundled.name) == (recipe.speculation.method == "eagle3")
         assert len(bundled.description) > 20 and bundled.description.endswith("."), "a sentence"
 
 

@@ -647,6 +647,11 @@ def test_vllm_head(tmp_path: Path) -> None:
     assert alone is not None and (config := alone.speculative_config) is not None
     assert (config["method"], config["model"]) == ("eagle3", DRAFT)
     assert config["draft_tensor_parallel_size"] == 1
+    chosen = "speculation.eagle3_layers"
+    assert chosen not in " ".join(alone.notes)
+    recipe["speculation"]["eagle3_layers"] = [1, 2, 3]
+    other = read(write_folder(tmp_path / "c", points, recipe=recipe)).deployment
+    assert other is not None and chosen in " ".join(other.notes)
     folder = write_folder(tmp_path / "b", sweep_points(ks=(0, 2), batch_sizes=(1,)))
     summary = json.loads((folder / "summary.json").read_text())
     sections = [{"model": DRAFT, "method": "eagle3"}, {"model": OTHER}]

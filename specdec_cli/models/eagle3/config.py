@@ -7,18 +7,16 @@ target's config and adds `target_layer_ids`. Reads no weights.
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.errors import SetupError
-from specdec_cli.recipe.choices.eagle3 import Dialect, dialect_of
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import shown
-
-Counting = Literal["inputs", "outputs"]
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _BODIES = ("llama", "qwen3")
@@ -27,11 +25,12 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+_READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
 
 
 @dataclass(frozen=True, slots=True)
 class HeadConfig:
-    """A head's settings. To override a convention, `dataclasses.replace` it.
+    """A head's settings, by its config unless `overridden`.
 
     name: of the checkpoint, for messages. has_head_norms: whether queries and keys are normed, as
     in qwen3. hidden_size: of the head. target_hidden_size: of the target. vocab_size: of the
@@ -108,9 +107,43 @@ class HeadConfig:
             raise SetupError(
                 f"the EAGLE-3 head {self.name} reads hidden states {shown(list(found))} of a "
                 f"target that has {n} layers (its config names {told})",
-                "the head belongs to another target, or its layer ids count from elsewhere",
+                "the head belongs to another target, or its layer ids count from elsewhere; "
+                "speculation.eagle3_layers replaces them",
             )
         return found
+
+
+def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> HeadConfig:
+    """The config with the layers that a recipe chooses, and a remark that says so.
+
+    Raises `UsageError`, which names the key, for layers that head or target cannot have.
+    """
+    remarks = tuple(remark for remark in config.remarks if remark != _READ_AS_OUTPUTS)
+    ids = config.aux_ids
+    named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
+    if keys.eagle3_layers is not None:
+        layers, last = keys.eagle3_layers, num_target_layers - 1
+        told = f"speculation.eagle3_layers is {shown(list(layers))}"
+        if len(layers) != config.num_aux:
+            raise UsageError(f"{told}: the head {config.name} reads {config.num_aux} hidden states")
+        if layers[-1] > last:
+            raise UsageError(
+                f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
+                "a hidden state's number is that of the layer which reads it",
+            )
+        remarks += (f"speculation.eagle3_layers: in place of the config's, which names {named}",)
+        return replace(config, aux_ids=layers, counting="inputs", remarks=remarks)
+    if keys.eagle3_counting is not None:
+        if ids is None:
+            raise UsageError(
+                f"speculation.eagle3_counting: the config of the head {config.name} names no "
+                "layers that could be counted",
+                "set speculation.eagle3_layers instead",
+            )
+        counting = keys.eagle3_counting
+        told = f"speculation.eagle3_counting: {counting}, while the config by itself names {named}"
+        return replace(config, counting=counting, remarks=(*remarks, told))
+    return config
 
 
 def read_head_config(name: str, folder: Path) -> HeadConfig:
@@ -286,7 +319,7 @@ class _Reader:
     def _remarks(self) -> list[str]:
         found = []
         if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
-            found.append(f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does")
+            found.append(_READ_AS_OUTPUTS)
         if self.dialect == "speculators" and "norm_before_residual" not in self.raw:
             found.append("norm_before_residual: not given, read as false; vLLM takes true")
         if self.dialect != "speculators" and self.raw.get("norm_output"):

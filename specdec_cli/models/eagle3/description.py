@@ -4,7 +4,7 @@ Legend: H width of the head, D features of an attention head, V ids of the targe
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import torch
 from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
-from specdec_cli.core.parallel import TensorParallel
-from specdec_cli.models.eagle3.config import HeadConfig, read_head_config
+from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.models.eagle3.config import HeadConfig, overridden, read_head_config
 from specdec_cli.models.eagle3.head import Eagle3Head, products_of
 from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import (
     EMBEDDING,
+    HEAD,
     Borrowed,
     borrowed_by,
     check_target,
@@ -31,6 +32,7 @@ from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import model_folder
+from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,8 @@ class HeadDescription:
 
     max_len: positions that it may use, whatever its config's context length. feature_layers: the
     target's hidden states that it reads. borrows: the weights that it takes from the target.
+    gathers_head: whether the target's head is among them and split over ranks, so that it keeps a
+    copy.
     """
 
     spec: ModelSpec
@@ -49,6 +53,7 @@ class HeadDescription:
     max_len: int
     feature_layers: tuple[int, ...]
     borrows: frozenset[str]
+    gathers_head: bool
     parallel: TensorParallel
 
     @property
@@ -65,15 +70,19 @@ class HeadDescription:
         """Bytes of the weights on its device, without those that it borrows, and of the rotary
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
+        not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(shape) for name, shape in shapes_of(config).items()}
         numbers = 2 * self.max_len * config.head_dim
         for names in products_of(config):
             count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
             if is_cpu:  # which holds a product in one form or two, and none in the embedding's
-                numbers += count * sum(ops.forms_of(count, self.dtype))
-            elif names[0] != EMBEDDING and names[0] not in self.borrows:
+                packed, plain = ops.forms_of(count, self.dtype)
+                # The target's head has its plain form already.
+                is_lent = names[0] == HEAD and HEAD in not_held
+                numbers += count * (packed + (plain and not is_lent))
+            elif names[0] != EMBEDDING and names[0] not in not_held:
                 numbers += count
-        numbers += sum(size for name, size in sizes.items() if name not in self.borrows)
+        numbers += sum(size for name, size in sizes.items() if name not in not_held)
         ids = config.draft_vocab_size if config.draft_vocab_size < config.vocab_size else 0
         return numbers * self.dtype.itemsize + 8 * ids
 
@@ -84,6 +93,8 @@ class HeadDescription:
         found = {"features": f"hidden states {layers} of the target"}
         if self.borrows:
             found["borrows"] = ", ".join(sorted(self.borrows))
+        if self.gathers_head:
+            found["borrows"] += " (a copy, since ranks of the target hold parts)"
         if self.remarks:
             found["conventions"] = "; ".join(self.remarks)
         return found
@@ -114,10 +125,19 @@ class HeadDescription:
         layer = attention + mlp if gathers else max(attention, mlp)
         return tokens * (common + max(layer, fusing)) * self.dtype.itemsize
 
-    def load(self, target: PagedModel, block_size: int) -> PagedHead:
-        """The head with its weights, over a cache of zero blocks."""
+    def load(self, target: PagedModel, groups: Groups, block_size: int) -> PagedHead | None:
+        """The head with its weights, over a cache of zero blocks; None on a rank without it.
+
+        All of the target's ranks have to call this, since their parts may be gathered.
+        """
         device, config = self.device, self.config
         lent = _lent_by(target.module) if self.borrows else None
+        if lent is not None and self.gathers_head:
+            assert groups.target is not None
+            whole = groups.target.all_gather(lent.head.t(), config.vocab_size)
+            lent = replace(lent, head=whole.t().contiguous())
+        if groups.draft is None:
+            return None
         if self.spec.load_format == "dummy":
             weights = dummy_weights(config, self.dtype, device, lent)
         else:
@@ -134,12 +154,14 @@ def describe_head(
     parallel: TensorParallel,
     target: Description,
     max_len: int,
+    keys: Eagle3Keys,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. max_len: positions that passes may use.
+    parallel: its ranks. max_len: positions that passes may use. keys: of the recipe.
 
-    Raises `SetupError`, which names the key or the tensor, where they do not fit.
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, and `UsageError`
+    where the recipe's keys do not.
     """
     is_dummy = spec.load_format == "dummy"
     folder = model_folder(
@@ -151,21 +173,36 @@ def describe_head(
         raise Indivisible(spec.name, "layers", parallel.size, hint)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
+    config = overridden(config, keys, num_layers)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
     check_hidden_layers(target.module, layers)
     # The config's dtype is that of training; tools run a head in its target's.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
+    whole = lent.head.new_empty(target.vocab_size, lent.head.shape[1])
+    is_split = lent.head.shape != whole.shape
+    lent = replace(lent, head=whole)
     if is_dummy:
         is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
         borrows = borrowed_by(config, folder, dtype, lent, spec.allow_pickle)
-    return HeadDescription(spec, folder, config, dtype, device, max_len, layers, borrows, parallel)
+    return HeadDescription(
+        spec=spec,
+        folder=folder,
+        config=config,
+        dtype=dtype,
+        device=device,
+        max_len=max_len,
+        feature_layers=layers,
+        borrows=borrows,
+        gathers_head=is_split and HEAD in borrows,
+        parallel=parallel,
+    )
 
 
 def _lent_by(module: Any) -> Borrowed:
-    """Embedding and head of a transformers model."""
+    """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
     return Borrowed(inputs.weight.data, outputs.weight.data)

@@ -1,11 +1,52 @@
 """An EAGLE-3 head in a recipe, and in vLLM's config. A head is known by its config alone."""
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any, Literal
 
-from specdec_cli.recipe.choices.base import DraftForm, MethodChoice, Setting, VllmConfig
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
+from specdec_cli.recipe.choices.base import DraftForm, MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.fields import CountOrZero, Section
+
+Counting = Literal["inputs", "outputs"]
 Dialect = Literal["flat", "model-optimizer", "speculators", "deepspec"]
+
+
+class Eagle3Keys(Section):
+    """The keys that override conventions which tools read differently."""
+
+    eagle3_layers: tuple[CountOrZero, ...] | None = Field(
+        default=None,
+        description="hidden states that an EAGLE-3 head reads, as transformers counts them (i is "
+        "the input of layer i); null: by the head's config",
+    )
+    eagle3_counting: Counting | None = Field(
+        default=None,
+        description="whether layer ids in an EAGLE-3 head's config mean inputs or outputs of "
+        "layers; null: by the config's form",
+    )
+
+    @field_validator("eagle3_layers")
+    @classmethod
+    def _layers_ascend(cls, value: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if value is not None and (
+            not value or any(later <= earlier for earlier, later in pairwise(value))
+        ):
+            raise PydanticCustomError("order", "should be numbers in ascending order")
+        return value
+
+    @field_validator("eagle3_counting")
+    @classmethod
+    def _layers_count_by_themselves(
+        cls, value: Counting | None, info: ValidationInfo
+    ) -> Counting | None:
+        if value is not None and info.data.get("eagle3_layers") is not None:
+            raise PydanticCustomError(
+                "contradiction", "should be null where eagle3_layers replaces the config's ids"
+            )
+        return value
 
 
 def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
@@ -29,6 +70,11 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     notes = []
     if str(draft).startswith("demo:"):
         notes.append("demo: models come with specdec; vLLM needs a folder or a Hugging Face id.")
+    if any(setting("speculation", key) for key in ("eagle3_layers", "eagle3_counting")):
+        notes.append(
+            "Measured with layers that the recipe chose (speculation.eagle3_layers, "
+            "eagle3_counting). vLLM takes them from the head's config.json: change them there."
+        )
     if setting("sampling", "temperature") not in (None, 0):
         config["draft_sample_method"] = "probabilistic"
         notes.append(

@@ -10,7 +10,7 @@ from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
 from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
-from specdec_cli.recipe.choices.eagle3 import EAGLE3
+from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
 from specdec_cli.recipe.choices.ngram import NGRAM, NgramKeys
 from specdec_cli.recipe.choices.synthetic import SYNTHETIC, SyntheticKeys
 from specdec_cli.recipe.choices.typical import TypicalKeys
@@ -38,7 +38,7 @@ POLICIES: dict[str, PolicyChoice] = {
 }
 
 
-class MethodAndRuleKeys(TypicalKeys, NgramKeys, SyntheticKeys):
+class MethodAndRuleKeys(TypicalKeys, NgramKeys, Eagle3Keys, SyntheticKeys):
     """The keys of `speculation` that belong to one method or rule."""
 
 

@@ -1,0 +1,97 @@
+"""EAGLE-3 heads beside a target that is split over ranks: rank 0 runs the head, and neither text
+nor rounds depend on the degree."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dist import cases
+from tests.dist.world import World
+from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, save_pair
+from tests.support import greedy_reference, reference
+
+pytestmark = pytest.mark.dist
+K = 4
+GREEDY: dict[str, Any] = {"sampling.temperature": 0.0}
+SAMPLED: dict[str, Any] = {"sampling.temperature": 0.4, "sampling.top_k": 20, "run.seed": 5}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A recipe's degree is that of its world."""
+    world = World(2, tmp_path_factory.mktemp("two"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
+    """The second head borrows the target's head, of which each rank holds a part: 97 rows do not
+    divide evenly."""
+    folder = tmp_path_factory.mktemp("pairs")
+    return {
+        "reduced": save_pair(folder / "reduced", draft_vocab=60),
+        "borrowing": save_pair(folder / "borrowing", lends_head=True),
+    }
+
+
+def sets_of(pair: Pair, degree: int, more: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "target.model": str(pair.target),
+        "target.tensor_parallel_size": degree,
+        "draft.model": str(pair.folder),
+        "run.device": "cpu",
+        "run.batch_size": 3,
+        "cache.block_size": 4,
+        "speculation.num_speculative_tokens": K,
+        "sampling.max_new_tokens": NEW_TOKENS,
+        "sampling.ignore_eos": True,
+    } | more
+
+
+def checked(world: World, pair: Pair, more: dict[str, Any]) -> list[dict[str, Any]]:
+    """What ranks told, after a comparison with one process's rounds."""
+    one = cases.built(0, sets_of(pair, 1, more), PROMPTS)
+    found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
+    assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
+    assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
+    assert sum(one["accepted"]) >= 3, "nothing stands, so rounds could not differ"
+    assert [x["draft_bytes"] > 0 for x in found] == [True] + [False] * (world.size - 1)
+    return found
+
+
+@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("kind", ["reduced", "borrowing"])
+def test_two_ranks(two: World, pairs: dict[str, Pair], kind: str, params: dict[str, Any]) -> None:
+    checked(two, pairs[kind], params)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["reduced", "borrowing"])
+def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str) -> None:
+    checked(world, pairs[kind], GREEDY)
+
+
+def test_rounds_are_the_reference_s(two: World, pairs: dict[str, Pair]) -> None:
+    target, _, head = pairs["borrowing"]
+    first = checked(two, pairs["borrowing"], GREEDY)[0]
+    oracle = reference(target)
+    assert first["outputs"] == [greedy_reference(oracle, p, NEW_TOKENS) for p in PROMPTS]
+    rounds = [list(zip(*lengths, strict=True)) for lengths in first["rounds"]]
+    assert rounds == [expected_rounds(target, head, p, K) for p in PROMPTS]
+
+
+def test_a_copy_of_the_target_s_head_is_counted(two: World, pairs: dict[str, Pair]) -> None:
+    """And told. One process borrows the matrix itself."""
+    one, split = (
+        cases.built(0, sets_of(pairs["borrowing"], 1, GREEDY), PROMPTS),
+        two.run(cases.built, sets_of(pairs["borrowing"], 2, GREEDY), PROMPTS)[0],
+    )
+    lent = "embed_tokens.weight, lm_head.weight"
+    assert one["execution"]["draft_borrows"] == lent
+    told = f"{lent} (a copy, since ranks of the target hold parts)"
+    assert split["execution"]["draft_borrows"] == told
+    assert split["draft_bytes"] == split["draft_planned"]
+    assert one["draft_bytes"] == one["draft_planned"]
