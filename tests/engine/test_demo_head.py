@@ -59,9 +59,9 @@ def test_acceptance() -> None:
     "changes",
     [
         {"feeds_norm": True},
-        {"aux_ids": (1, 4, 6)},
+        pytest.param({"aux_ids": (1, 4, 6)}, marks=pytest.mark.slow),
         {"aux_ids": (3, 6, 7)},
-        {"norm_before_residual": True},
+        pytest.param({"norm_before_residual": True}, marks=pytest.mark.slow),
         {"rope": {"rope_type": "default", "rope_theta": 500_000.0}},
     ],
     ids=str,
