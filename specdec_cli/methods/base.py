@@ -90,7 +90,7 @@ Draft = Description | OwnDraft
 
 @dataclass(frozen=True, slots=True)
 class DraftPlace:
-    """What a method's own draft is described for.
+    """The target and the ranks that a method's own draft is described for.
 
     parallel: the draft's ranks. target: on meta. max_model_len: most tokens of a sequence.
     """

@@ -52,7 +52,7 @@ def sets_of(pair: Pair, degree: int, more: dict[str, Any]) -> dict[str, Any]:
 
 
 def checked(world: World, pair: Pair, more: dict[str, Any]) -> list[dict[str, Any]]:
-    """What ranks told, after a comparison with one process's rounds."""
+    """The records of all ranks, after a comparison with one process's rounds."""
     one = cases.built(0, sets_of(pair, 1, more), PROMPTS)
     found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * world.size

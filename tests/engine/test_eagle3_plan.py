@@ -154,7 +154,7 @@ def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_length_policy_that_proposes_nothing_at_times(pair: Pair) -> None:
-    """Such rounds write the head's rows too, so that later ones lack nothing."""
+    """A round of no proposals writes the head's rows too, so that later ones lack nothing."""
     found = planned(
         pair.target, pair.folder, 4, speculation__length={"policy": "adaptive", "choices": [0, 4]}
     )
