@@ -233,6 +233,7 @@ def test_a_finished_comparison_starts_nothing_on_resume(
     assert fewer.code == 2 and "target_tps is [1, 2] there and [1] now" in fewer.err
 
 
+@pytest.mark.slow
 def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     sizes = ["--target-tp", "1", "--draft-tp", "1", "--batch-size", "1,2"]

@@ -247,7 +247,9 @@ def test_full_disk(flags: tuple[str, ...], run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"]
+    ("number", "code"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)],
+    ids=["INT", "TERM"],
 )
 def test_signals_keep_what_is_done(number: signal.Signals, code: int, tmp_path: Path) -> None:
     folder = tmp_path / "run"

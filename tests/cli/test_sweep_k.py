@@ -733,7 +733,10 @@ def test_errors(capsys: Capture, options: list[str], code: int, message: str) ->
     refused(specdec(capsys, *SWEEP, *options), code, message)
 
 
-@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, code",
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_signals_keep_what_is_finished(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path, number: int, code: int
 ) -> None:

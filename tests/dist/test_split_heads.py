@@ -62,8 +62,15 @@ def checked(world: World, pair: Pair, more: dict[str, Any]) -> list[dict[str, An
     return found
 
 
-@pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("kind", ["reduced", "borrowing"])
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        pytest.param("reduced", SAMPLED, id="reduced-sampled"),
+        pytest.param("borrowing", GREEDY, id="borrowing-greedy"),
+        pytest.param("reduced", GREEDY, id="reduced-greedy", marks=pytest.mark.slow),
+        pytest.param("borrowing", SAMPLED, id="borrowing-sampled", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks(two: World, pairs: dict[str, Pair], kind: str, params: dict[str, Any]) -> None:
     checked(two, pairs[kind], params)
 

@@ -27,8 +27,16 @@ def prompts(count: int, seed: int = 1) -> list[list[int]]:
     return [torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in lengths]
 
 
-@pytest.mark.parametrize("family", THOROUGH)
-@pytest.mark.parametrize("batch_size", [1, 4], ids=["b1", "b4"])
+# CI runs these in batches alone; `pytest tests` runs them one sequence at a time too.
+LIKE_LLAMA = ["llama-tied", "llama3-rope", "qwen2", "mistral"]
+SETTINGS = [
+    pytest.param(f, b, id=f"b{b}-{f}", marks=[pytest.mark.slow] * (b == 1 and f in LIKE_LLAMA))
+    for b in (1, 4)
+    for f in THOROUGH
+]
+
+
+@pytest.mark.parametrize(("family", "batch_size"), SETTINGS)
 def test_family(family: str, batch_size: int, device: torch.device, tmp_path: Path) -> None:
     compare(family, batch_size, (0, 1, 3, 6), prompts(6), 24, device, tmp_path)
 
