@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from specdec_cli.core.figures import Count, Name, Record, Whole, impossible
 
 _Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
+_Row = Annotated[tuple[float, ...], Field(strict=False)]
 _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
@@ -25,9 +26,11 @@ class Text(Record):
 
     accept: for a draft model, each output token's probability of acceptance if it is proposed.
     chains: for a proposer that may find fewer tokens than asked (n-grams), the proposed and
-    accepted counts of a round that begins at each output token. draws: for synthetic acceptance, a
+    accepted counts of a round that begins at each output token. ahead: for a head whose proposals
+    depend on each other, the acceptance probabilities of a round that begins at each output token,
+    given that those before were accepted. draws: for synthetic acceptance, a
     uniform number for each output token, which is accepted if that is below `rates` at its
-    position. Exactly one of the three is given. limit: most output tokens of the prompt.
+    position. Exactly one of the four is given. limit: most output tokens of the prompt.
     draft_limit: output tokens up to the end of the draft's context. overlap: the sum of min(p, q)
     for each output token, if known.
     """
@@ -37,18 +40,19 @@ class Text(Record):
     accept: _Numbers | None = None
     overlap: _Numbers | None = None
     chains: Annotated[tuple[_Chain, ...], Field(strict=False)] | None = None
+    ahead: Annotated[tuple[_Row, ...], Field(strict=False)] | None = None
     draws: _Numbers | None = None
     rates: _Numbers | None = None
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
-        if [self.accept, self.chains, self.draws].count(None) != 2:
-            raise impossible("it has not one of accept, chains and draws")
+        if [self.accept, self.chains, self.ahead, self.draws].count(None) != 3:
+            raise impossible("it has not one of accept, chains, ahead and draws")
         return self
 
     @property
     def length(self) -> int:
-        return len(self.accept or self.chains or self.draws or ())
+        return len(self.accept or self.chains or self.ahead or self.draws or ())
 
     def round_at(self, start: int, k: int) -> Sequence[float]:
         """Acceptance probabilities of the proposals of a round that begins at token `start`.
@@ -56,8 +60,8 @@ class Text(Record):
         Past the end of the text they are unknown and do not matter: they are 0.
         """
         asked = max(0, min(k, self.limit - start - 1, self.draft_limit - start))
-        if self.accept is not None:
-            known = self.accept[start : start + asked]
+        if self.accept is not None or self.ahead is not None:
+            known = self._known(start, asked)
             return known + (0.0,) * (asked - len(known))
         if self.draws is not None:
             known = tuple(
@@ -71,6 +75,13 @@ class Text(Record):
         found, stand = self.chains[start]
         found = min(found, asked)
         return (1.0,) * min(stand, found) + (0.0,) * (found - min(stand, found))
+
+    def _known(self, start: int, asked: int) -> tuple[float, ...]:
+        """The chances of at most `asked` proposals of a round that begins at token `start`."""
+        if self.accept is not None:
+            return self.accept[start : start + asked]
+        assert self.ahead is not None
+        return self.ahead[start][:asked]
 
 
 class ReplayText(Text):
@@ -142,16 +153,19 @@ def with_recorded(text: Text, rounds: Iterable[tuple[int, int]]) -> tuple[Text, 
     proposed nothing. A pass over a whole text has other rounding errors than passes over single
     tokens: in half precision near-ties may flip.
     """
-    assert text.accept is not None
-    accept, start, news = list(text.accept), 0, 0
+    accept, ahead = list(text.accept or ()), [list(row) for row in text.ahead or ()]
+    start = news = 0
     for proposed, accepted in rounds:
+        known, begin = (accept, start) if text.ahead is None else (ahead[start], 0)
         for place in range(min(proposed, accepted + 1)):
-            if start + place < text.length:
+            if begin + place < len(known):
                 shown = float(place < accepted)
-                news += accept[start + place] != shown
-                accept[start + place] = shown
+                news += known[begin + place] != shown
+                known[begin + place] = shown
         start += accepted + 1
-    return text.model_copy(update={"accept": tuple(accept)}), news
+    if text.ahead is None:
+        return text.model_copy(update={"accept": tuple(accept)}), news
+    return text.model_copy(update={"ahead": tuple(map(tuple, ahead))}), news
 
 
 def iid_length(alpha: float, k: int) -> float:

@@ -12,7 +12,6 @@ from collections.abc import Sequence as Values
 
 import torch
 
-from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.batch import Rectangle, Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
@@ -20,6 +19,7 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.chains import forecast_chains
 from specdec_cli.methods.teacher import Teacher
 from specdec_cli.models.eagle3.description import HeadDescription, describe_head
 from specdec_cli.models.eagle3.paged import PagedHead
@@ -91,8 +91,7 @@ class Eagle3:
         k: int,
         params: SamplingParams,
     ) -> Forecast:
-        """A proposal depends on those before it in its round, so one pass cannot tell."""
-        raise NoForecast
+        return forecast_chains(teacher, self.head, self.max_len, prompt, output, k, params)
 
     def check(self) -> None:
         pass

@@ -77,28 +77,49 @@ def _compare(
     overlap: list[float] = []
     for start in range(first, len(draft_seq.tokens) - 1, _CHUNK):
         stop = min(start + _CHUNK, len(draft_seq.tokens) - 1)
-        drafted = _logits(draft, draft_seq, start, stop) if draft is not None else None
-        scored = _logits(target, target_seq, start, stop) if target is not None else None
+        drafted = logits_of(draft, draft_seq, start, stop) if draft is not None else None
+        scored = logits_of(target, target_seq, start, stop) if target is not None else None
         if drafted is None or not teacher.parallel.is_first:
             continue
-        # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
-        more = teacher.target.vocab_size - drafted.shape[-1]
-        drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
-        written = torch.tensor(draft_seq.tokens[start + 1 : stop + 1])
-        if scored is None:
-            hits = ops.greedy_argmax(drafted).cpu() == written
-            accept += hits.float().tolist()
-            overlap += hits.float().tolist()
-            continue
-        q, p = to_probs(drafted, params), to_probs(scored, params)
-        place = written[:, None].to(p.device)
-        ratio = q.gather(1, place) / p.gather(1, place).clamp(min=torch.finfo(p.dtype).tiny)
-        accept += ratio[:, 0].clamp(max=1.0).tolist()
-        overlap += torch.minimum(p, q).sum(dim=1).clamp(max=1.0).tolist()
+        chances, overlaps = acceptance(
+            drafted,
+            scored,
+            draft_seq.tokens[start + 1 : stop + 1],
+            teacher.target.vocab_size,
+            params,
+        )
+        accept += chances
+        overlap += overlaps
     return accept, overlap
 
 
-def _logits(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
+def acceptance(
+    drafted: torch.Tensor,
+    scored: torch.Tensor | None,
+    written: Values[int],
+    vocab_size: int,
+    params: SamplingParams,
+) -> tuple[list[float], list[float]]:
+    """For each written token: min(1, q / p) of it, and the sum of min(p, q) over the vocabulary.
+
+    drafted: the draft's logits [M, V']. scored: the target's [M, V]; None if decoding is greedy.
+    written: M tokens. vocab_size: V.
+    """
+    # Logits of a draft with another vocabulary size are cut, or padded with probability zero.
+    more = vocab_size - drafted.shape[-1]
+    drafted = torch.nn.functional.pad(drafted, (0, more), value=float("-inf"))
+    place = torch.tensor(written)[:, None]
+    if scored is None:
+        hits = (ops.greedy_argmax(drafted).cpu() == place[:, 0]).float().tolist()
+        return hits, hits
+    q, p = to_probs(drafted, params), to_probs(scored, params)
+    place = place.to(p.device)
+    ratio = q.gather(1, place) / p.gather(1, place).clamp(min=torch.finfo(p.dtype).tiny)
+    overlap = torch.minimum(p, q).sum(dim=1).clamp(max=1.0)
+    return ratio[:, 0].clamp(max=1.0).tolist(), overlap.tolist()
+
+
+def logits_of(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
     return model.forward([Span(seq, start, stop)], [stop - start], with_hidden=False).logits
 
 

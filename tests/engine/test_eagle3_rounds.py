@@ -10,14 +10,25 @@ import torch
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.run import Request
+from specdec_cli.experiment.predict import with_recorded
 from specdec_cli.methods.eagle3 import Eagle3
 from specdec_cli.models.eagle3.config import read_head_config
 from specdec_cli.models.eagle3.head import Eagle3Head
 from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import Borrowed, check_target, read_weights
 from tests import lossless
-from tests.eagle3 import Head, save_head
-from tests.eagle3_pair import NEW_TOKENS, PROMPTS, Pair, expected_rounds, rounds_of, save_pair
+from tests.eagle3 import Head, Reference, save_head
+from tests.eagle3_pair import (
+    NEW_TOKENS,
+    PROMPTS,
+    Pair,
+    expected_rounds,
+    rounds_of,
+    save_pair,
+    states,
+)
+from tests.rounds import LARGEST, same_rounds, text_of
 from tests.support import CPU, VOCAB, decode, greedy_reference, paged_model, reference
 
 SIGNIFICANT = 1e-4
@@ -37,7 +48,7 @@ def eagle_engine(
     **options: Any,
 ) -> Engine:
     """An engine over a saved target and head; changes: to the head's settings."""
-    num_blocks = options.pop("num_blocks", 200)
+    num_blocks, max_len = options.pop("num_blocks", 200), options.pop("max_len", 256)
     config = replace(read_head_config("head", folder), **(changes or {}))
     layers = config.feature_layers(num_layers)
     model = paged_model(target, num_blocks, 4, fused=True, hidden_layers=layers)
@@ -51,7 +62,7 @@ def eagle_engine(
     head = PagedHead(Eagle3Head(config, weights, 256), cache)
     settings = {"batch_size": 1, "max_model_len": 256, "prefill_chunk": 2048} | options
     allocator = BlockAllocator(num_blocks, 4)
-    proposer = Eagle3(head, layers, 256)
+    proposer = Eagle3(head, layers, max_len)
     return Engine(model, proposer, allocator, eos_ids=frozenset(), **settings)
 
 
@@ -100,6 +111,53 @@ def test_wrong_wiring_costs_acceptance(pair: Pair, changes: dict[str, Any]) -> N
     ]
     wanted = [expected_rounds(target, head, p, 4) for p in PROMPTS]
     assert sum(sum(s.accepted_per_round) for s in seqs) < sum(a for w in wanted for _, a in w)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"prefill_chunk": 3}, {"num_blocks": 17}, {"max_len": 17}],
+    ids=["whole", "chunks", "few blocks", "the head ends"],
+)
+def test_greedy_replay_is_exact(pair: Pair, options: dict[str, Any]) -> None:
+    """Predictions from the texts of one length are the rounds of every length."""
+    target, folder, _ = pair
+    engine = eagle_engine(target, folder, 4, **options)
+    params = SamplingParams(max_new_tokens=NEW_TOKENS)
+    prompts = [*PROMPTS, [7]]
+    seqs = decode(engine, prompts, LARGEST, max_new_tokens=NEW_TOKENS)
+    texts = [text_of(engine, seq, params) for seq in seqs]
+    for seq, text in zip(seqs, texts, strict=True):
+        assert with_recorded(text, rounds_of(seq)) == (text, 0)
+    for k in (1, 3, LARGEST):
+        same_rounds(decode(engine, prompts, k, max_new_tokens=NEW_TOKENS), texts, k)
+
+
+def test_chances_of_sampled_tokens_are_the_reference_s(pair: Pair) -> None:
+    target, folder, head = pair
+    engine = eagle_engine(target, folder, 4)
+    prompt, count, temperature = PROMPTS[0], 12, 0.7
+    params = SamplingParams(temperature=temperature, max_new_tokens=count)
+    (seq,) = decode(engine, [prompt], 3, temperature=temperature, max_new_tokens=count)
+    found = engine.forecast(Request(0, tuple(prompt)), seq.output_ids, LARGEST, params)
+    assert found.ahead is not None and found.overlap is not None
+    oracle, plain, text = reference(target), Reference(head), seq.tokens
+    with torch.no_grad():
+        p = (oracle(torch.tensor([text])).logits[0] / temperature).softmax(-1)
+    features = plain.fuse(states(oracle, head, text))
+    for n in range(len(prompt), len(text)):
+        rows, chances = features[: n - 1], found.ahead[n - len(prompt)]
+        assert len(chances) == min(LARGEST, len(text) - n)
+        for place, chance in enumerate(chances):
+            out = plain.rows(rows, torch.tensor(text[1 : n + place]))[-1:]
+            q = torch.zeros(VOCAB)
+            q[head.ids] = (plain.logits(out)[0] / temperature).softmax(-1)
+            token = text[n + place]
+            wanted = (q[token] / p[n + place - 1, token]).clamp(max=1.0)
+            assert chance == pytest.approx(float(wanted), abs=1e-4)
+            if place == 0:
+                overlap = torch.minimum(p[n - 1], q).sum()
+                assert found.overlap[n - len(prompt)] == pytest.approx(float(overlap), abs=1e-4)
+            rows = torch.cat((rows, out))
 
 
 @pytest.mark.parametrize("draft_vocab", [8, 5])

@@ -7,19 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
-from specdec_cli.experiment.predict import Text, expected_rounds, with_recorded
+from specdec_cli.experiment.predict import expected_rounds, with_recorded
 from specdec_cli.prompts import read_prompts
 from specdec_cli.recipe import load_recipe
-from tests.rounds import greedy_rounds
+from tests.rounds import LARGEST, same_rounds, text_of
 from tests.support import decode, make_engine, ngram_engine, reference, save_tiny
 
-LARGEST = 6
 PROMPTS = [[5, 9, 11, 3], [7], list(range(20, 32))]
 
 
@@ -37,33 +36,6 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             weight.add_(torch.randn_like(weight) * 0.05)
     model.save_pretrained(draft)
     return target, draft
-
-
-def text_of(engine: Engine, seq: Sequence, params: SamplingParams) -> Text:
-    prompt = tuple(seq.tokens[: seq.num_prompt_tokens])
-    found = engine.forecast(Request(seq.index, prompt), seq.output_ids, LARGEST, params)
-    assert engine.allocator.num_used == 0
-    assert engine.proposer is not None
-    return Text(
-        limit=min(params.max_new_tokens, engine.max_model_len - len(prompt)),
-        draft_limit=engine.proposer.max_len - len(prompt),
-        accept=found.accept,
-        chains=found.chains,
-        overlap=found.overlap or (),
-    )
-
-
-def same_rounds(seqs: list[Sequence], texts: list[Text], k: int) -> None:
-    """Check that replayed rounds and counts equal those of `seqs`, one by one."""
-    for seq, text in zip(seqs, texts, strict=True):
-        rounds = list(greedy_rounds(text, k))
-        assert [p for p, _ in rounds if p] == seq.proposed_per_round, (seq.index, k)
-        assert [a for p, a in rounds if p] == seq.accepted_per_round, (seq.index, k)
-        assert sum(p == 0 for p, _ in rounds) == seq.rounds_without_proposal
-    found = expected_rounds(texts, k)
-    assert found.drafts == sum(len(s.proposed_per_round) for s in seqs)
-    assert found.draft_tokens == sum(sum(s.proposed_per_round) for s in seqs)
-    assert found.accepted == sum(sum(s.accepted_per_round) for s in seqs)
 
 
 @pytest.mark.parametrize(

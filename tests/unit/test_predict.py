@@ -109,6 +109,23 @@ def test_recorded_rounds_win_over_the_pass() -> None:
     assert news == 3
 
 
+def test_recorded_rounds_of_a_head_win_too() -> None:
+    rows = ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0), (1.0, 0.0), (1.0,))
+    text = Text(limit=5, draft_limit=99, ahead=rows)
+    assert list(greedy_rounds(text, 2)) == [(2, 1), (2, 2)]
+    known, news = with_recorded(text, [(2, 2), (1, 0)])
+    assert known.ahead == ((1.0, 1.0), (0.0, 1.0), (1.0, 1.0), (0.0, 0.0), (1.0,)) and news == 2
+
+
+def test_chances_that_depend_on_the_round() -> None:
+    """The chance of token 1 is 0.25 in a round that begins before it, and 0.75 in one at it."""
+    text = Text(limit=9, draft_limit=99, ahead=((0.5, 0.25, 1.0), (0.75, 0.0), (0.0,)))
+    found = expected_rounds([text], 2)
+    # A round begins at 1 with chance 0.5, and at 2 with 0.5 * 0.75 + 0.5 * 0.25.
+    assert found.drafts == pytest.approx(1 + 0.5 + 0.5)
+    assert found.accepted == pytest.approx(0.5 + 0.5 * 0.25 + 0.5 * 0.75)
+
+
 def test_chains_of_a_lookup() -> None:
     text = Text(limit=5, draft_limit=99, chains=((2, 2), (0, 0), (1, 0), (4, 1), (0, 0)))
     assert list(greedy_rounds(text, 4)) == [(2, 2), (1, 1)]

@@ -62,7 +62,7 @@ def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) ->
     texts = list[Text]()
     for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
-        if settings.is_greedy and text.accept is not None and sample is not None:
+        if settings.is_greedy and (text.accept or text.ahead) and sample is not None:
             rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
             texts.append(with_recorded(text, rounds)[0])
         else:

@@ -57,16 +57,19 @@ class PagedHead:
         self.carry.zero_()
 
     @torch.inference_mode()
-    def forward(self, spans: list[Span], features: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, spans: list[Span], inputs: torch.Tensor, *, fused: bool = False
+    ) -> torch.Tensor:
         """Write the rows of `spans`, of which each sequence has to hold one token more.
 
-        features: [T, F] of the same tokens. Returns hidden states [T, H].
+        inputs: features [T, F] of the same tokens, or with `fused` hidden states [T, H]. Returns
+        hidden states [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
         shifted = [t for s in spans for t in s.seq.tokens[s.start + 1 : s.stop + 1]]
         assert len(shifted) == len(batch.token_ids), "the token after each row has to be known"
         batch.token_ids = torch.tensor(shifted, dtype=torch.int64).to(self.device)
-        hidden = self._run(batch, self.head.fuse(features)).hidden
+        hidden = self._run(batch, inputs if fused else self.head.fuse(inputs)).hidden
         ends = batch.query_start[1:].long() - 1
         size = self.cache.block_size
         blocks = torch.tensor([s.seq.block_table[(s.stop - 1) // size] for s in spans])
