@@ -22,10 +22,10 @@ from torch import Tensor
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.core.peers import shared_memory
 from specdec_cli.models.attention import Call, Recorder, attach
 from specdec_cli.models.fused_layer import FusedLayer, family_of, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of
+from specdec_cli.models.split_products import SplitProducts
 
 
 def is_fusable(module: Any) -> bool:
@@ -42,8 +42,6 @@ class FusedForward:
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
         family = family_of(module)
         assert family is not None
-        self.parallel = parallel
-        self.vocab_size = int(module.config.vocab_size)
         self.cos, self.sin, turns = turns_of(module, max_len)
         self.num_turns = len(set(turns))
         self.layers: list[FusedLayer] = []
@@ -65,7 +63,8 @@ class FusedForward:
         self.logit_softcap: float | None = None
         if family.caps_logits:
             self.logit_softcap = module.config.final_logit_softcapping
-        self.shared = shared_memory(parallel, width, self.vocab_size, module.dtype)
+        vocab_size = int(module.config.vocab_size)
+        self.split = SplitProducts.over(parallel, width, vocab_size, module.dtype)
 
     @property
     def storages(self) -> dict[int, int]:
@@ -97,19 +96,19 @@ class FusedForward:
                 states[layer.index] = x.hidden
             qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
             mixed = attend(layer, qkv, cache, batch)
-            x = self._add_norm(
+            x = self.split.add_norm(
                 *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
             inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
-            x = self._add_norm(
+            x = self.split.add_norm(
                 *(1, inner, layer.down, None, layer.post_mlp_norm),
                 *(x.hidden, layer.following_norm, layer.eps),
             )
         hidden = self._hidden(x, states, hidden_layers) if hidden_layers else None
         if batch.logit_rows is not None:
             x = x.take(batch.logit_rows)
-        logits = self._logits(x)
+        logits = self.split.logits(x, self.head, self.head_bias)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits, hidden
@@ -122,49 +121,6 @@ class FusedForward:
         elif count in layers:
             states[count] = ops.rms_norm(x.hidden, last.following_norm, last.eps)
         return torch.cat([states[layer] for layer in layers], dim=1)
-
-    def _logits(self, x: Normed) -> Tensor:
-        """Logits [M, V] on every rank; each rank computes a part of the vocabulary."""
-        peers = None if self.shared is None else self.shared.logits
-        num_rows = len(x.hidden)
-        if peers is not None and num_rows:
-            assert isinstance(self.head, Tensor), "ranks that share memory are on CUDA"
-            room = peers.take(0, num_rows, len(self.head))
-            if room is not None:
-                ops.norm_linear(x, self.head, self.head_bias, into=room)
-                return ops.gather_columns(peers, num_rows)
-        logits = ops.norm_linear(x, self.head, self.head_bias)
-        return self.parallel.all_gather(logits, self.vocab_size)
-
-    def _add_norm(
-        self,
-        place: int,
-        x: Tensor,
-        weight: ops.Weight,
-        bias: Tensor | None,
-        post_norm: Tensor | None,
-        residual: Tensor,
-        norm_weight: Tensor,
-        eps: float,
-    ) -> Normed:
-        """`ops.linear_add_norm` of a product that is split over ranks.
-
-        place: 0 for the output of attention, 1 for that of the MLP. post_norm: the weight of a norm
-        that the product passes before it is added.
-        """
-        if self.parallel.size == 1 and post_norm is None:
-            return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
-        if self.shared is not None and len(residual) <= self.shared.sum_rows:
-            peers = self.shared.sums
-            room = peers.take(place, *residual.shape)
-            assert room is not None
-            ops.linear(x, weight, bias, into=room)
-            if post_norm is None:
-                return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
-            whole = ops.reduce_parts(peers, place, len(residual))
-        else:
-            whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
-        return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:

@@ -1,5 +1,5 @@
-"""EAGLE-3 heads beside a target that is split over ranks: rank 0 runs the head, and neither text
-nor rounds depend on the degree."""
+"""EAGLE-3 heads beside a target that is split over ranks: rank 0 runs the head, or several share it.
+Neither text nor rounds depend on the degrees."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +33,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     folder = tmp_path_factory.mktemp("pairs")
     return {
         "reduced": save_pair(folder / "reduced", draft_vocab=60),
+        "biases": save_pair(folder / "biases", attention_bias=True, mlp_bias=True),
         "borrowing": save_pair(folder / "borrowing", lends_head=True),
     }
 
@@ -51,14 +52,19 @@ def sets_of(pair: Pair, degree: int, more: dict[str, Any]) -> dict[str, Any]:
     } | more
 
 
-def checked(world: World, pair: Pair, more: dict[str, Any]) -> list[dict[str, Any]]:
+def checked(
+    world: World, pair: Pair, more: dict[str, Any], draft_tp: int = 1
+) -> list[dict[str, Any]]:
     """The records of all ranks, after a comparison with one process's rounds."""
     one = cases.built(0, sets_of(pair, 1, more), PROMPTS)
+    more = more | {"draft.tensor_parallel_size": draft_tp}
     found = world.run(cases.built, sets_of(pair, world.size, more), PROMPTS)
     assert [x["outputs"] for x in found] == [one["outputs"]] * world.size
     assert [x["rounds"] for x in found] == [one["rounds"]] * world.size
     assert sum(one["accepted"]) >= 3, "nothing stands, so rounds could not differ"
-    assert [x["draft_bytes"] > 0 for x in found] == [True] + [False] * (world.size - 1)
+    holders = found[:draft_tp]
+    assert [x["draft_bytes"] > 0 for x in found] == [x in holders for x in found]
+    assert [x["draft_bytes"] for x in holders] == [x["draft_planned"] for x in holders]
     return found
 
 
@@ -75,10 +81,30 @@ def test_two_ranks(two: World, pairs: dict[str, Pair], kind: str, params: dict[s
     checked(two, pairs[kind], params)
 
 
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        pytest.param("biases", SAMPLED, id="biases-sampled"),
+        pytest.param("borrowing", GREEDY, id="borrowing-greedy"),
+        pytest.param("biases", GREEDY, id="biases-greedy", marks=pytest.mark.slow),
+        pytest.param("reduced", GREEDY, id="reduced-greedy", marks=pytest.mark.slow),
+        pytest.param("reduced", SAMPLED, id="reduced-sampled", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_share_a_head(
+    two: World, pairs: dict[str, Pair], kind: str, params: dict[str, Any]
+) -> None:
+    found = checked(two, pairs[kind], params, draft_tp=2)
+    alone = cases.built(0, sets_of(pairs[kind], 1, params), PROMPTS)
+    assert all(x["draft_bytes"] < 0.8 * alone["draft_bytes"] for x in found)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["reduced", "borrowing"])
-def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str) -> None:
-    checked(world, pairs[kind], GREEDY)
+@pytest.mark.parametrize("draft_tp", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["reduced", "borrowing", "biases"])
+def test_four_ranks(world: World, pairs: dict[str, Pair], kind: str, draft_tp: int) -> None:
+    """Two of the four share it, or all: these outnumber the key and value heads."""
+    checked(world, pairs[kind], GREEDY, draft_tp)
 
 
 def test_rounds_are_the_reference_s(two: World, pairs: dict[str, Pair]) -> None:

@@ -297,16 +297,27 @@ def test_a_head_that_does_not_fit_is_refused_before_weights_are_read(
     assert caught.value.code in (ExitCode.USAGE, ExitCode.ENVIRONMENT)
 
 
-def test_a_head_is_not_split(pair: Pair) -> None:
+def test_the_degrees_of_a_head(pair: Pair) -> None:
+    """Each of two ranks caches one of the head's two heads of keys."""
     keys = {"target.model": str(pair.target), "draft.model": str(pair.folder)}
     degrees = {"target.tensor_parallel_size": 2, "draft.tensor_parallel_size": 2}
-    with pytest.raises(SetupError, match="divided among 2 ranks") as caught:
-        plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
-    assert caught.value.code == ExitCode.USAGE
+    shared = plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
     degrees["draft.tensor_parallel_size"] = 1
     first, second = plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
     assert block_bytes_of(first)[1] > 0 == block_bytes_of(second)[1]
     assert first.target.hidden_layers == second.target.hidden_layers == (1, 2, 3)
+    # Heads of 16, keys and values, 16 tokens; and the carried vector.
+    assert [block_bytes_of(p)[1] for p in shared] == [(2 * 16 * 16 + 64) * 4] * 2
+
+
+def test_a_head_that_does_not_divide(pair: Pair, tmp_path: Path) -> None:
+    head = replace(pair.head, heads=3, kv_heads=3, tensors={})
+    folder = save_head(tmp_path / "head", head, "speculators", without=("embed_tokens.weight",))
+    keys = {"target.model": str(pair.target), "draft.model": str(folder)}
+    degrees = {"target.tensor_parallel_size": 2, "draft.tensor_parallel_size": 2}
+    with pytest.raises(SetupError, match="3 attention heads cannot be divided among 2") as caught:
+        plan_all_ranks(load_recipe(None, keys | degrees), Permissions(), CPU)
+    assert caught.value.code == ExitCode.USAGE
 
 
 def test_blocks_and_weights_by_hand(pair: Pair) -> None:

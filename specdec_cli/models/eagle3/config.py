@@ -9,11 +9,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
 from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import shown
@@ -87,6 +88,16 @@ class HeadConfig:
     def cache_layers(self) -> list[LayerShape]:
         """The entries of the head's cache."""
         return [LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+
+    def on(self, parallel: TensorParallel) -> Self:
+        """The settings of one rank's part: its heads, and its share of the MLP's width."""
+        size = parallel.size
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=max(1, self.num_kv_heads // size),
+            intermediate_size=self.intermediate_size // size,
+        )
 
     def reads_embedding(self, layer: int) -> bool:
         """Whether `layer` reads embedding and hidden state, 2 * hidden_size numbers."""

@@ -19,10 +19,12 @@ from specdec_cli.models.eagle3.paged import PagedHead
 from specdec_cli.models.eagle3.weights import (
     EMBEDDING,
     HEAD,
+    SUMMED_BIAS,
     Borrowed,
     borrowed_by,
     check_target,
     dummy_weights,
+    parts_of,
     read_weights,
     serves,
     shapes_of,
@@ -30,7 +32,6 @@ from specdec_cli.models.eagle3.weights import (
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 
@@ -39,10 +40,10 @@ from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 class HeadDescription:
     """A head that belongs to its target and holds no weights yet.
 
-    max_len: positions that it may use, whatever its config's context length. feature_layers: the
-    target's hidden states that it reads. borrows: the weights that it takes from the target.
-    gathers_head: whether the target's head is among them and split over ranks, so that it keeps a
-    copy.
+    config: of the whole head, however many ranks share it. max_len: positions that it may use,
+    whatever its config's context length. feature_layers: the target's hidden states that it reads.
+    borrows: the weights that it takes from the target. gathers_head: whether the target's head is
+    among them and split over other ranks, so that it keeps a copy.
     """
 
     spec: ModelSpec
@@ -58,7 +59,7 @@ class HeadDescription:
 
     @property
     def layers(self) -> list[LayerShape]:
-        return self.config.cache_layers
+        return self.config.on(self.parallel).cache_layers
 
     @property
     def vocab_size(self) -> int:
@@ -72,6 +73,10 @@ class HeadDescription:
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
         sizes = {name: math.prod(shape) for name, shape in shapes_of(config).items()}
+        parts = parts_of(config, self.parallel)
+        sizes |= {name: math.prod(part.local_shape) for name, part in parts.items()}
+        if not self.parallel.is_first:
+            sizes = {name: size for name, size in sizes.items() if not SUMMED_BIAS.search(name)}
         numbers = 2 * self.max_len * config.head_dim
         for names in products_of(config):
             count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
@@ -114,7 +119,7 @@ class HeadDescription:
         gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
         whose allocator then does not use attention's memory for the MLP.
         """
-        config, width = self.config, self.config.hidden_size
+        config, width = self.config.on(self.parallel), self.config.hidden_size
         mixed = config.num_heads * config.head_dim
         qkv = mixed + 2 * config.num_kv_heads * config.head_dim
         common = 2 * config.head_dim + 3 * width  # the embedding, it normed, the hidden state
@@ -135,17 +140,18 @@ class HeadDescription:
         if lent is not None and self.gathers_head:
             assert groups.target is not None
             whole = groups.target.all_gather(lent.head.t(), config.vocab_size)
-            lent = replace(lent, head=whole.t().contiguous())
-        if groups.draft is None:
+            rows = slice(*self.parallel.share(config.vocab_size))
+            lent = replace(lent, head=whole.t()[rows].contiguous())
+        if (ranks := groups.draft) is None:
             return None
         if self.spec.load_format == "dummy":
-            weights = dummy_weights(config, self.dtype, device, lent)
+            weights = dummy_weights(config, self.dtype, device, lent, ranks)
         else:
             weights = read_weights(
-                config, self.folder, self.dtype, device, lent, self.spec.allow_pickle
+                config, self.folder, self.dtype, device, lent, self.spec.allow_pickle, ranks
             )
         cache = KVCache(self.layers, 0, block_size, self.dtype, device)
-        return PagedHead(Eagle3Head(config, weights, self.max_len), cache)
+        return PagedHead(Eagle3Head(config, weights, self.max_len, ranks), cache)
 
 
 def describe_head(
@@ -168,9 +174,7 @@ def describe_head(
         spec.name, spec.revision, weights=not is_dummy, allow_pickle=spec.allow_pickle
     )
     config = read_head_config(spec.name, folder)
-    if parallel.size > 1:
-        hint = "set draft.tensor_parallel_size to 1: the first of the target's ranks runs it"
-        raise Indivisible(spec.name, "layers", parallel.size, hint)
+    parts_of(config, parallel)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
     config = overridden(config, keys, num_layers)
@@ -181,7 +185,8 @@ def describe_head(
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
     whole = lent.head.new_empty(target.vocab_size, lent.head.shape[1])
-    is_split = lent.head.shape != whole.shape
+    # Where as many ranks share both models, each of them holds the part that it needs.
+    is_apart = lent.head.shape != whole.shape and parallel.size != target.parallel.size
     lent = replace(lent, head=whole)
     if is_dummy:
         is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
@@ -197,7 +202,7 @@ def describe_head(
         max_len=max_len,
         feature_layers=layers,
         borrows=borrows,
-        gathers_head=is_split and HEAD in borrows,
+        gathers_head=is_apart and HEAD in borrows,
         parallel=parallel,
     )
 

@@ -19,12 +19,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call
 from specdec_cli.models.eagle3.config import HeadConfig
-from specdec_cli.models.eagle3.weights import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
 from specdec_cli.models.fused import attention_of, storages_of
 from specdec_cli.models.fused_layer import FusedLayer
 from specdec_cli.models.rotary_tables import table_of
+from specdec_cli.models.split_products import SplitProducts
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +44,19 @@ class HeadLayer:
 
 
 class Eagle3Head:
-    """A head's passes; holds its weights once, and a table of rotary embeddings.
+    """A head's passes, over this rank's part of its weights, and a table of rotary embeddings.
 
-    max_len: positions that passes may use, whatever the config's own context length.
+    max_len: positions that passes may use, whatever the config's own context length. parallel: the
+    ranks that share it; all of them have to make it together.
     """
 
-    def __init__(self, config: HeadConfig, weights: HeadWeights, max_len: int) -> None:
+    def __init__(
+        self,
+        config: HeadConfig,
+        weights: HeadWeights,
+        max_len: int,
+        parallel: TensorParallel = ALONE,
+    ) -> None:
         tensors, dtype = weights.tensors, weights.tensors["norm.weight"].dtype
         self.config = config
         self.max_len = max_len
@@ -58,9 +67,15 @@ class Eagle3Head:
         self.input_norm = tensors.get("input_norm.weight")
         count = config.num_aux if config.fc_norm else 0
         self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(count)]
-        self.head = ops.pack_weight(tensors[EMBEDDING if config.ties_head else HEAD])
+        rows = slice(*parallel.share(config.draft_vocab_size))
+        self.head = ops.pack_weight(tensors[EMBEDDING][rows] if config.ties_head else tensors[HEAD])
         self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
+        if not parallel.is_first:
+            tensors = {n: t for n, t in tensors.items() if not SUMMED_BIAS.search(n)}
         self.layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
+        self.split = SplitProducts.over(
+            parallel, config.hidden_size, config.draft_vocab_size, dtype
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,16 +133,18 @@ class Eagle3Head:
                 x = ops.Normed(both, both, None, fused.eps)
             qkv = ops.norm_linear(x, fused.qkv, fused.qkv_bias)
             mixed = attend(fused, qkv, cache, batch)
-            x = ops.linear_add_norm(
-                *(mixed, fused.output, residual, fused.mlp_norm, fused.eps, fused.output_bias)
+            x = self.split.add_norm(
+                *(0, mixed, fused.output, fused.output_bias, None),
+                *(residual, fused.mlp_norm, fused.eps),
             )
             if layer.gate_up_bias is None:
                 inner = ops.norm_gate_up(x, fused.gate_up, fused.activation)
             else:
                 gate_up = ops.norm_linear(x, fused.gate_up, layer.gate_up_bias)
                 inner = ops.gate(gate_up, fused.activation)
-            x = ops.linear_add_norm(
-                *(inner, fused.down, x.hidden, fused.following_norm, fused.eps, layer.down_bias)
+            x = self.split.add_norm(
+                *(1, inner, fused.down, layer.down_bias, None),
+                *(x.hidden, fused.following_norm, fused.eps),
             )
             hidden = x.hidden
         return x
@@ -138,7 +155,7 @@ class Eagle3Head:
 
     def logits(self, x: ops.Normed) -> Tensor:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
-        return ops.norm_linear(x, self.head)
+        return self.split.logits(x, self.head)
 
     def fed_back(self, x: ops.Normed) -> Tensor:
         """Hidden states [T, H] that the next step reads in place of fused features."""

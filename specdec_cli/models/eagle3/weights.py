@@ -12,9 +12,11 @@ from pathlib import Path
 
 import torch
 
+from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.eagle3.config import HeadConfig
-from specdec_cli.models.weights import Read, open_checkpoint
+from specdec_cli.models.refusals import Indivisible
+from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import one_line
 
 EMBEDDING = "embed_tokens.weight"
@@ -22,6 +24,8 @@ HEAD = "lm_head.weight"
 _MIDDLE = re.compile("^midlayer[.]")
 # What training leaves behind, and tables that follow from the config.
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]|^t2d$")
+# Of products that ranks add up: only the first rank's pass adds them.
+SUMMED_BIAS = re.compile(r"[.](o_proj|down_proj)[.]bias$")
 _DUMMY_STD = 0.02
 
 
@@ -93,6 +97,41 @@ def shapes_of(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     return found
 
 
+def parts_of(config: HeadConfig, parallel: TensorParallel) -> dict[str, Part]:
+    """This rank's parts of the weights that ranks share; the others are whole on every rank.
+
+    Attention is split by heads, the MLP by its inner width, and the matrix of logits by ids. Ranks
+    that outnumber the key and value heads hold the same ones. Raises `Indivisible` for sizes that
+    do not divide.
+    """
+    if parallel.size == 1:
+        return {}
+    size = parallel.size
+    if config.num_heads % size:
+        raise Indivisible(config.name, f"{config.num_heads} attention heads", size)
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        raise Indivisible(config.name, f"{config.num_kv_heads} key and value heads", size)
+    if config.intermediate_size % size:
+        raise Indivisible(config.name, f"MLP of width {config.intermediate_size}", size)
+    queries = parallel.share(config.num_heads * config.head_dim)
+    first = parallel.rank * config.num_kv_heads // size * config.head_dim
+    keys = first, first + max(1, config.num_kv_heads // size) * config.head_dim
+    inner = parallel.share(config.intermediate_size)
+    columns = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
+    columns |= {"gate_proj": inner, "up_proj": inner}
+    rows = {"o_proj": queries, "down_proj": inner}
+    found = {}
+    for name, shape in shapes_of(config).items():
+        product = name.split(".")[-2]
+        if product in columns:
+            found[name] = Part(0, *columns[product], shape)
+        elif product in rows and name.endswith("weight"):
+            found[name] = Part(1, *rows[product], shape)
+        elif name == HEAD:
+            found[name] = Part(0, *parallel.share(config.draft_vocab_size), shape)
+    return found
+
+
 def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
     """Check that the head belongs to a target of these sizes.
 
@@ -139,26 +178,29 @@ def read_weights(
     device: torch.device,
     borrowed: Borrowed | None = None,
     allow_pickle: bool = False,
+    parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Read the weights of a head.
+    """Read this rank's part of the weights of a head.
 
-    borrowed: serves where the checkpoint has no embedding, or no head.
+    borrowed: serves where the checkpoint has no embedding, or no head; of the latter it holds this
+    rank's part.
 
     Raises `SetupError`, which names the tensor, for one that is missing, of another shape or
     dtype, or unknown, and for ids that the target does not have.
     """
     with open_checkpoint(folder, allow_pickle) as stored:
         found = _named(config, stored)
-        wanted = shapes_of(config)
+        wanted, parts = shapes_of(config), parts_of(config, parallel)
         _check_names(config, found, wanted, borrowed)
         tensors = {}
         for name, shape in wanted.items():
+            part = parts.get(name, Part(0, 0, shape[0], shape))
             if name in found:
-                tensors[name] = _read(config, name, found[name], shape).to(device, dtype)
+                tensors[name] = _read(config, name, found[name], part).to(device, dtype)
             else:
                 assert borrowed is not None
                 source = _source(borrowed, name)
-                _check_serves(config, name, source, shape, dtype)
+                _check_serves(config, name, source, part.local_shape, dtype)
                 tensors[name] = source.detach()
         ids = _target_ids(config, found)
     return HeadWeights(tensors, None if ids is None else ids.to(device))
@@ -169,13 +211,14 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device,
     borrowed: Borrowed | None = None,
+    parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
-    """Random matrices, seeded by name, norms of one and biases of zero.
+    """This rank's part of random matrices, seeded by name, norms of one and biases of zero.
 
     borrowed: its embedding serves, as it does for most published heads. The ids of a reduced
     vocabulary are spread evenly over the target's.
     """
-    tensors = {}
+    tensors, parts = dict[str, torch.Tensor](), parts_of(config, parallel)
     for name, shape in shapes_of(config).items():
         if name == EMBEDDING and borrowed and serves(borrowed.embedding, shape, dtype):
             tensors[name] = borrowed.embedding.detach()
@@ -187,6 +230,8 @@ def dummy_weights(
             generator = torch.Generator(device).manual_seed(seed)
             empty = torch.empty(shape, dtype=dtype, device=device)
             tensors[name] = empty.normal_(0.0, _DUMMY_STD, generator=generator)
+        if name in parts:
+            tensors[name] = parts[name].of(tensors[name]).clone()
     if config.draft_vocab_size == config.vocab_size:
         return HeadWeights(tensors, None)
     places = torch.arange(config.draft_vocab_size, device=device)
@@ -250,11 +295,12 @@ def _check_serves(
     )
 
 
-def _read(config: HeadConfig, name: str, read: Read, shape: tuple[int, ...]) -> torch.Tensor:
-    tensor = read()
-    if tuple(tensor.shape) != shape:
-        found = list(tensor.shape)
-        raise _bad(config, f"{name} has shape {found}, and {list(shape)} by its config.json")
+def _read(config: HeadConfig, name: str, read: Read, part: Part) -> torch.Tensor:
+    try:
+        tensor = read(part)
+    except WrongShape as problem:
+        told = f"{name} has shape {list(problem.found)}, and {list(part.shape)} by its config.json"
+        raise _bad(config, told) from None
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         raise _bad(config, f"{name} is {tensor.dtype}: heads are read unquantised")
     return tensor
