@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 # instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test test-gpu lint fmt type docs clean
+.PHONY: setup demo test pytest test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
@@ -20,11 +20,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/specdec generate demo-sampled
 
-# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too.
+# Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. mypy runs beside
+# tests that wait for processes.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
+	$(MAKE) --no-print-directory -j 2 type pytest
+
+pytest: setup
 	$(BIN)/python -m pytest -q -n 2 -m "not slow" --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup

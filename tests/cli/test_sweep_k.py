@@ -468,7 +468,7 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
         return made
 
     monkeypatch.setattr(rounds, "Rounds", counted)
-    assert specdec(capsys, *SWEEP, "--batch-size", "4,2", "--json").code == 0
+    assert specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json").code == 0
     slots = rounds.slot_counts(4) + rounds.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
     assert most == 3 * len(rounds.slot_counts(4))

@@ -22,9 +22,9 @@ from tests.support import decode, greedy_reference
 NEW_TOKENS = 24
 LONGEST = 200
 HEAD = demo_path("demo:eagle3")
-# Accepted tokens a round at k = 4. The bundled head has 1.99 and the best of the faults 1.83;
+# Accepted tokens a round at k = 4. The bundled head has 2.29 and the best of the faults 2.09;
 # decoding is greedy, so the figures do not vary. To be set anew with another head.
-FLOOR = 1.9
+FLOOR = 2.2
 
 
 @cache

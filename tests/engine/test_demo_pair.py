@@ -68,10 +68,19 @@ def run(draft: str, k: int, batch_size: int, **more: object) -> RunResult:
     return engine.run(requests, planned.k, planned.params)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4], ids=["b1", "b4"])
+CASES = [("demo", 0), *((draft, k) for draft in ("demo", "unrelated", "same") for k in (1, 3, 6))]
+
+
 @pytest.mark.parametrize(
-    ("draft", "k"),
-    [("demo", 0), *((draft, k) for draft in ("demo", "unrelated", "same") for k in (1, 3, 6))],
+    ("draft", "k", "batch_size"),
+    [
+        *((draft, k, 4) for draft, k in CASES),
+        # A sequence alone is a batch without neighbours, refills or ragged ends.
+        *(
+            pytest.param(draft, k, 1, marks=() if k in (0, 3) else pytest.mark.slow)
+            for draft, k in CASES
+        ),
+    ],
 )
 def test_greedy_equals_the_target_alone(draft: str, k: int, batch_size: int) -> None:
     seqs = run(draft, k, batch_size).seqs

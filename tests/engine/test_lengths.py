@@ -235,13 +235,13 @@ def specdec(capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any
 @pytest.mark.parametrize("policy", ["confidence", "adaptive"])
 def test_a_recipe_names_a_policy(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     """The text equals that of the fixed length; a sweep's points have no predictions."""
-    options = ["--set", f"speculation.length.policy={policy}", "--max-new-tokens", "16"]
+    options = ["--set", f"speculation.length.policy={policy}", "--max-new-tokens", "8"]
     prompt = ["--prompt", "def f(x):"]
     code, document = specdec(capsys, "generate", "demo", *prompt, *options)
-    fixed = specdec(capsys, "generate", "demo", *prompt, "--max-new-tokens", "16")[1]
+    fixed = specdec(capsys, "generate", "demo", *prompt, "--max-new-tokens", "8")[1]
     assert code == 0 and document["recipe"]["speculation"]["length"]["policy"] == policy
     assert document["outputs"][0]["token_ids"] == fixed["outputs"][0]["token_ids"]
-    sweep = ["sweep-k", "demo", "--k", "0,3", "--limit", "2", "--set", "run.repeats=1", *options]
+    sweep = ["sweep-k", "demo", "--k", "0,3", "--limit", "1", "--set", "run.repeats=1", *options]
     code, document = specdec(capsys, *sweep)
     assert code == 0 and document["points"][1]["predicted_speedup"] is None
 

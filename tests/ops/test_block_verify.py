@@ -399,8 +399,16 @@ def test_follows_the_definition(
 
 
 @both
-@pytest.mark.parametrize("draft_vocabulary", [130, 205])
-@pytest.mark.parametrize("settings", [PLAIN, MASKED], ids=str)
+@pytest.mark.parametrize(
+    ("settings", "draft_vocabulary"),
+    [
+        (PLAIN, 130),
+        (MASKED, 205),
+        pytest.param(PLAIN, 205, marks=pytest.mark.slow),
+        pytest.param(MASKED, 130, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_drafts_of_another_dtype_or_vocabulary(
     settings, draft_vocabulary, verify, device, monkeypatch
 ):
