@@ -27,7 +27,10 @@ from tests.cli.sweep_helpers import (
     without_times,
 )
 
+# Short prompts: reading the bundled ones would take longer than all rounds.
+PROMPTS = Path(__file__).parents[1] / "short_prompts.jsonl"
 QUICK = ["--device", "cpu", "--max-new-tokens", "8", "--set", "run.warmup=0"]
+QUICK += ["--set", f"data.path={PROMPTS}"]
 ONCE = ["--set", "run.repeats=1"]
 SWEEP = ["sweep-k", "demo", *QUICK, "--set", "run.repeats=2", "--k", "0-2", "--limit", "4"]
 TWO_DRAFTS = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
@@ -535,7 +538,7 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
 
 def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
     """The prompts fail, not the run, as if only some could not run."""
-    short = ["--set", "cache.max_model_len=8", "--limit", "2"]
+    short = ["--set", "cache.max_model_len=4", "--limit", "2"]
     result = specdec(capsys, *SWEEP, *ONCE, *short, "--json", "-o", tmp_path / "run")
     assert result.code == 3 and "error" not in result.document
     assert result.document["best"]["k"] is None
