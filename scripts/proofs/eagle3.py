@@ -47,8 +47,18 @@ LOGIT_PROMPTS, LOGIT_K = 6, 4
 
 def _random(width: int, **more: Any) -> Head:
     """A random head for the demo target, of inputs of layers 2, 4 and 5, EAGLE's choice."""
-    sizes = {"hidden": width, "target_hidden": 256, "vocab": 4096, "inner": 2 * width}
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": width // 4, "outputs": (1, 3, 4)}
+    sizes: dict[str, Any] = {
+        "hidden": width,
+        "target_hidden": 256,
+        "vocab": 4096,
+        "inner": 2 * width,
+    }
+    shape: dict[str, Any] = {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": width // 4,
+        "outputs": (1, 3, 4),
+    }
     head = Head(**({"draft_vocab": 1000} | sizes | shape | more))
     for name, tensor in head.tensors.items():
         if "q_proj" in name or "k_proj" in name:

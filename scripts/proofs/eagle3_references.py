@@ -25,6 +25,7 @@ import sys
 import types
 from pathlib import Path
 from typing import Any, Protocol
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file
@@ -194,11 +195,12 @@ def _import_speculators() -> Any:
         elif name == top and importlib.util.find_spec(name) is None:
             sys.modules[name] = _Empty(name)
     version = importlib.metadata.version
-    importlib.metadata.version = lambda name: "0" if name == "speculators" else version(name)
-    try:
+
+    def known(distribution_name: str) -> str:
+        return "0" if distribution_name == "speculators" else version(distribution_name)
+
+    with patch.object(importlib.metadata, "version", known):
         return importlib.import_module("speculators")
-    finally:
-        importlib.metadata.version = version
 
 
 def _recorded(module: Any) -> list[Tensor]:
