@@ -2,8 +2,8 @@
 
 SafeAILab's EAGLE (`eagle/model/cnets.py`) drafts as in generation, over a cache of its own.
 speculators (`src/speculators/models/eagle3`) has the forward pass of training, in which row t of
-step j ends a chain of j rows; a chain's tokens are given to it as text. Nothing in the checkouts is
-changed.
+step j ends a chain of j rows; the last row is given its own proposals, as the tokens that the text
+does not have yet. Nothing in the checkouts is changed.
 
 Shims: EAGLE's config is a plain namespace, since transformers 5 gives `EConfig` a `rope_scaling`
 that EAGLE does not know. speculators is imported without being installed: its version is "0", and
@@ -142,30 +142,35 @@ class Speculators:
         self.model = package.Eagle3DraftModel(made).eval()
         _load(self.model, tensors)
         self.logits = _recorded(self.model.lm_head)
+        self.model.embed_tokens.register_forward_pre_hook(self._own_proposal)
 
     def start(self) -> None:
         """Nothing is kept between calls."""
 
     def rows(self, features: Tensor, tokens: list[int]) -> Tensor:
-        return self._steps(features, tokens[1:], 1)[0]
+        return self._steps(features, tokens, 1)[0]
 
     def chain(self, features: Tensor, tokens: list[int], k: int) -> tuple[list[int], Tensor]:
-        proposed: list[int] = []
-        for step in range(k):
-            # Rows of proposals have no hidden state; those before them do not see that.
-            padded = torch.cat((features, features.new_zeros(step, features.shape[1])))
-            logits = self._steps(padded, tokens[1:] + proposed, step + 1)[:, len(features) - 1]
-            best = logits[-1].argmax()
-            offset = 0 if self.model.d2t is None else self.model.d2t[best]
-            proposed.append(int(best + offset))
-        return proposed, logits
+        logits = self._steps(features, tokens, k)[:, -1]
+        return [self._proposal(row) for row in logits], logits
 
-    def _steps(self, features: Tensor, following: list[int], count: int) -> Tensor:
+    def _steps(self, features: Tensor, tokens: list[int], count: int) -> Tensor:
         """Logits [count, T, Vd] of each step of training."""
         self.logits.clear()
-        ids = torch.tensor([following])
+        ids = torch.tensor([tokens[1:]])
         self.model(features[None], ids, torch.zeros_like(ids), ttt_steps=count)
         return torch.cat(self.logits)
+
+    def _proposal(self, logits: Tensor) -> int:
+        best = logits.argmax()
+        return int(best if self.model.d2t is None else best + self.model.d2t[best])
+
+    def _own_proposal(self, module: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+        """In later steps the text ends before the last row's token, which is its proposal."""
+        ids = inputs[0].clone()
+        if self.logits:
+            ids[0, -1] = self._proposal(self.logits[-1][0, -1])
+        return (ids,)
 
 
 _SPECULATORS_KEYS = (
