@@ -96,6 +96,15 @@ def test_published_forms(tmp_path: Path) -> None:
     assert found.rope["rope_theta"] == 500000.0 and found.rope["rope_type"] == "llama3"
     older = {"rope_scaling": {"type": "linear", "factor": 2.0}}
     assert _read(tmp_path, llama | older).rope["rope_type"] == "linear"
+    # SpecForge, for QwQ: the target's type beside a class whose layers are llama's.
+    specforge = llama | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen2"}
+    assert not _read(tmp_path, specforge).has_head_norms
+    with pytest.raises(SetupError, match=r"model_type is .qwen2"):
+        _read(tmp_path, llama | {"model_type": "qwen2"})
+    # nebius, for gpt-oss 20B.
+    yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0}
+    nebius = {"truncated_vocab_size": 32000, "rope_theta": 150000, "rope_scaling": yarn}
+    assert _read(tmp_path, llama | nebius).rope == yarn | {"rope_theta": 150000.0}
     # Model-Optimizer: the base inside rope_scaling, and ids of layers' outputs.
     nested = {
         "architectures": ["LlamaForCausalLMEagle3"],

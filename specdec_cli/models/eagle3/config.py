@@ -262,6 +262,10 @@ class _Reader:
             if not isinstance(body, dict) or not body:
                 raise self._bad("transformer_layer_config", body, "it holds a layer's settings")
         kind = body.get("model_type", "llama")
+        # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
+        classes = self.raw.get("architectures") or ()
+        if kind not in _BODIES and body is self.raw and "LlamaForCausalLMEagle3" in classes:
+            kind = "llama"
         if kind not in _BODIES:
             raise self._bad("model_type", kind, f"{' and '.join(_BODIES)} are built")
         return body | {"model_type": kind}
