@@ -14,7 +14,7 @@ from specdec_cli.core.parallel import found_alike, local_world_size
 from specdec_cli.engine.estimate import estimate_passes
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import Models, measure_rank, rank_memory, release, weight_bytes
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.profile import (
     CacheNeed,
     RankMemory,
@@ -37,6 +37,7 @@ from specdec_cli.models.paged import PagedModel
 
 _log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
+_FEWEST_POSITIONS = 1 << 17  # in rotary tables, or the model's own limit where that is smaller
 
 
 def build(
@@ -61,6 +62,7 @@ def build(
         k=plan.k,
         block_size=recipe.cache.block_size,
     )
+    plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
     rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
     try:
@@ -77,6 +79,20 @@ def build(
         on_stage("compiling kernels and capturing rounds")
         _warm_up(engine, plan, longest_prompt)
     return engine
+
+
+def _within_reach(plan: Plan, longest: int) -> Plan:
+    """The plan with no more positions than a run of `longest` tokens needs, within reason.
+
+    Rotary tables grow with positions, and a config may name any number of them.
+    """
+    reach = max(longest, _FEWEST_POSITIONS)
+    if reach >= plan.max_model_len:
+        return plan
+    plan = replace(plan, max_model_len=reach)
+    if plan.draft is None or isinstance(plan.draft, Description):
+        return plan
+    return replace(plan, draft=draft_at(plan, plan.draft.parallel))
 
 
 def load_models(

@@ -4,6 +4,7 @@ Does not know what makes a row a prompt: rows are text or records.
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from json.decoder import JSONDecodeError, JSONDecoder
 from typing import BinaryIO
@@ -62,8 +63,7 @@ def _items(text: str, name: str) -> Rows:
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            keys = [key for key, _ in pairs]
-            twice.append(next(key for key in keys if keys.count(key) > 1))
+            twice.append(Counter(key for key, _ in pairs).most_common(1)[0][0])
         return found
 
     decoder = JSONDecoder(object_pairs_hook=unique)

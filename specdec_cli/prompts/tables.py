@@ -2,6 +2,7 @@
 
 import csv
 import io
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +31,8 @@ def csv_source(file: BinaryIO, name: str, delimiter: str) -> Source:
         raise UsageError(f"{name}:1: not a table: {error}") from None
     if not header:
         raise UsageError(f"{name}:1: no header line with the names of the columns")
-    if twice := next((c for c in header if header.count(c) > 1), None):
+    if len(set(header)) < len(header):
+        (twice, _), *_ = Counter(header).most_common(1)
         raise UsageError(f"{name}:1: two columns are called {one_line(twice)!r}")
     return Source(name, _csv_rows(reader, header, name), tuple(header))
 

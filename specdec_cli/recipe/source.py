@@ -15,7 +15,8 @@ from specdec_cli.errors import UsageError
 from specdec_cli.text import is_unicode
 
 MAX_BYTES = 1_000_000
-MAX_NODES = 100_000  # after aliases are expanded
+MAX_NODES = 20_000  # keys and values
+MAX_EXPANDED = 100_000  # after aliases are expanded
 
 KeyPath = tuple[str | int, ...]
 
@@ -65,6 +66,17 @@ def _add_core_scalars(target: type[yaml.SafeLoader] | type[yaml.SafeDumper]) -> 
 class _Loader(yaml.SafeLoader):
     """Composes nodes only, so that no tag can run code; `_Walk` turns nodes into data."""
 
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._composed = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._composed += 1
+        if self._composed > MAX_NODES:
+            line = self.peek_event().start_mark.line + 1
+            raise _Refused(line, f"more than {MAX_NODES:,} keys and values, not a recipe")
+        return super().compose_node(parent, index)
+
 
 class Dumper(yaml.SafeDumper):
     """Quotes text so that YAML 1.1 readers and this module both read it back as text."""
@@ -89,7 +101,7 @@ class _Walk:
         self.lines.setdefault(path, line)
         # A long text counts for more, because aliases repeat it too.
         self._seen += 1 + (len(node.value) // 16 if isinstance(node, yaml.ScalarNode) else 0)
-        if self._seen > MAX_NODES:
+        if self._seen > MAX_EXPANDED:
             raise _Refused(line, "too large once its aliases are expanded")
         if id(node) in self._open:
             raise _Refused(line, "an alias refers to what contains it")

@@ -93,6 +93,17 @@ def test_text_is_the_target_s_and_rounds_are_the_reference_s(pair: Pair, case: s
     assert (sum(s.num_preemptions for s in seqs) > 0) == (case == "preemption")
 
 
+def test_positions_that_no_text_reaches_cost_nothing(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_cli.engine.build._FEWEST_POSITIONS", 1)
+    found = planned(pair.target, pair.folder)
+    engine = build(found, 11)
+    assert engine.proposer is not None and engine.proposer.max_len == engine.max_model_len
+    assert engine.max_model_len == 11 + NEW_TOKENS < found.max_model_len
+    assert [s.output_ids for s in run(engine, 4, found.params)] == texts_of(pair.target)
+
+
 def test_a_sequence_that_proposes_nothing_beside_others(pair: Pair) -> None:
     """Its context is full after one token. All are prefilled in one pass, whose hidden states the
     head takes in as a whole."""

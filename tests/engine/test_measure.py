@@ -190,6 +190,19 @@ def test_the_engine_allocates_what_is_announced_and_uses_it_to_the_last_block(
     assert min(least) == 0 and any(s.num_preemptions for s in result.seqs)
 
 
+def test_rotary_tables_do_not_grow_with_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold what the run needs, and at least so many positions that longer texts can follow."""
+    monkeypatch.setattr("specdec_cli.engine.build._FEWEST_POSITIONS", 64)
+    recipe = pair(tmp_path, "llama", "llama", max_position_embeddings=1 << 40)
+    engine = build(plan(recipe), 300)
+    fused = engine.target.fused
+    assert fused is not None and engine.proposer is not None
+    assert len(fused.cos) == engine.max_model_len == 300 + recipe.sampling.max_new_tokens
+    assert len(build(plan(recipe.model_copy(update={"draft": None})), 1).target.fused.cos) == 257
+
+
 def test_nothing_is_measured_for_a_cache_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("measured")
