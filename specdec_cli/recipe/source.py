@@ -73,7 +73,8 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         self._composed += 1
         if self._composed > MAX_NODES:
-            line = self.peek_event().start_mark.line + 1
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            line = event.start_mark.line + 1
             raise _Refused(line, f"more than {MAX_NODES:,} keys and values, not a recipe")
         return super().compose_node(parent, index)
 
