@@ -13,6 +13,11 @@ from typing import Any
 import torch
 import triton
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
+from specdec_kernels.experts.down_triton import down_constants
+from specdec_kernels.experts.gate_up_triton import gate_up_constants
+from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
+from specdec_kernels.experts.route_triton import route_constants
+from specdec_kernels.experts.tiles import choose_expert_tiles
 from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
@@ -125,6 +130,44 @@ def rope_attention(
     return {name: value for name, value in constants.items() if value != PRESENT}
 
 
+QWEN_EXPERTS = Routing(8, renormalise=True)
+
+
+def mixture(
+    name: str,
+    rows: int,
+    dtype: torch.dtype = torch.bfloat16,
+    sizes: tuple[int, int, int] = (128, 2048, 768),
+    routing: Routing = QWEN_EXPERTS,
+    **more: Any,
+) -> dict[str, Any]:
+    """Constants of a kernel of experts as its launcher chooses them. sizes: E, K and F."""
+    num_experts, width, features = sizes
+    router, gate_up, down = (
+        torch.empty(size, dtype=dtype, device="meta")
+        for size in (
+            (num_experts, width),
+            (num_experts, 2 * features, width),
+            (num_experts, width, features),
+        )
+    )
+    experts = Experts(router, gate_up, down, routing, **more)
+    gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
+    if name == "route":
+        found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
+    elif name == "gate_up":
+        found = gate_up_constants(width, True, experts, gate_tiles)
+    else:
+        found = down_constants(features, dtype.itemsize, down_tiles, True)
+    found |= {"DEPENDENT": True}
+    return found if "activation" in more else found | absent("bias")
+
+
+OSS = {"activation": CLAMPED, "interleaved": True}
+MIXTURE = {
+    **{"count_ptr": "*i32", "experts_ptr": "*i32", "chosen_ptr": "*i64", "weights_ptr": "*fp32"},
+    **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
+}
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
@@ -327,6 +370,42 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("fp64-scalar", "*fp16", one_row("gate", 896, 4864), {**SQUARES, "eps": "fp64"}),
         ]
     },
+    **{
+        f"{name}-{rows}": (
+            f"experts.{name}_triton",
+            f"{name}_kernel",
+            "*bf16",
+            mixture(name, rows),
+            MIXTURE,
+        )
+        for name in ("route", "gate_up", "down")
+        for rows in (1, 16, 32, 64)
+    },
+    **{
+        f"{name}-clamped": (
+            f"experts.{name}_triton",
+            f"{name}_kernel",
+            "*bf16",
+            mixture(name, 8, sizes=(32, 2880, 2880), routing=Routing(4, False), **OSS),
+            {**MIXTURE, "eps": "fp64", "slope": "fp64", "limit": "fp64"},
+        )
+        for name in ("route", "gate_up", "down")
+    },
+    **{
+        f"{name}-fp32": (
+            f"experts.{name}_triton",
+            f"{name}_kernel",
+            "*fp32",
+            mixture(name, 64, torch.float32),
+            MIXTURE,
+        )
+        for name in ("route", "gate_up", "down")
+    },
+    "combine": (
+        *("experts.sorted_triton", "combine_kernel", "*bf16"),
+        {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},
+        {"places_ptr": "*i64"},
+    ),
     **{
         f"reduce_add_norm-{rows}-{residual}-{for_norm}": (
             "comm.peers_triton",

@@ -1,0 +1,182 @@
+"""The second half of the chosen experts' MLPs, for a few tokens, with residual and next norm.
+
+A program has some features of the stream and all tokens as rows. It runs through the slots of the
+plan and adds the product of each slot's expert to the rows of the tokens that chose it, so the
+weighted sum needs neither atomics nor a pass of its own, and its order is fixed. With more tokens
+the slots are divided among several programs, and the last of them adds their sums up.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.experts.gate_up_triton import has_chosen
+from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.reference import Experts
+from specdec_kernels.experts.tiles import ExpertTiles
+from specdec_kernels.gpu import CACHE_LINE, power_of_2_to
+from specdec_kernels.launch_triton import (
+    COUNTERS,
+    after_predecessor,
+    constants_of,
+    counters,
+    dependence,
+    is_last,
+)
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    depth_of,
+    load_weight,
+    prefetch_rows,
+    store_for_norm,
+    sum_of_splits,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
+from specdec_kernels.linear.reference import Normed
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def down_kernel(
+    x_ptr,  # [P, T, F], from `gate_up_kernel`
+    count_ptr,  # the plan's tensors
+    experts_ptr,
+    chosen_ptr,
+    weights_ptr,
+    down_ptr,  # [E, N, F]
+    bias_ptr,  # [E, N], or None
+    residual_ptr,  # [T, N]
+    norm_ptr,  # [N]
+    out_ptr,  # [T, N], out
+    scaled_ptr,  # [T, N], out times norm, out
+    out_squares_ptr,  # [T, N / BLOCK_N] fp32, out
+    partial_ptr,  # [SPLITS, T, N] fp32, out; only with SPLITS > 1
+    counters_ptr,  # [>= N / BLOCK_N] int32, zeros; only with SPLITS > 1
+    num_rows,
+    num_features,  # N
+    residual_stride,
+    F: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    AHEAD: tl.constexpr,  # slots whose weights are prefetched before the wait
+    PREFETCH: tl.constexpr,  # numbers of each of their rows
+    DEPENDENT: tl.constexpr,
+):
+    SWAP: tl.constexpr = BLOCK_M < 16
+    CHUNKS: tl.constexpr = (F + BLOCK_K - 1) // BLOCK_K
+    EVEN: tl.constexpr = F % BLOCK_K == 0
+    split = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_live = column < num_features
+    down_ptr += tl.minimum(column, num_features - 1).to(tl.int64) * F
+    # The router finished before the predecessor began, so its plan may be read before the wait.
+    count = tl.load(count_ptr)
+    first = count * split // SPLITS
+    last = count * (split + 1) // SPLITS
+    size = num_features.to(tl.int64) * F
+    if AHEAD > 0:
+        for slot in range(first, tl.minimum(first + AHEAD, last)):
+            expert = tl.load(experts_ptr + slot).to(tl.int64)
+            prefetch_rows(down_ptr + expert * size, 0, PREFETCH)
+    row = tl.arange(0, BLOCK_M)
+    row_live = row < num_rows
+    place = row.to(tl.int64)[:, None] * num_features + column[None, :]
+    mask = row_live[:, None] & column_live[None, :]
+    norm = tl.load(norm_ptr + column, mask=column_live, other=0.0)
+    at = residual_ptr + row.to(tl.int64)[:, None] * residual_stride + column[None, :]
+    residual = tl.load(at, mask=mask, other=0.0)
+    after_predecessor(DEPENDENT)
+
+    inside = depth_of(0, BLOCK_K, SLICES)
+    sums = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    # The next expert is read a step ahead: a load of weights whose address was loaded in the same
+    # step would get half of the pipeline's buffers.
+    expert = tl.load(experts_ptr + first, mask=first < last, other=0)
+    bits = tl.load(chosen_ptr + first, mask=first < last, other=0)
+    for step in range(first * CHUNKS, last * CHUNKS):
+        slot = step // CHUNKS
+        k = step % CHUNKS * BLOCK_K + inside
+        chose = has_chosen(bits, row)
+        x_rows = x_ptr + (slot * num_rows + row).to(tl.int64) * F
+        x_mask = along_rows(chose, SLICES) & along_depth(k < F, SLICES)
+        x = tl.load(tile_at(x_rows, k, SLICES), mask=x_mask, other=0.0)
+        rows = down_ptr + expert.to(tl.int64) * size
+        weight = load_weight(tile_at(rows, k, SLICES), along_depth(k < F, SLICES), EVEN)
+        sums = add_product(x, weight, sums, SLICES, SWAP)
+        following = tl.minimum((step + 1) // CHUNKS, last - 1)
+        expert = tl.load(experts_ptr + following)
+        bits = tl.load(chosen_ptr + following)
+    sums, _ = whole_sums(sums, sums, SLICES, SWAP)
+    if bias_ptr is not None:
+        for slot in range(first, last):
+            chose = has_chosen(tl.load(chosen_ptr + slot), row)
+            share = tl.load(weights_ptr + slot * num_rows + row, mask=chose, other=0.0)
+            bias_at = bias_ptr + tl.load(experts_ptr + slot) * num_features + column
+            bias = tl.load(bias_at, mask=column_live, other=0.0)
+            sums += share[:, None] * bias.to(tl.float32)[None, :]
+
+    if SPLITS > 1:
+        total = num_rows.to(tl.int64) * num_features
+        tl.store(partial_ptr + split * total + place, sums, mask=mask)
+        if not is_last(counters_ptr + tl.program_id(0), SPLITS):
+            return
+        sums = sum_of_splits(partial_ptr, place, mask, total, SPLITS)
+    out = (sums + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + place, out, mask=mask)
+    store_for_norm(scaled_ptr, out_squares_ptr, out, norm, place, mask, row, row_live)
+
+
+def down_add_norm_triton(
+    x: Tensor,
+    plan: Plan,
+    experts: Experts,
+    tiles: ExpertTiles,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Normed:
+    """The residual stream [T, N] plus the sum of the slots' products, for the norm that follows.
+
+    Args:
+        x: [P, T, F] of `gate_up_triton`.
+    """
+    num_rows, num_features = residual.shape
+    width = experts.num_features
+    assert x.shape == (len(plan.experts), num_rows, width) and x.is_contiguous()
+    assert experts.down.shape == (experts.num_experts, num_features, width)
+    assert experts.down.is_contiguous() and norm_weight.shape == (num_features,)
+    assert num_rows <= tiles.block_m and residual.stride(1) == 1
+    blocks = triton.cdiv(num_features, tiles.block_n)
+    partial = counts = None
+    if tiles.splits > 1:
+        assert blocks <= COUNTERS
+        size = (tiles.splits, num_rows, num_features)
+        partial = torch.empty(size, dtype=torch.float32, device=x.device)
+        counts = counters(x.device)
+    hidden, scaled = (
+        torch.empty((num_rows, num_features), dtype=x.dtype, device=x.device) for _ in range(2)
+    )
+    squares = torch.empty((num_rows, blocks), dtype=torch.float32, device=x.device)
+    dependent = dependence(x)
+    constants = down_constants(width, x.element_size(), tiles, dependent["DEPENDENT"])
+    down_kernel[(blocks, tiles.splits)](
+        *(x, *plan[:4], experts.down, experts.down_bias, residual, norm_weight),
+        *(hidden, scaled, squares, partial, counts, num_rows, num_features, residual.stride(0)),
+        **constants | dependent,
+    )
+    return Normed(hidden, scaled, squares, eps)
+
+
+def down_constants(width: int, itemsize: int, tiles: ExpertTiles, early: bool) -> dict[str, int]:
+    """Constants of the kernel and Triton's own options; early: it starts before its predecessor
+    ends."""
+    prefetch = power_of_2_to(width)  # must not reach past the end of the weight
+    ahead = tiles.ahead if early and prefetch * itemsize >= CACHE_LINE else 0
+    return constants_of(tiles) | {"F": width, "PREFETCH": prefetch, "AHEAD": ahead}

@@ -1,0 +1,170 @@
+"""The first half of the chosen experts' MLPs, for a few tokens.
+
+A program has some features of the expert in one slot of the plan, and all tokens as rows, of which
+it loads those that chose the expert. So it reads its part of the weight once, whatever the number
+of tokens. Results are multiplied by the routing weights here, in fp32, so that the next product
+only sums.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.reference import CLAMPED, Experts
+from specdec_kernels.experts.tiles import ExpertTiles
+from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    depth_of,
+    load_weight,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
+from specdec_kernels.linear.norm_triton import activate
+
+CLAMPED_KIND = tl.constexpr(CLAMPED)
+
+
+@triton.jit
+def has_chosen(bits, row):
+    """Whether the tokens `row` [M] chose the expert of a slot, from its `Plan.chosen`."""
+    return ((bits >> row.to(tl.int64)) & 1) != 0
+
+
+@triton.jit
+def gated(gate, up, slope, limit, ACTIVATION: tl.constexpr):
+    """See `reference.activated`."""
+    if ACTIVATION == CLAMPED_KIND:
+        gate = tl.minimum(gate, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit)
+        out = (up + 1.0) * gate * tl.sigmoid(slope * gate)
+    else:
+        out = activate(gate, ACTIVATION) * up
+    return out
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def gate_up_kernel(
+    x_ptr,  # [T, K]
+    count_ptr,  # the plan's tensors; factors only with SCALED
+    experts_ptr,
+    chosen_ptr,
+    weights_ptr,
+    factors_ptr,
+    gate_up_ptr,  # [E, 2 F, K]
+    bias_ptr,  # [E, 2 F], or None
+    out_ptr,  # [P, T, F], rows of tokens that chose the slot's expert, out
+    num_rows,
+    num_features,  # F
+    x_stride,
+    slope,
+    limit,
+    K: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SLICES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    SWAP: tl.constexpr = BLOCK_M < 16
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    slope = tl.full([], slope, tl.float32)
+    limit = tl.full([], limit, tl.float32)
+    slot = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_live = column < num_features
+    inside_column = tl.minimum(column, num_features - 1)
+    if INTERLEAVED:
+        gate_row = 2 * inside_column
+        up_row = gate_row + 1
+    else:
+        gate_row = inside_column
+        up_row = inside_column + num_features
+    row = tl.arange(0, BLOCK_M)
+    after_predecessor(DEPENDENT)
+
+    if slot >= tl.load(count_ptr):
+        return
+    expert = tl.load(experts_ptr + slot).to(tl.int64)
+    row_live = has_chosen(tl.load(chosen_ptr + slot), row)
+    gate_up_ptr += expert * 2 * num_features * K
+    gate_ptr = gate_up_ptr + gate_row.to(tl.int64) * K
+    up_ptr = gate_up_ptr + up_row.to(tl.int64) * K
+    # Operands of the epilogue are loaded before the loop, so that it does not wait for them.
+    weight = tl.load(weights_ptr + slot * num_rows + row, mask=row_live, other=0.0)
+    if SCALED:
+        factor = tl.load(factors_ptr + row, mask=row_live, other=0.0)
+    if bias_ptr is not None:
+        bias_ptr += expert * 2 * num_features
+        gate_bias = tl.load(bias_ptr + gate_row)
+        up_bias = tl.load(bias_ptr + up_row)
+
+    x_ptr += row.to(tl.int64) * x_stride
+    inside = depth_of(0, BLOCK_K, SLICES)
+    sums = zero_sums(BLOCK_M, BLOCK_N, SLICES, SWAP)
+    sums_up = sums
+    for start in range(0, K, BLOCK_K):
+        k = start + inside
+        x_mask = along_rows(row_live, SLICES) & along_depth(k < K, SLICES)
+        mask = along_depth(k < K, SLICES)
+        x = tl.load(tile_at(x_ptr, k, SLICES), mask=x_mask, other=0.0)
+        gate = load_weight(tile_at(gate_ptr, k, SLICES), mask, EVEN)
+        sums = add_product(x, gate, sums, SLICES, SWAP)
+        up = load_weight(tile_at(up_ptr, k, SLICES), mask, EVEN)
+        sums_up = add_product(x, up, sums_up, SLICES, SWAP)
+    sums, sums_up = whole_sums(sums, sums_up, SLICES, SWAP)
+
+    if SCALED:
+        sums *= factor[:, None]
+        sums_up *= factor[:, None]
+    if bias_ptr is not None:
+        sums += gate_bias.to(tl.float32)[None, :]
+        sums_up += up_bias.to(tl.float32)[None, :]
+    out = gated(sums, sums_up, slope, limit, ACTIVATION) * weight[:, None]
+    at = (slot * num_rows + row).to(tl.int64)[:, None] * num_features + column[None, :]
+    out = out.to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + at, out, mask=row_live[:, None] & column_live[None, :])
+
+
+def gate_up_triton(x: Tensor, plan: Plan, experts: Experts, tiles: ExpertTiles) -> Tensor:
+    """Gated features of each slot's tokens, times their routing weights: [P, T, F].
+
+    Rows of tokens that did not choose a slot's expert are undefined.
+
+    Args:
+        x: [T, K], rows contiguous; the plan's factors multiply the products of its rows.
+    """
+    (num_rows, width), num_features = x.shape, experts.num_features
+    slots = len(plan.experts)
+    assert num_rows <= tiles.block_m and x.stride(1) == 1 and tiles.splits == 1
+    assert experts.gate_up.is_contiguous()
+    assert experts.gate_up.shape == (experts.num_experts, 2 * num_features, width)
+    out = torch.empty((slots, num_rows, num_features), dtype=x.dtype, device=x.device)
+    gate_up_kernel[(triton.cdiv(num_features, tiles.block_n), slots)](
+        *(x, *plan, experts.gate_up, experts.gate_up_bias, out),
+        *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
+        **gate_up_constants(width, plan.factors is not None, experts, tiles),
+        **dependence(x),
+    )
+    return out
+
+
+def gate_up_constants(
+    width: int, scaled: bool, experts: Experts, tiles: ExpertTiles
+) -> dict[str, int | str]:
+    """Constants of the kernel and Triton's own options."""
+    constants = constants_of(tiles) | {
+        "K": width,
+        "SCALED": scaled,
+        "ACTIVATION": experts.activation,
+        "INTERLEAVED": experts.interleaved,
+    }
+    return {name: value for name, value in constants.items() if name not in ("SPLITS", "AHEAD")}

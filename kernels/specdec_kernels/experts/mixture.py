@@ -1,0 +1,28 @@
+"""The second half of a decoder layer with experts: the public function."""
+
+from torch import Tensor
+
+from specdec_kernels.dispatch import kernel
+from specdec_kernels.experts.reference import Experts, mixture_reference, routes_of
+from specdec_kernels.linear.cpu import linear, normed
+from specdec_kernels.linear.reference import Normed
+
+
+@kernel("specdec_kernels.experts.mixture_triton:mixture_add_norm_triton")
+def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
+    """x plus the weighted sum of the chosen experts' outputs, prepared for the norm that follows.
+
+    Args:
+        x: [T, K], all rows as `linear_add_norm` or `add_norm` returned them.
+        experts: The layer's weights, contiguous.
+        norm_weight: [K], and `eps`: of the next layer's norm, or of the last one.
+
+    Returns:
+        The new residual stream, in `hidden`, and the input of the next product.
+    """
+    assert x.squares is None
+    routes = routes_of(
+        linear.reference(x.scaled, experts.router, experts.router_bias), experts.routing
+    )
+    mixed = mixture_reference(x.scaled, routes, experts)
+    return normed(x.hidden + mixed, norm_weight, eps)

@@ -1,0 +1,132 @@
+"""Mixtures of experts in a decoder layer: the operands, and torch references.
+
+A router scores all experts for each token, and the token passes through the few with the highest
+scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Of equal
+scores torch.topk decides here; on CUDA it and the kernels take the first expert.
+
+Does not know layers or models.
+Legend: T packed tokens, K features read and N written (both the stream's), E experts, F features
+inside an expert, C experts that a token chooses.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from specdec_kernels.linear.reference import gate
+
+CLAMPED = "clamped"  # an activation of experts alone, see `activated`
+
+
+class Routing(NamedTuple):
+    """The rule that turns a router's logits into experts and their weights."""
+
+    num_chosen: int
+    """C."""
+    softmax_first: bool = True
+    """Probabilities are those of all experts; otherwise of the chosen ones alone."""
+    renormalise: bool = False
+    """Divide the probabilities of the chosen experts by their sum."""
+    rounds: bool = True
+    """Weights are rounded to the dtype of the logits; otherwise they stay fp32."""
+
+
+class Experts(NamedTuple):
+    """The weights of one layer's experts and router."""
+
+    router: Tensor
+    """[E, K]."""
+    gate_up: Tensor
+    """[E, 2F, K], the gate's rows first; with `interleaved` gate and up in turn."""
+    down: Tensor
+    """[E, N, F]."""
+    routing: Routing
+    activation: str = "silu"
+    """"silu", "gelu_tanh", or CLAMPED."""
+    router_bias: Tensor | None = None
+    """[E]."""
+    gate_up_bias: Tensor | None = None
+    """[E, 2F], in the order of `gate_up`."""
+    down_bias: Tensor | None = None
+    """[E, N]."""
+    interleaved: bool = False
+    slope: float = 1.702
+    """CLAMPED: of the sigmoid."""
+    limit: float = 7.0
+    """CLAMPED: of the gate and of the absolute value of up."""
+
+    @property
+    def num_experts(self) -> int:
+        return self.down.shape[0]
+
+    @property
+    def num_features(self) -> int:
+        """F."""
+        return self.down.shape[2]
+
+
+class Routes(NamedTuple):
+    """The experts of each token."""
+
+    experts: Tensor
+    """[T, C] int64."""
+    weights: Tensor
+    """[T, C]."""
+
+
+def routes_of(logits: Tensor, routing: Routing) -> Routes:
+    """Experts and weights from a router's logits [T, E]."""
+    if not routing.softmax_first:
+        top, experts = torch.topk(logits, routing.num_chosen, dim=-1)
+        return Routes(experts, torch.softmax(top, dim=-1, dtype=top.dtype))
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    weights, experts = torch.topk(
+        torch.softmax(logits, dim=-1, dtype=wide), routing.num_chosen, dim=-1
+    )
+    if routing.renormalise:
+        weights = weights / weights.sum(dim=-1, keepdim=True)
+    return Routes(experts, weights.to(logits.dtype) if routing.rounds else weights)
+
+
+def activated(gate_up: Tensor, experts: Experts) -> Tensor:
+    """The gate's activation times up, [..., F] from [..., 2F].
+
+    CLAMPED is gpt-oss's: min(gate, limit) * sigmoid(slope * gate) * (clamped up + 1).
+    """
+    if experts.interleaved:
+        gate_up = gate_up.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    if experts.activation != CLAMPED:
+        return gate.reference(gate_up, experts.activation)
+    first, up = gate_up.chunk(2, dim=-1)
+    first = first.clamp(max=experts.limit)
+    up = up.clamp(-experts.limit, experts.limit)
+    return (up + 1) * (first * torch.sigmoid(first * experts.slope))
+
+
+def mixture_reference(x: Tensor, routes: Routes, experts: Experts) -> Tensor:
+    """The weighted sum [T, N] of the chosen experts' outputs for x [T, K].
+
+    Runs over the experts that were chosen, which it reads on the host.
+    """
+    num_rows, count = routes.experts.shape
+    order = routes.experts.flatten().argsort(stable=True)
+    sizes = torch.bincount(routes.experts.flatten(), minlength=experts.num_experts).tolist()
+    out = x.new_empty((num_rows * count, experts.down.shape[1]))
+    rows = order // count
+    start = 0
+    for expert, size in enumerate(sizes):
+        if not size:
+            continue
+        stop = start + size
+        gate_up_bias, down_bias = (
+            None if bias is None else bias[expert]
+            for bias in (experts.gate_up_bias, experts.down_bias)
+        )
+        inner = F.linear(x[rows[start:stop]], experts.gate_up[expert], gate_up_bias)
+        inner = activated(inner, experts)
+        out[order[start:stop]] = F.linear(inner, experts.down[expert], down_bias)
+        start = stop
+    parts = out.view(num_rows, count, -1) * routes.weights[:, :, None]
+    return parts.sum(dim=1).to(x.dtype)

@@ -1,0 +1,250 @@
+"""The router of a few tokens: logits, experts, weights and the plan, in one kernel.
+
+Each program computes the logits of some experts. The last one to finish has them all: it chooses
+experts and writes the plan. The router's weight is in registers before the wait, since each
+program's part of it is small.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from specdec_kernels.experts.plan import FEW_TOKENS, Plan, empty_plan
+from specdec_kernels.experts.reference import Experts
+from specdec_kernels.gpu import CACHE_LINE, power_of_2_from, power_of_2_to
+from specdec_kernels.launch_triton import after_predecessor, counters, dependence, is_last
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    along_depth,
+    along_rows,
+    depth_of,
+    load_squares,
+    prefetch_rows,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
+from specdec_kernels.linear.reference import Normed
+
+BLOCK_E = 16  # experts of a program, the rows of one matrix product
+
+
+class RouteTiles(NamedTuple):
+    """Launch configuration of the product; other constants follow from the shapes."""
+
+    depth: int  # numbers of the sum at a time
+    slices: int  # parts of depth, one a warp
+    early: int  # bytes of each row of the router that are loaded before the wait
+    num_warps: int
+    num_stages: int
+
+
+# By the number of rows, at most.
+TILES = {
+    8: RouteTiles(1024, 8, 8192, 8, 2),
+    16: RouteTiles(256, 4, 0, 4, 5),
+    64: RouteTiles(128, 1, 0, 8, 4),
+}
+
+
+@triton.jit
+def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr):
+    """DEPTH numbers from `start` on of rows of K numbers at pointers [R], zeros past their end."""
+    k = depth_of(start, DEPTH, SLICES)
+    mask = along_rows(live, SLICES) & along_depth(k < K, SLICES)
+    return tl.load(tile_at(rows_ptr, k, SLICES), mask=mask, other=0.0)
+
+
+@triton.jit
+def chosen_of(
+    scores, known, NUM_CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_ALL: tl.constexpr
+):
+    """1 for scores [M, E] that are among the highest of their row, the first of equal ones first.
+
+    known: [1, E], false past the last expert.
+    """
+    column = tl.arange(0, BLOCK_ALL)
+    left = tl.where(known, scores, float("-inf"))
+    chosen = tl.zeros([BLOCK_M, BLOCK_ALL], tl.int32)
+    for _ in range(NUM_CHOSEN):
+        best = tl.argmax(left, axis=1, tie_break_left=True)
+        # A row of NaN chooses no expert past the last one, of which there is no weight.
+        is_best = (column[None, :] == best[:, None]) & known
+        chosen = tl.where(is_best, 1, chosen)
+        left = tl.where(is_best, float("-inf"), left)
+    return chosen
+
+
+@triton.jit
+def weights_of(
+    logits,
+    known,
+    dtype: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,
+):
+    """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`."""
+    masses = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+    if SOFTMAX_FIRST:
+        scores = masses / tl.sum(masses, axis=1)[:, None]
+        chosen = chosen_of(scores, known, NUM_CHOSEN, BLOCK_M, BLOCK_ALL)
+        weights = tl.where(chosen != 0, scores, 0.0)
+        if RENORMALISE:
+            weights /= tl.sum(weights, axis=1)[:, None]
+    else:
+        chosen = chosen_of(logits, known, NUM_CHOSEN, BLOCK_M, BLOCK_ALL)
+        weights = tl.where(chosen != 0, masses, 0.0)
+        weights /= tl.sum(weights, axis=1)[:, None]
+    if ROUNDS:
+        weights = weights.to(dtype).to(tl.float32)
+    return chosen, weights
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route_kernel(
+    x_ptr,  # [T, K]
+    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    router_ptr,  # [E, K]
+    bias_ptr,  # [E], or None
+    logits_ptr,  # [T, E], out
+    counters_ptr,  # [>= 1] int32, zeros
+    count_ptr,  # the plan's tensors, out; factors only with PARTS
+    experts_ptr,
+    chosen_ptr,
+    weights_ptr,
+    factors_ptr,
+    num_rows,
+    num_experts,  # E
+    x_stride,
+    eps,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_ALL: tl.constexpr,  # at least E
+    BLOCK_P: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
+    PREFETCH: tl.constexpr,  # numbers of each row that are prefetched then, if none is loaded
+    DEPENDENT: tl.constexpr,
+):
+    SWAP: tl.constexpr = BLOCK_M < 16
+    eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
+    expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    expert_live = expert < num_experts
+    router_ptr += expert.to(tl.int64) * K
+    early = ()
+    for start in tl.static_range(0, EARLY, DEPTH):
+        early += (load_tile(router_ptr, expert_live, start, K, DEPTH, SLICES),)
+    if DEPENDENT and EARLY == 0 and PREFETCH > 0:
+        prefetch_rows(router_ptr, 0, PREFETCH)
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert, mask=expert_live, other=0.0)
+    row = tl.arange(0, BLOCK_M)
+    row_live = row < num_rows
+    after_predecessor(DEPENDENT)
+
+    if PARTS > 0:
+        squares = load_squares(squares_ptr, row, row_live, PARTS, BLOCK_P)
+    x_ptr += row.to(tl.int64) * x_stride
+    sums = zero_sums(BLOCK_M, BLOCK_E, SLICES, SWAP)
+    for start in tl.static_range(0, EARLY, DEPTH):
+        x = load_tile(x_ptr, row_live, start, K, DEPTH, SLICES)
+        sums = add_product(x, early[start // DEPTH], sums, SLICES, SWAP)
+    if K > EARLY:
+        for start in range(EARLY, K, DEPTH):
+            x = load_tile(x_ptr, row_live, start, K, DEPTH, SLICES)
+            router = load_tile(router_ptr, expert_live, start, K, DEPTH, SLICES)
+            sums = add_product(x, router, sums, SLICES, SWAP)
+    logits, _ = whole_sums(sums, sums, SLICES, SWAP)
+    if PARTS > 0:
+        factor = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)
+        logits *= factor[:, None]
+        if tl.program_id(0) == 0:
+            tl.store(factors_ptr + row, factor, mask=row_live)
+    if bias_ptr is not None:
+        logits += bias.to(tl.float32)[None, :]
+    place = row[:, None] * num_experts + expert[None, :]
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
+    tl.store(logits_ptr + place, logits.to(dtype), mask=row_live[:, None] & expert_live[None, :])
+    if not is_last(counters_ptr, tl.num_programs(0)):
+        return
+
+    column = tl.arange(0, BLOCK_ALL)
+    known = column < num_experts
+    # Rows past the last one repeat it, so that they divide by no zero.
+    place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
+    logits = tl.load(
+        logits_ptr + place, mask=known[None, :], other=float("-inf"), cache_modifier=".cg"
+    ).to(tl.float32)
+    chosen, weights = weights_of(
+        *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS),
+        *(BLOCK_M, BLOCK_ALL),
+    )
+    chosen = tl.where(row_live[:, None], chosen, 0)
+    bits = tl.sum(chosen.to(tl.int64) << row.to(tl.int64)[:, None], axis=0)
+    used = bits != 0
+    slot = tl.cumsum(used.to(tl.int32), axis=0) - 1
+    tl.store(count_ptr, tl.sum(used.to(tl.int32), axis=0))
+    tl.store(experts_ptr + slot, column, mask=used)
+    tl.store(chosen_ptr + slot, bits, mask=used)
+    at = weights_ptr + slot[None, :] * num_rows + row[:, None]
+    tl.store(at, weights, mask=used[None, :] & row_live[:, None])
+
+
+def route_triton(x: Normed, experts: Experts) -> Plan:
+    """The plan of at most FEW_TOKENS tokens, x [T, K]."""
+    rows, (num_rows, width) = x.scaled, x.scaled.shape
+    num_experts = experts.num_experts
+    assert 0 < num_rows <= FEW_TOKENS and rows.stride(1) == 1
+    assert experts.router.shape == (num_experts, width) and experts.router.is_contiguous()
+    parts = 0 if x.squares is None else x.squares.shape[1]
+    assert x.squares is None or x.squares.is_contiguous()
+    plan = empty_plan(num_rows, experts, x.squares is not None, rows.device)
+    logits = torch.empty((num_rows, num_experts), dtype=rows.dtype, device=rows.device)
+    route_kernel[(triton.cdiv(num_experts, BLOCK_E),)](
+        *(rows, x.squares, experts.router, experts.router_bias, logits, counters(rows.device)),
+        *(*plan, num_rows, num_experts, rows.stride(0), float(x.eps)),
+        **route_constants(num_rows, parts, experts, rows.element_size()),
+        **dependence(rows),
+    )
+    return plan
+
+
+def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
+    """Constants of the kernel and Triton's own options.
+
+    parts: sums of squares of each of the T = `num_rows` tokens.
+    """
+    (num_experts, width), routing = experts.router.shape, experts.routing
+    tiles = next(tiles for rows, tiles in TILES.items() if rows >= num_rows)
+    prefetch = power_of_2_to(width)  # must not reach past the end of the router
+    return {
+        "K": width,
+        "PARTS": parts,
+        "NUM_CHOSEN": routing.num_chosen,
+        "SOFTMAX_FIRST": routing.softmax_first,
+        "RENORMALISE": routing.renormalise,
+        "ROUNDS": routing.rounds,
+        "BLOCK_M": max(8, power_of_2_from(num_rows)),
+        "BLOCK_E": BLOCK_E,
+        "BLOCK_ALL": power_of_2_from(num_experts),
+        "BLOCK_P": power_of_2_from(max(parts, 1)),
+        "DEPTH": 2 * tiles.depth // itemsize if itemsize > 2 else tiles.depth,
+        "SLICES": tiles.slices,
+        "EARLY": min(width, tiles.early // itemsize),
+        "PREFETCH": prefetch if prefetch * itemsize >= CACHE_LINE else 0,
+        "num_warps": tiles.num_warps,
+        "num_stages": tiles.num_stages,
+    }

@@ -1,0 +1,115 @@
+"""Mixtures of experts over many tokens: products of the library over tokens sorted by expert."""
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.experts.reference import Experts, Routes, activated, routes_of
+from specdec_kernels.launch_triton import after_predecessor, dependence
+from specdec_kernels.linear.norm_triton import gate_triton, normed_row
+from specdec_kernels.linear.reference import Normed, norm_linear_reference
+
+
+@triton.jit
+def combine_kernel(
+    parts_ptr,  # [T * C, K]
+    places_ptr,  # [T, C] int64, rows of `parts`
+    weights_ptr,  # [T, C]
+    residual_ptr,  # [T, K]
+    norm_ptr,  # [K]
+    hidden_ptr,  # [T, K], out
+    out_ptr,  # [T, K], out
+    residual_stride,
+    eps,
+    K: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,  # C
+    BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, BLOCK)
+    eps = tl.full([], eps, tl.float32)
+    norm = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    after_predecessor(DEPENDENT)
+    mixed = tl.zeros([BLOCK], tl.float32)
+    for choice in tl.static_range(NUM_CHOSEN):
+        place = tl.load(places_ptr + row * NUM_CHOSEN + choice)
+        weight = tl.load(weights_ptr + row * NUM_CHOSEN + choice).to(tl.float32)
+        part = tl.load(parts_ptr + place * K + k, mask=k < K, other=0.0)
+        mixed += weight * part.to(tl.float32)
+    residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
+    x = (mixed + residual.to(tl.float32)).to(residual.dtype)
+    tl.store(hidden_ptr + row * K + k, x, mask=k < K)
+    tl.store(out_ptr + row * K + k, normed_row(x, norm, eps, K), mask=k < K)
+
+
+def combine_triton(
+    parts: Tensor,
+    places: Tensor,
+    weights: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> Normed:
+    """The residual stream plus the weighted sum of each token's parts, and its norm.
+
+    Args:
+        parts: [T * C, K], contiguous.
+        places: [T, C] int64, the row of `parts` of each choice.
+        weights: [T, C].
+        residual: [T, K], rows contiguous.
+    """
+    num_rows, width = residual.shape
+    assert parts.shape == (places.numel(), width) and parts.is_contiguous()
+    assert places.shape == weights.shape and len(places) == num_rows
+    assert places.is_contiguous() and weights.is_contiguous() and residual.stride(1) == 1
+    hidden, out = (
+        torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
+        for _ in range(2)
+    )
+    block = triton.next_power_of_2(width)
+    combine_kernel[(num_rows,)](
+        *(parts, places, weights, residual, norm_weight, hidden, out),
+        *(residual.stride(0), float(eps)),
+        K=width,
+        NUM_CHOSEN=places.shape[1],
+        BLOCK=block,
+        num_warps=max(1, min(16, block // 512)),
+        **dependence(residual),
+    )
+    return Normed(hidden, out, None, eps)
+
+
+def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
+    """`ops.mixture_add_norm` of x that is normed, [T, K]; reads nothing on the host."""
+    logits = norm_linear_reference(x, experts.router, experts.router_bias)
+    routes = routes_of(logits, experts.routing)
+    parts, places = sorted_parts(x.scaled, routes, experts)
+    return combine_triton(parts, places, routes.weights, x.hidden, norm_weight, eps)
+
+
+def sorted_parts(x: Tensor, routes: Routes, experts: Experts) -> tuple[Tensor, Tensor]:
+    """Outputs [T * C, N] of every choice for x [T, K], by expert, and the row [T, C] of each."""
+    count = routes.experts.shape[1]
+    chosen, order = routes.experts.flatten().sort(stable=True)
+    all_experts = torch.arange(experts.num_experts, device=x.device)
+    ends = torch.searchsorted(chosen, all_experts, right=True).to(torch.int32)
+    inner = _products(x[order // count], experts.gate_up, experts.gate_up_bias, chosen, ends)
+    if experts.interleaved or experts.activation not in ("silu", "gelu_tanh"):
+        inner = activated(inner, experts)
+    else:
+        inner = gate_triton(inner, experts.activation)
+    parts = _products(inner, experts.down, experts.down_bias, chosen, ends)
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=x.device)
+    return parts, places.view_as(routes.experts)
+
+
+def _products(
+    x: Tensor, weight: Tensor, bias: Tensor | None, chosen: Tensor, ends: Tensor
+) -> Tensor:
+    """x [S, K], sorted by expert, times the weights [E, N, K] of its experts `chosen` [S]."""
+    out = F.grouped_mm(x, weight.transpose(-1, -2), offs=ends)
+    return out if bias is None else out + bias[chosen]

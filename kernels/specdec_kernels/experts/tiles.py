@@ -1,0 +1,40 @@
+"""Launch configurations of the products of experts, by measurement on an H200."""
+
+from typing import NamedTuple
+
+
+class ExpertTiles(NamedTuple):
+    """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
+
+    block_m: int  # at least the number of tokens; below 16 they are the columns of mma.sync
+    block_n: int  # features of a program
+    block_k: int  # numbers of the sum at a time
+    slices: int  # parts of block_k, each for some warps
+    splits: int  # parts of the chosen experts, each for a program; 1 for gate and up
+    ahead: int  # slots whose weights a program prefetches before the wait; 0 for gate and up
+    num_warps: int
+    num_stages: int
+
+
+class Case(NamedTuple):
+    rows: int  # at most
+    gate_up: ExpertTiles
+    down: ExpertTiles
+
+
+H200 = (
+    Case(8, ExpertTiles(8, 16, 256, 4, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 1, 4, 4, 6)),
+    Case(16, ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 4, 2, 4, 5)),
+    Case(32, ExpertTiles(32, 32, 128, 1, 1, 0, 4, 4), ExpertTiles(32, 64, 128, 1, 8, 1, 4, 4)),
+    Case(64, ExpertTiles(64, 64, 64, 1, 1, 0, 4, 4), ExpertTiles(64, 64, 64, 1, 8, 1, 4, 5)),
+)
+
+
+def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, ExpertTiles]:
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens."""
+    found = next(case for case in H200 if case.rows >= num_rows)
+    gate_up, down = found.gate_up, found.down
+    if itemsize > 2:
+        gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
+        down = down._replace(block_k=down.block_k // 2)
+    return gate_up, down

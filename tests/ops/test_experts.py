@@ -1,0 +1,347 @@
+"""Mixtures of experts: routing, plan, products and sums against torch."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
+from specdec_kernels import ops
+from specdec_kernels.experts.down_triton import down_add_norm_triton
+from specdec_kernels.experts.gate_up_triton import gate_up_triton
+from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
+from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.reference import (
+    CLAMPED,
+    Experts,
+    Routes,
+    Routing,
+    activated,
+    mixture_reference,
+    routes_of,
+)
+from specdec_kernels.experts.route_triton import route_triton
+from specdec_kernels.experts.sorted_triton import combine_triton
+from specdec_kernels.experts.tiles import ExpertTiles
+from specdec_kernels.launch_triton import counters
+from specdec_kernels.linear.reference import Normed, rms_norm_reference
+from torch import Tensor
+
+EPS = 1e-5
+Kind = dict[str, Any]
+
+QWEN = Routing(3, renormalise=True)
+OLMOE = Routing(3)
+MIXTRAL = Routing(2, renormalise=True, rounds=False)
+GPT_OSS = Routing(2, softmax_first=False)
+ROUTINGS = [QWEN, OLMOE, MIXTRAL, GPT_OSS, Routing(1, renormalise=True)]
+
+
+def normal(*size: int, kind: Kind, scale: float = 1.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(size) + seed)
+    return (torch.randn(size, generator=generator) * scale).to(kind["device"], kind["dtype"])
+
+
+def make_experts(
+    num_experts: int,
+    width: int,
+    features: int,
+    kind: Kind,
+    routing: Routing = QWEN,
+    biases: bool = False,
+    **more: Any,
+) -> Experts:
+    """Weights whose products have about the size of their factors; the router spreads logits."""
+    if biases:
+        more |= {
+            "router_bias": normal(num_experts, kind=kind, seed=3),
+            "gate_up_bias": normal(num_experts, 2 * features, kind=kind),
+            "down_bias": normal(num_experts, width, kind=kind, seed=2),
+        }
+    return Experts(
+        router=normal(num_experts, width, kind=kind, scale=2 * width**-0.5, seed=1),
+        gate_up=normal(num_experts, 2 * features, width, kind=kind, scale=width**-0.5),
+        down=normal(num_experts, width, features, kind=kind, scale=features**-0.5),
+        routing=routing,
+        **more,
+    )
+
+
+def make_stream(rows: int, width: int, kind: Kind, parts: int = 3) -> Normed:
+    """A residual stream as a product of few rows leaves it, or a normed one without parts."""
+    hidden = normal(rows, 2 * width, kind=kind)[:, :width]
+    norm = 1 + normal(width, kind=kind, scale=0.3)
+    if not parts:
+        return Normed(hidden, rms_norm_reference(hidden, norm, EPS), None, EPS)
+    wide = F.pad(hidden.float(), (0, -width % parts)).square()
+    squares = wide.view(rows, parts, -1).sum(2)
+    return Normed(hidden, (hidden.float() * norm.float()).to(hidden.dtype), squares, EPS)
+
+
+def rows_of(x: Normed) -> Tensor:
+    """The normed rows of a stream, in fp64."""
+    if x.squares is None:
+        return x.scaled.double()
+    mean = x.squares.double().sum(1, keepdim=True) / x.hidden.shape[1]
+    return x.scaled.double() * torch.rsqrt(mean + x.eps)
+
+
+def wide(experts: Experts) -> Experts:
+    """The same in fp64, for a reference without rounding."""
+    return experts._replace(
+        **{n: v.double() for n, v in experts._asdict().items() if isinstance(v, Tensor)}
+    )
+
+
+def routes_from(plan: Plan, num_experts: int, num_chosen: int) -> Routes:
+    """Experts, ascending, and weights of each token, from the slots in use."""
+    count = int(plan.used)
+    assert 0 < count <= len(plan.experts)
+    experts, bits = plan.experts[:count].tolist(), plan.chosen[:count].tolist()
+    assert experts == sorted(set(experts)) and 0 <= min(experts) <= max(experts) < num_experts
+    rows = plan.weights.shape[1]
+    found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]
+    for slot, expert in enumerate(experts):
+        assert 0 < bits[slot] < 1 << rows or bits[slot] == -(1 << 63) or rows == 64
+        for row in range(rows):
+            weight = float(plan.weights[slot, row])
+            if bits[slot] >> row & 1:
+                found[row].append((expert, weight))
+            else:
+                assert weight == 0.0
+    assert all(len(row) == num_chosen for row in found)
+    chosen = torch.tensor([[e for e, _ in row] for row in found])
+    return Routes(chosen, torch.tensor([[w for _, w in row] for row in found]))
+
+
+def ascending(routes: Routes) -> Routes:
+    experts, order = routes.experts.sort(dim=1)
+    return Routes(experts.cpu(), routes.weights.gather(1, order).float().cpu())
+
+
+# T, E, K; rows that fill a tile and rows that do not, experts that fill no program.
+SIZES = [
+    (1, 8, 64),
+    (3, 6, 40),
+    (8, 20, 100),
+    (9, 33, 64),
+    (16, 5, 1100),
+    (33, 17, 72),
+    (64, 40, 48),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_routes(size, routing, dtype, device):
+    rows, num_experts, width = size
+    kind = {"dtype": dtype, "device": device}
+    biased = routing is GPT_OSS
+    experts = make_experts(num_experts, width, 4, kind, routing, biases=biased)
+    x = make_stream(rows, width, kind, parts=3 * (rows % 3))
+    plan = route_triton(x, experts)
+    found = routes_from(plan, num_experts, routing.num_chosen)
+    logits = F.linear(rows_of(x), experts.router.double(), None)
+    if experts.router_bias is not None:
+        logits += experts.router_bias.double()
+    exact = ascending(routes_of(logits, routing))
+    # Rounded logits may order near-ties otherwise.
+    same = (found.experts == exact.experts).all(1)
+    assert same.float().mean() >= (0.95 if dtype == torch.float32 else 0.8)
+    tolerance = 10 * TOLERANCE[dtype]
+    assert_close("weights", exact.weights[same], found.weights[same], tolerance)
+    if plan.factors is not None:
+        mean = x.squares.double().sum(1) / width
+        assert_close("factors", torch.rsqrt(mean + EPS), plan.factors, 1e-5)
+    assert not counters(device).any()
+
+
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_ties_go_to_the_first_expert(routing, device):
+    """All logits are equal, or two are; torch.topk on CUDA chooses the same."""
+    kind = {"dtype": torch.float32, "device": device}
+    experts = make_experts(12, 32, 4, kind, routing)
+    experts.router[:] = experts.router[0]
+    x = make_stream(5, 32, kind, parts=0)
+    count = routing.num_chosen
+    found = routes_from(route_triton(x, experts), 12, count)
+    assert found.experts.tolist() == [list(range(count))] * 5
+    even = torch.full((5, count), 1 / count if routing.renormalise else 1 / 12)
+    assert_close(
+        "weights", even if routing.softmax_first else torch.ones(5, 2) / 2, found.weights, 1e-6
+    )
+    # Experts 4 and 9 share the last place of every token.
+    top = torch.arange(count - 1)
+    x = x._replace(scaled=torch.ones_like(x.scaled))
+    experts.router[:] = -0.1
+    experts.router[top] = 0.1
+    experts.router[[4, 9]] = 0.0
+    found = routes_from(route_triton(x, experts), 12, count)
+    assert found.experts.tolist() == [[*top.tolist(), 4]] * 5
+
+
+@needs_cuda
+@pytest.mark.parametrize("routing", ROUTINGS, ids=str)
+def test_ties_are_decided_as_transformers_decides_them(routing, device):
+    """bf16 logits of 128 experts have many ties. transformers computes torch.topk on CUDA."""
+    kind = {"dtype": torch.bfloat16, "device": device}
+    width = 16
+    experts = make_experts(128, width, 8, kind, routing)
+    # Few levels, so that sums are exact in any order.
+    experts.router[:] = (2 * experts.router).round() / 2
+    x = make_stream(64, width, kind, parts=0)
+    x = x._replace(scaled=x.scaled.round())
+    expected = ascending(routes_of(F.linear(x.scaled, experts.router), routing))
+    found = routes_from(route_triton(x, experts), 128, routing.num_chosen)
+    assert torch.equal(found.experts, expected.experts)
+    assert_close("weights", expected.weights, found.weights, 1e-6)
+
+
+def plan_of(routes: Routes, num_experts: int, factors: Tensor | None, device: torch.device) -> Plan:
+    """The plan as `route_triton` would write it, with absurd numbers in unused slots."""
+    rows, count = routes.experts.shape
+    slots = min(num_experts, rows * count)
+    chosen = routes.experts.unique().tolist()
+    plan = Plan(
+        torch.tensor([len(chosen)], dtype=torch.int32),
+        torch.full((slots,), 2**30, dtype=torch.int32),
+        torch.full((slots,), -1, dtype=torch.int64),
+        torch.full((slots, rows), float("nan")),
+        factors,
+    )
+    for slot, expert in enumerate(chosen):
+        is_chosen = (routes.experts == expert).any(1)
+        bits = sum(1 << t for t in range(rows) if is_chosen[t])
+        plan.experts[slot], plan.chosen[slot] = expert, bits - (1 << 64 if bits >> 63 else 0)
+        plan.weights[slot] = (routes.weights * (routes.experts == expert)).sum(1)
+    return Plan(*(None if t is None else t.to(device) for t in plan))
+
+
+def some_routes(rows: int, num_experts: int, num_chosen: int) -> Routes:
+    """Expert 1 is nobody's, expert 2 is everybody's."""
+    generator = torch.Generator().manual_seed(rows)
+    others = [e for e in range(num_experts) if e not in (1, 2)]
+    picks = [
+        [
+            2,
+            *(
+                others[i]
+                for i in torch.randperm(len(others), generator=generator)[: num_chosen - 1]
+            ),
+        ]
+        for _ in range(rows)
+    ]
+    weights = torch.rand(rows, num_chosen, generator=generator) + 0.1
+    return Routes(torch.tensor(picks), weights)
+
+
+TILES = [
+    ExpertTiles(8, 16, 64, 4, 1, 0, 4, 3),
+    ExpertTiles(8, 16, 32, 1, 3, 2, 4, 3),
+    ExpertTiles(16, 32, 32, 1, 2, 0, 4, 3),
+    ExpertTiles(64, 32, 64, 2, 4, 0, 4, 3),
+]
+KINDS = {
+    "silu": {},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "interleaved": {"interleaved": True},
+    "clamped": {"activation": CLAMPED, "interleaved": True, "limit": 0.5},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tiles", TILES, ids=str)
+@pytest.mark.parametrize("what", KINDS)
+@pytest.mark.parametrize("size", [(1, 9, 64, 32), (7, 5, 72, 50), (40, 6, 40, 33)], ids=str)
+def test_products(size, what, tiles, dtype, device):
+    """T, E, K, F. Rows of x that no expert reads, and weights of experts nobody chose, are NaN."""
+    rows, num_experts, width, features = size
+    rows = min(rows, tiles.block_m)
+    kind = {"dtype": dtype, "device": device}
+    experts = make_experts(
+        num_experts, width, features, kind, biases=what in ("clamped", "gelu_tanh"), **KINDS[what]
+    )
+    for weight in (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias):
+        if weight is not None:
+            weight[1] = float("nan")
+    routes = some_routes(rows, num_experts, 3)
+    x = make_stream(rows, width, kind, parts=3 * (rows % 2))
+    factors = None
+    if x.squares is not None:
+        factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
+    plan = plan_of(routes, num_experts, factors, device)
+    norm = 1 + normal(width, kind=kind, scale=0.3)
+    inner = gate_up_triton(x.scaled, plan, experts, tiles._replace(splits=1))
+    exact = wide(experts)
+    for slot, expert in enumerate(plan.experts[: int(plan.used)].tolist()):
+        mine = (routes.experts == expert).any(1).to(device)
+        bias = None if exact.gate_up_bias is None else exact.gate_up_bias[expert]
+        whole = activated(F.linear(rows_of(x)[mine], exact.gate_up[expert], bias), exact)
+        expected = whole * plan.weights[slot][mine][:, None]
+        assert_close("inner", expected, inner[slot][mine], TOLERANCE[dtype])
+        assert inner[slot][~mine].isnan().all()
+    out = down_add_norm_triton(inner, plan, experts, tiles, x.hidden, norm, EPS)
+    hidden = x.hidden.double()
+    for slot, expert in enumerate(plan.experts[: int(plan.used)].tolist()):
+        mine = (routes.experts == expert).any(1).to(device)
+        part = F.linear(inner[slot][mine].double(), exact.down[expert])
+        if exact.down_bias is not None:
+            part += exact.down_bias[expert] * plan.weights[slot][mine][:, None]
+        hidden[mine] += part
+    assert_close("hidden", hidden, out.hidden, TOLERANCE[dtype])
+    assert_close("scaled", out.hidden.double() * norm.double(), out.scaled, TOLERANCE[dtype])
+    assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
+    assert not counters(device).any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("routing", [QWEN, MIXTRAL, GPT_OSS], ids=str)
+@pytest.mark.parametrize("rows", [1, 6, 19, 64])
+def test_layer(rows, routing, dtype, device):
+    """The whole is the reference's, where roundings do not reorder experts."""
+    kind = {"dtype": dtype, "device": device}
+    experts = make_experts(10, 64, 48, kind, routing)
+    x, norm = make_stream(rows, 64, kind), 1 + normal(64, kind=kind, scale=0.3)
+    out = mixture_add_norm_triton(x, experts, norm, EPS)
+    routes = routes_of(F.linear(rows_of(x), experts.router.double()), routing)
+    mixed = mixture_reference(rows_of(x), routes, wide(experts))
+    expected = x.hidden.double() + mixed
+    errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (errors <= TOLERANCE[dtype]).float().mean() >= (1 if dtype == torch.float32 else 0.8)
+    assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [(1, 2, 64), (5, 3, 100)], ids=str)
+def test_combine(size, dtype, device):
+    rows, count, width = size
+    kind = {"dtype": dtype, "device": device}
+    parts = normal(rows * count, width, kind=kind)
+    residual = normal(rows, 2 * width, kind=kind)[:, width:]
+    weights, norm = normal(rows, count, kind=kind), 1 + normal(width, kind=kind, scale=0.3)
+    places = torch.randperm(rows * count, generator=torch.Generator().manual_seed(1))
+    places = places.view(rows, count).to(device)
+    out = combine_triton(parts, places, weights, residual, norm, EPS)
+    mixed = (parts.double()[places] * weights.double()[:, :, None]).sum(1)
+    assert_close("hidden", residual.double() + mixed, out.hidden, TOLERANCE[dtype])
+    expected = rms_norm_reference(out.hidden.double(), norm.double(), EPS)
+    assert_close("scaled", expected, out.scaled, TOLERANCE[dtype])
+
+
+def test_reference_runs_on_a_cpu():
+    """The public function, token by token and expert by expert."""
+    kind = {"dtype": torch.float64, "device": torch.device("cpu")}
+    experts = make_experts(7, 24, 20, kind, QWEN, biases=True)
+    x, norm = make_stream(5, 24, kind, parts=0), 1 + normal(24, kind=kind, scale=0.3)
+    out = ops.mixture_add_norm(x, experts, norm, EPS)
+    expected = x.hidden.clone()
+    for token in range(5):
+        logits = experts.router @ x.scaled[token] + experts.router_bias
+        top = torch.softmax(logits, 0).topk(3)
+        for weight, expert in zip(top.values / top.values.sum(), top.indices, strict=True):
+            both = experts.gate_up[expert] @ x.scaled[token] + experts.gate_up_bias[expert]
+            inner = F.silu(both[:20]) * both[20:]
+            expected[token] += weight * (experts.down[expert] @ inner + experts.down_bias[expert])
+    assert_close("hidden", expected, out.hidden, 1e-12)
+    assert_close("scaled", rms_norm_reference(expected, norm, EPS), out.scaled, 1e-12)
