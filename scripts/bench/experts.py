@@ -1,0 +1,171 @@
+"""Times the expert half of decoder layers on this GPU, by tokens and tiles.
+
+Layers have weights of their own, more than the L2 cache holds, and random tokens choose experts
+nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: the
+router alone, with gate and up, and the whole, as tiles of one of the two products change.
+
+    python scripts/bench/experts.py --tokens 1,8,32
+"""
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from graph_times import graph_times
+from specdec_kernels.experts.down_triton import down_add_norm_triton
+from specdec_kernels.experts.gate_up_triton import gate_up_triton
+from specdec_kernels.experts.reference import Experts, Routing
+from specdec_kernels.experts.route_triton import route_triton
+from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
+from specdec_kernels.experts.tiles import ExpertTiles, choose_expert_tiles
+from specdec_kernels.linear.reference import Normed
+from torch import Tensor
+
+CUDA = torch.device("cuda")
+GATE_UP = {
+    8: [
+        *(ExpertTiles(8, 16, 512, 4, 1, 0, 4, n) for n in (2, 3)),
+        *(ExpertTiles(8, 16, 256, 4, 1, 0, 4, n) for n in (3, 5)),
+        ExpertTiles(8, 32, 256, 4, 1, 0, 4, 3),
+        ExpertTiles(8, 32, 256, 4, 1, 0, 8, 4),
+        ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4),
+    ],
+    16: [
+        ExpertTiles(16, 16, 256, 4, 1, 0, 4, 4),
+        ExpertTiles(16, 32, 128, 1, 1, 0, 4, 5),
+        ExpertTiles(16, 64, 128, 1, 1, 0, 4, 4),
+    ],
+    32: [
+        ExpertTiles(32, 32, 256, 1, 1, 0, 4, 3),
+        *(ExpertTiles(32, 64, 128, 1, 1, 0, w, n) for w, n in ((4, 3), (4, 4), (8, 4))),
+        ExpertTiles(32, 64, 64, 1, 1, 0, 4, 5),
+        ExpertTiles(32, 128, 64, 1, 1, 0, 8, 4),
+    ],
+    64: [
+        ExpertTiles(64, 64, 128, 1, 1, 0, 4, 3),
+        ExpertTiles(64, 128, 64, 1, 1, 0, 8, 4),
+        ExpertTiles(64, 32, 128, 1, 1, 0, 4, 4),
+    ],
+}
+DOWN = {
+    8: [
+        *(ExpertTiles(8, 16, 256, 4, 1, ahead, 4, 6) for ahead in (0, 2, 8)),
+        ExpertTiles(8, 16, 256, 4, 1, 4, 4, 9),
+        *(ExpertTiles(8, 16, 256, 4, splits, 2, 4, 5) for splits in (2, 4)),
+        ExpertTiles(8, 32, 256, 4, 4, 2, 4, 5),
+        ExpertTiles(8, 32, 256, 4, 8, 1, 4, 4),
+    ],
+    16: [
+        ExpertTiles(16, 16, 256, 4, 2, 2, 4, 5),
+        ExpertTiles(16, 32, 256, 1, 4, 2, 4, 4),
+        ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5),
+    ],
+    32: [
+        *(ExpertTiles(32, 64, 128, 1, splits, 1, 4, 4) for splits in (4, 16)),
+        *(ExpertTiles(32, 32, n, 1, 4, 1, 4, 5) for n in (64, 128)),
+        ExpertTiles(32, 32, 256, 1, 4, 1, 4, 3),
+        ExpertTiles(32, 64, 128, 1, 8, 1, 8, 4),
+        ExpertTiles(32, 128, 64, 1, 16, 1, 8, 5),
+    ],
+    64: [
+        ExpertTiles(64, 64, 128, 1, 8, 1, 4, 3),
+        ExpertTiles(64, 32, 128, 1, 4, 1, 4, 4),
+        ExpertTiles(64, 128, 64, 1, 16, 1, 8, 4),
+    ],
+}
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def make_layer(args: argparse.Namespace) -> Experts:
+    count, width, features = args.experts, args.width, args.features
+
+    def normal(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.bfloat16, device=CUDA).normal_(0, size[-1] ** -0.5)
+
+    router, gate_up, down = (
+        normal(count, width),
+        normal(count, 2 * features, width),
+        normal(count, width, features),
+    )
+    return Experts(router, gate_up, down, Routing(args.chosen, renormalise=True))
+
+
+def streams(rows: int, args: argparse.Namespace) -> list[Normed]:
+    found = []
+    for _ in range(args.layers):
+        hidden = torch.randn(rows, args.width, device=CUDA).to(torch.bfloat16)
+        squares = hidden.float().square().view(rows, 128, -1).sum(2)
+        found.append(Normed(hidden, hidden, squares, 1e-6))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=numbers, default=[1, 8, 32])
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--features", type=int, default=768)
+    parser.add_argument("--chosen", type=int, default=8)
+    parser.add_argument("--compile", action="store_true", help="only fill the compiler's cache")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    layers = [make_layer(args) for _ in range(1 if args.compile else args.layers)]
+    norm = torch.ones(args.width, dtype=torch.bfloat16, device=CUDA)
+    for rows in args.tokens:
+        measure(rows, layers, norm, args)
+
+
+def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Namespace) -> None:
+    """Print the times of `rows` tokens."""
+    xs = streams(rows, args)
+    block = choose_expert_tiles(rows, 2)[0].block_m
+    if rows <= 64:
+        used = [int(route_triton(x, e).used) for x, e in zip(xs, layers, strict=False)]
+        one = 3 * args.width * args.features * 2
+        bytes_read = one * sum(used) / len(used)
+        print(f"{rows} tokens: {sum(used) / len(used):.1f} experts, {bytes_read / 1e6:.1f} MB")
+
+    def timed(name: str, step: Callable[[int], object], share: float = 1.0) -> None:
+        try:
+            step(0)
+            torch.cuda.synchronize()
+            if args.compile:
+                return
+            us = median(graph_times(step, len(layers), 20))
+        except Exception as problem:  # a configuration that does not fit
+            print(f"  {name}: {type(problem).__name__} {str(problem)[:80]}", flush=True)
+            return
+        rate = share * bytes_read / us / 1e6
+        print(f"  {us:7.2f} us {rate:5.2f} TB/s  {name}", flush=True)
+
+    chosen = choose_expert_tiles(rows, 2)
+
+    def run(n: int, gate_up: ExpertTiles, down: ExpertTiles | None) -> object:
+        plan = route_triton(xs[n], layers[n])
+        inner = gate_up_triton(xs[n].scaled, plan, layers[n], gate_up)
+        if down is None:
+            return inner
+        hidden = xs[n].hidden
+        return down_add_norm_triton(inner, plan, layers[n], down, hidden, norm, 1e-6)
+
+    timed("router", lambda n: route_triton(xs[n], layers[n]), 0)
+    timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
+    timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
+    for tiles in GATE_UP[block]:
+        timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
+    for tiles in DOWN[block]:
+        timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
+    normed = [Normed(x.hidden, x.hidden, None, 1e-6) for x in xs]
+    if rows > 8:
+        timed(
+            "sorted, by the library",
+            lambda n: sorted_mixture_add_norm(normed[n], layers[n], norm, 1e-6),
+        )
+
+
+main()
