@@ -29,6 +29,13 @@ from torch import Tensor
 
 EPS = 1e-5
 Kind = dict[str, Any]
+# CI leaves out fp16: the kernels compute in fp32, and only loads and stores know the others.
+SOME_DTYPES = [
+    pytest.param(*given.values, id=given.id, marks=pytest.mark.slow)
+    if given.values[0] == torch.float16
+    else given
+    for given in DTYPES
+]
 
 QWEN = Routing(3, renormalise=True)
 OLMOE = Routing(3)
@@ -131,7 +138,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_routes(size, routing, dtype, device):
@@ -250,7 +257,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("tiles", TILES, ids=str)
 @pytest.mark.parametrize("what", KINDS)
 @pytest.mark.parametrize("size", [(1, 9, 64, 32), (7, 5, 72, 50), (40, 6, 40, 33)], ids=str)
@@ -295,7 +302,7 @@ def test_products(size, what, tiles, dtype, device):
     assert not counters(device).any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("routing", [QWEN, MIXTRAL, GPT_OSS], ids=str)
 @pytest.mark.parametrize("rows", [1, 6, 19, 64])
 def test_layer(rows, routing, dtype, device):
@@ -312,7 +319,7 @@ def test_layer(rows, routing, dtype, device):
     assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("size", [(1, 2, 64), (5, 3, 100)], ids=str)
 def test_combine(size, dtype, device):
     rows, count, width = size
