@@ -89,7 +89,7 @@ class Round:
 
 @dataclass
 class Records:
-    """What the engine's head computed, one sequence after the other.
+    """Results of the engine's head, one sequence after the other.
 
     prefill: [T, Vd] of each prefill pass. logits: [1, Vd] of each step. proposed: of each round.
     """

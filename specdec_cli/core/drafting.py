@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec_cli.core.candidates import Candidates, TokenDist
-from specdec_cli.core.sampling import draw, softmax_stats
+from specdec_cli.core.sampling import by_target_ids, draw, softmax_stats
 from specdec_cli.core.types import SamplingParams
 
 # Arguments: columns of drawn tokens, int64 [B], and the logits that they were drawn from, [B, V'].
@@ -61,8 +61,7 @@ class Drafting:
         step = len(self._tokens)
         if ids is not None and not self.params.is_greedy:
             # Verification reads what tokens were drawn from by the target's ids.
-            wide = logits.new_full((len(logits), self.vocab_size), float("-inf"))
-            logits, ids = wide.index_copy_(1, ids, logits), None
+            logits, ids = by_target_ids(logits, ids, self.vocab_size), None
         logits = logits[:, : self.vocab_size]
         stats = None if self.params.is_greedy else softmax_stats(logits, self.params)
         noise = None if self.noise is None else self.noise[:, step]

@@ -58,6 +58,16 @@ def greedy_pick(logits: torch.Tensor) -> torch.Tensor:
     return ops.greedy_argmax(logits.flatten(0, -2)).view(logits.shape[:-1])
 
 
+def by_target_ids(logits: torch.Tensor, ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits [B, V] of all of the target's ids, -inf for those that a draft cannot propose.
+
+    logits: [B, V'] of the draft's own ids. ids: int64 [V'], the target's id of each, all different.
+    vocab_size: V.
+    """
+    wide = logits.new_full((len(logits), vocab_size), float("-inf"))
+    return wide.index_copy_(1, ids, logits)
+
+
 def draw(
     logits: torch.Tensor,
     stats: ops.LogitRows | None,

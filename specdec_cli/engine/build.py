@@ -82,7 +82,7 @@ def build(
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
-    """The plan with no more positions than a run of `longest` tokens needs, within reason.
+    """The plan with as many positions as texts of `longest` tokens need, and 131,072 at least.
 
     Rotary tables grow with positions, and a config may name any number of them.
     """

@@ -17,7 +17,6 @@ from pydantic import Field, model_validator
 from specdec_cli.core.figures import Count, Name, Record, Whole, impossible
 
 _Numbers = Annotated[tuple[float, ...], Field(strict=False)]  # lists in files
-_Row = Annotated[tuple[float, ...], Field(strict=False)]
 _Chain = Annotated[tuple[Count, Count], Field(strict=False)]
 
 
@@ -27,10 +26,10 @@ class Text(Record):
     accept: for a draft model, each output token's probability of acceptance if it is proposed.
     chains: for a proposer that may find fewer tokens than asked (n-grams), the proposed and
     accepted counts of a round that begins at each output token. ahead: for a head whose proposals
-    depend on each other, the acceptance probabilities of a round that begins at each output token,
-    given that those before were accepted. draws: for synthetic acceptance, a
-    uniform number for each output token, which is accepted if that is below `rates` at its
-    position. Exactly one of the four is given. limit: most output tokens of the prompt.
+    depend on each other, the acceptance probabilities of the proposals of a round that begins at
+    each output token, each given that those before it were accepted. draws: for synthetic
+    acceptance, a uniform number for each output token, which is accepted if that is below `rates`
+    at its position. Exactly one of the four is given. limit: most output tokens of the prompt.
     draft_limit: output tokens up to the end of the draft's context. overlap: the sum of min(p, q)
     for each output token, if known.
     """
@@ -40,7 +39,7 @@ class Text(Record):
     accept: _Numbers | None = None
     overlap: _Numbers | None = None
     chains: Annotated[tuple[_Chain, ...], Field(strict=False)] | None = None
-    ahead: Annotated[tuple[_Row, ...], Field(strict=False)] | None = None
+    ahead: Annotated[tuple[_Numbers, ...], Field(strict=False)] | None = None
     draws: _Numbers | None = None
     rates: _Numbers | None = None
 

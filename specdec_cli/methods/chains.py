@@ -12,6 +12,7 @@ import torch
 from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.batch import Span
 from specdec_cli.core.forecast import Forecast
+from specdec_cli.core.sampling import by_target_ids
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of
 from specdec_cli.models.eagle3.paged import PagedHead
@@ -134,8 +135,7 @@ def _chains(
         x = head.head.normed(hidden[: len(live)])
         drafted = head.head.logits(x)
         if (ids := head.head.ids) is not None:
-            wide = drafted.new_full((len(drafted), vocab_size), float("-inf"))
-            drafted = wide.index_copy_(1, ids, drafted)
+            drafted = by_target_ids(drafted, ids, vocab_size)
         chances, common = acceptance(
             drafted,
             None if scored is None else scored[place : place + len(live)],

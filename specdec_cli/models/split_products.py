@@ -1,4 +1,4 @@
-"""The products of fused layers whose parts lie on several ranks, and which end in every rank.
+"""Products of fused layers whose weights are split over ranks; every rank gets the whole result.
 
 With one rank they are the plain kernels. Sums and logits of few rows go through memory that the
 GPUs read from each other, where there is such memory.

@@ -21,7 +21,7 @@ from specdec_kernels.experts.reference import (
     routes_of,
 )
 from specdec_kernels.experts.route_triton import route_triton
-from specdec_kernels.experts.sorted_triton import combine_triton
+from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
 from specdec_kernels.experts.tiles import ExpertTiles
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
@@ -317,6 +317,26 @@ def test_layer(rows, routing, dtype, device):
     errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
     assert (errors <= TOLERANCE[dtype]).float().mean() >= (1 if dtype == torch.float32 else 0.8)
     assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("routing", [QWEN, MIXTRAL, GPT_OSS], ids=str)
+def test_tokens_sorted_by_expert(routing, biases, dtype, device):
+    """The way of many tokens is the reference's, where roundings do not reorder experts."""
+    kind = {"dtype": dtype, "device": device}
+    experts = make_experts(10, 64, 48, kind, routing, biases=biases)
+    if biases:  # gpt-oss has all of these
+        experts = experts._replace(activation=CLAMPED, interleaved=True)
+    exact = wide(experts)
+    x, norm = make_stream(70, 64, kind, parts=0), 1 + normal(64, kind=kind, scale=0.3)
+    out = sorted_mixture_add_norm(x, experts, norm, EPS)
+    routes = routes_of(F.linear(rows_of(x), exact.router, exact.router_bias), routing)
+    expected = x.hidden.double() + mixture_reference(rows_of(x), routes, exact)
+    errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
+    assert (errors <= TOLERANCE[dtype]).float().mean() >= (1 if dtype == torch.float32 else 0.8)
+    normed = rms_norm_reference(out.hidden.double(), norm.double(), EPS)
+    assert_close("scaled", normed, out.scaled, TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
