@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+from specdec_kernels.experts.plan import FEW_TOKENS
+from specdec_kernels.experts.tiles import PARTIAL_SUMS
 
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
@@ -28,7 +30,7 @@ from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
-from specdec_cli.models.fused_layer import family_of
+from specdec_cli.models.fused_layer import family_of, has_experts
 from specdec_cli.models.loader import Description
 from specdec_cli.models.rotary_tables import num_turns
 
@@ -225,7 +227,7 @@ def _pass_bytes(model: Description, is_compiled: bool, tokens: int, logit_rows: 
     # With several ranks the head's parts are gathered, and then joined.
     logits = logit_rows * model.vocab_size * itemsize * (1 if ranks == 1 else 3)
     if is_fusable(model.module) and not is_compiled:
-        layer = _fused_layer(model)
+        layer = _fused_layer(model, tokens)
         numbers = tokens * (layer.common + max(layer.attention, layer.mlp))
         return _hidden_bytes(model, tokens) + max(numbers * itemsize, logits)
     return _hidden_bytes(model, tokens) + max(_live_bytes(model, tokens), logits)
@@ -249,12 +251,11 @@ class _LayerNumbers(NamedTuple):
     mlp: int
 
 
-def _fused_layer(model: Description) -> _LayerNumbers:
+def _fused_layer(model: Description, tokens: int) -> _LayerNumbers:
     family = family_of(model.module)
     assert family is not None
     layer = model.module.model.layers[0]
     hidden = int(model.module.config.hidden_size)
-    inner = int(layer.mlp.gate_proj.out_features)
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.layers[0]
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
@@ -265,15 +266,33 @@ def _fused_layer(model: Description) -> _LayerNumbers:
         attention=max(hidden + qkv + 2 * mixed, mixed + streams),
         # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
         gathered=hidden + 2 * qkv + 5 * mixed,
-        mlp=max(hidden + 3 * inner, inner + streams),
+        mlp=_mlp_numbers(model, tokens, streams),
     )
+
+
+def _mlp_numbers(model: Description, tokens: int, streams: int) -> int:
+    """Numbers per token that the MLP or the experts of a fused layer hold at once."""
+    config, layers = model.module.config, model.module.model.layers
+    hidden = int(config.hidden_size)
+    found = 0
+    for mlp in (layer.mlp for layer in layers if not has_experts(layer)):
+        inner = int(mlp.gate_proj.out_features)
+        found = max(found, hidden + 3 * inner, inner + streams)
+    for experts in (layer.mlp.experts for layer in layers if has_experts(layer)):
+        count, inner = int(experts.down_proj.shape[0]), int(experts.down_proj.shape[2])
+        chosen = int(config.num_experts_per_tok)
+        # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers.
+        sorted_rows = chosen * (hidden + 3 * inner + hidden) + 4 * count
+        few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
+        found = max(found, streams + (few_rows if tokens <= FEW_TOKENS else sorted_rows))
+    return found
 
 
 def _prefill_bytes(model: Description, is_compiled: bool, tokens: int, is_cuda: bool) -> int:
     """Bytes that the largest pass without logits takes."""
     if not is_cuda or is_compiled or not is_fusable(model.module):
         return _pass_bytes(model, is_compiled, tokens, 0)
-    layer = _fused_layer(model)
+    layer = _fused_layer(model, tokens)
     # The allocator does not reuse attention's blocks for the MLP, so both count.
     numbers = tokens * (layer.common + layer.gathered + layer.mlp)
     return _hidden_bytes(model, tokens) + numbers * model.dtype.itemsize

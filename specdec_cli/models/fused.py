@@ -3,10 +3,11 @@
 `models.fused_layer` has the families and how their layers differ. A layer is five kernels: norm and
 merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
 gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
-adding them have two more kernels. On CUDA the module keeps working: its weights become views of the
-merged ones. On a CPU large weights are packed, and the module gives up its own. With several ranks,
-the two projections that end in the residual stream are plain products, summed over ranks and then
-added once. Legend: T packed tokens, D features of a head.
+adding them have two more kernels. With experts, the MLP is three kernels. On CUDA the module keeps
+working: its weights become views of the merged ones. On a CPU large weights are packed, and the
+module gives up its own. With several ranks, the two projections that end in the residual stream are
+plain products, summed over ranks and then added once.
+Legend: T packed tokens, D features of a head.
 """
 
 from collections.abc import Callable
@@ -100,6 +101,9 @@ class FusedForward:
                 *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
+            if layer.experts is not None:
+                x = ops.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
+                continue
             inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
             x = self.split.add_norm(
                 *(1, inner, layer.down, None, layer.post_mlp_norm),

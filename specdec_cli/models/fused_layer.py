@@ -24,7 +24,8 @@ class Family:
     activation: the config's key for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
     embeddings are multiplied by the root of their width. has_post_norms: outputs of attention and
     MLP are normed before they are added. turns_by_type: each type of layer has its own rotary
-    embedding. caps_logits: a config may set a softcap of the logits.
+    embedding. caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of
+    experts are rounded to the model's dtype.
     """
 
     activation: str = "hidden_act"
@@ -32,6 +33,7 @@ class Family:
     has_post_norms: bool = False
     turns_by_type: bool = False
     caps_logits: bool = False
+    rounds_routes: bool = True
 
 
 _GEMMA_2 = Family("hidden_activation", is_gemma=True, has_post_norms=True, caps_logits=True)
@@ -40,6 +42,8 @@ _FAMILIES = {
     "MistralDecoderLayer": Family(),
     "Qwen2DecoderLayer": Family(),
     "Qwen3DecoderLayer": Family(),
+    "Qwen3MoeDecoderLayer": Family(),
+    "MixtralDecoderLayer": Family(rounds_routes=False),
     "GemmaDecoderLayer": Family(is_gemma=True),
     "Gemma2DecoderLayer": _GEMMA_2,
     "Gemma3DecoderLayer": replace(_GEMMA_2, turns_by_type=True),
@@ -55,9 +59,30 @@ def family_of(module: Any) -> Family | None:
         return None
     if any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in rope_settings(module.config)):
         return None
-    mlps = [layer.mlp for layer in layers]
+    mlps = [layer.mlp for layer in layers if not has_experts(layer)]
     has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
     return None if has_biases else family
+
+
+def has_experts(layer: Any) -> bool:
+    """True if a transformers layer has a mixture of experts in place of its MLP."""
+    return hasattr(layer.mlp, "experts")
+
+
+def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
+    """A layer's experts, which share the module's weights."""
+    routing = ops.Routing(
+        num_chosen=int(config.num_experts_per_tok),
+        renormalise=bool(getattr(config, "norm_topk_prob", True)),
+        rounds=family.rounds_routes,
+    )
+    return ops.Experts(
+        router=layer.mlp.gate.weight.data,
+        gate_up=layer.mlp.experts.gate_up_proj.data,
+        down=layer.mlp.experts.down_proj.data,
+        routing=routing,
+        activation=_ACTIVATIONS[getattr(config, family.activation)],
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +91,8 @@ class FusedLayer:
 
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
     weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
-    the weight of the next layer's first norm, or of the final norm.
+    the weight of the next layer's first norm, or of the final norm. experts: what the layer has in
+    place of an MLP, if it has; gate_up and down are then the weights of all.
     """
 
     index: int
@@ -87,6 +113,7 @@ class FusedLayer:
     output_bias: Tensor | None
     gate_up: ops.Weight
     down: ops.Weight
+    experts: ops.Experts | None = None
 
     @classmethod
     def of(cls, module: Any, family: Family, index: int, call: Call, turn: int) -> Self:
@@ -105,7 +132,9 @@ class FusedLayer:
         following = module.model.norm if is_last else layers[index + 1].input_layernorm
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
-        qkv, output, gate_up, down = map(merged, matrices(layer))
+        experts = _experts(layer, config, family) if has_experts(layer) else None
+        qkv, output, *mlp = map(merged, matrices(layer))
+        gate_up, down = mlp if experts is None else (experts.gate_up, experts.down)
         return cls(
             index=index,
             call=call,
@@ -125,6 +154,7 @@ class FusedLayer:
             output_bias=attention.o_proj.bias,
             gate_up=gate_up,
             down=down,
+            experts=experts,
         )
 
 
@@ -135,14 +165,14 @@ def _norm(norm: Any, family: Family) -> Tensor:
 
 
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
-    """A layer's weights in groups that are merged: q, k and v; output; gate and up; down."""
+    """A layer's weights in groups that are merged: q, k and v; output; gate and up; down.
+
+    The latter two are missing if the layer has experts, whose weights stay as they are.
+    """
     attention, mlp = layer.self_attn, layer.mlp
-    groups = [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
+    groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
+    if not has_experts(layer):
+        groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
     return [[projection.weight for projection in group] for group in groups]
 
 

@@ -50,6 +50,11 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3", {}),
     "gemma3-capped": ("gemma3", {"final_logit_softcapping": 3.0, **GEMMA3_TURNS}),
     "gemma3-wide": ("gemma3", WIDE),
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe-plain-weights": ("qwen3_moe", {"norm_topk_prob": False, "num_experts": 9}),
+    "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
+    "mixtral": ("mixtral", {}),
+    "mixtral-window": ("mixtral-window", {}),
     # Wide enough for every form that a weight has on a CPU.
     "llama-wide": ("llama", WIDE),
     "llama-wide-tied": ("llama-tied", WIDE),
@@ -96,6 +101,8 @@ def test_hidden_states_where_products_finish_norms(
     "family, changes",
     [
         ("olmo2", {}),
+        ("olmoe", {}),
+        ("gpt_oss", {}),
         ("gpt2", {}),
         ("gemma", {"hidden_act": "relu"}),
         ("gemma3", {"hidden_activation": "gelu"}),
