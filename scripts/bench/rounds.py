@@ -4,7 +4,7 @@ Prompts are random ids, and only the recipe's models are read: with dummy weight
 acceptance every engine does the same work per round. Prints one Markdown row per setting:
 milliseconds a round (median over repeats, least to most), stage times, tokens per second, and the
 ratios to k = 0 and to the floor. The floor reads every weight once per pass at the bandwidth of a
-device copy.
+device copy; of experts, those that tokens choose if each chooses uniformly, as with dummy weights.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 import yaml
+from floors import COPY_TB_PER_S, bytes_read, has_experts
 
 from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.build import build
@@ -26,8 +27,6 @@ from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.models.loader import Description
 from specdec_cli.recipe import load_recipe
-
-COPY_TB_PER_S = 4.3  # read + written, device to device, H200
 
 
 def numbers(text: str) -> list[int]:
@@ -50,25 +49,23 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weight_ms(planned: Plan, k: int) -> float:
-    """The floor in ms: each pass reads its weights once, except an untied input embedding."""
-
-    def read(model: torch.nn.Module) -> int:
-        table = model.get_input_embeddings().weight  # type: ignore[operator]
-        head = model.get_output_embeddings().weight  # type: ignore[operator]
-        unread = 0 if table is head else table.numel() * table.element_size()
-        total = sum(p.numel() * p.element_size() for p in model.parameters())
-        return total - int(unread)
-
-    total = read(planned.target.module)
+def weight_ms(planned: Plan, k: int, batch_size: int) -> float:
+    """The floor of a round in ms: each pass reads its weights once."""
+    total = bytes_read(planned.target.module, batch_size * (k + 1))
     draft = planned.draft
     if k and isinstance(draft, Description):
-        total += k * read(draft.module)
+        total += k * bytes_read(draft.module, batch_size)
     elif k and draft is not None:  # a head fuses the target's hidden states once a round
         head = draft.config
         once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
         total += k * (draft.weight_bytes - once) + once
     return total / COPY_TB_PER_S / 1e9
+
+
+def over_floor(ms: float, floor: float) -> str:
+    """The ratio to the floor. Below 1 the floor is not one: tokens chose fewer experts than it
+    counts, as those of dummy weights may."""
+    return f"{ms / floor:.2f}" if ms >= floor else "fewer experts read"
 
 
 def requests(count: int, tokens: int, vocab: int) -> list[Request]:
@@ -127,6 +124,8 @@ def main() -> None:
     started = time.perf_counter()
     built = build(planned, args.prompt_tokens)
     print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
+    if any(has_experts(m.module) for m in planned.modules):
+        print("floors count the experts that are read if tokens choose uniformly")
     columns = "| batch | k | rounds | tokens a round | draft ms | verify ms | sample ms "
     columns += "| round ms | tokens/s | x k = 0 | x floor |"
     print(columns)
@@ -152,7 +151,7 @@ def main() -> None:
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
                 f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
                 f"| {speed / plain if plain else 0:.2f} "
-                f"| {statistics.median(ms) / weight_ms(planned, k):.2f} |"
+                f"| {over_floor(statistics.median(ms), weight_ms(planned, k, batch_size))} |"
                 f" (captured in {capture:.1f} s)",
                 flush=True,
             )
