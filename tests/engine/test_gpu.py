@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import plan
@@ -18,10 +20,11 @@ from specdec_cli.engine.run import Request
 from specdec_cli.recipe import load_recipe
 from tests.conftest import NEEDS_CUDA
 from tests.engine.test_pipeline import engines, pair, told  # noqa: F401
-from tests.support import VOCAB
+from tests.support import VOCAB, paged_model, reference, save_noised, save_tiny
 
 pytestmark = [pytest.mark.gpu, NEEDS_CUDA]
 CUDA = torch.device("cuda")
+MANY_EXPERTS = {"num_experts": 40, "num_experts_per_tok": 5, "moe_intermediate_size": 72}
 PROMPTS = [[random.Random(i).randrange(3, 4000) for _ in range(7 + 5 * i)] for i in range(5)]
 
 
@@ -109,3 +112,43 @@ def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None
     assert {s.finish_reason for s in results[1].seqs} == {"eos", "length"}
     assert results[1].metrics.num_preemptions > 0
     assert results[1].metrics.num_rounds > 200
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_captured_rounds_of_experts(family: str, tmp_path: Path) -> None:
+    """In bf16, in which rounds of experts are captured; equal shapes give equal sums."""
+    target = save_tiny(tmp_path / "target", family)
+    both = target, save_noised(tmp_path / "draft", target)
+    _, captured, eager = engines(both, CUDA, batch_size=3, dtype="bfloat16")
+    assert captured.is_captured and captured.target.fused is not None
+    source = random.Random(2)
+    prompts = [[source.randrange(3, VOCAB) for _ in range(n)] for n in (5, 1, 40, 17)]
+    asked = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    params = SamplingParams(max_new_tokens=30)
+    found = [told(engine.run(asked, 4, params)) for engine in (captured, eager)]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("width", [1, 7, 30, 90])
+@pytest.mark.parametrize("family, changes", [("qwen3_moe", MANY_EXPERTS), ("mixtral", {})])
+def test_experts_err_in_bf16_as_transformers_does(
+    family: str, changes: dict[str, Any], width: int, tmp_path: Path
+) -> None:
+    """A logit's error against fp32 arithmetic on the same weights, as the median over rows: in some
+    rows rounding chooses another expert. width: tokens a pass."""
+    folder = save_tiny(tmp_path, family, hidden_size=256, initializer_range=0.08, **changes)
+    model = paged_model(folder, 40, 16, CUDA, dtype="bfloat16", fused=True)
+    theirs = reference(folder, torch.bfloat16, CUDA)
+    exact = reference(folder, torch.bfloat16, CUDA).float()
+    tokens = torch.randint(3, VOCAB, (90,), generator=torch.Generator().manual_seed(1)).tolist()
+    seq = Sequence(0, tokens, len(tokens), 400)
+    BlockAllocator(40, 16).extend(seq.block_table, len(tokens))
+    found = []
+    for start in range(0, len(tokens), width):
+        span = Span(seq, start, min(start + width, len(tokens)))
+        found.append(model.forward([span], [span.length])[0])
+    ids = torch.tensor([tokens], device=CUDA)
+    with torch.inference_mode():
+        want, other = (m(ids).logits[0].float() for m in (exact, theirs))
+    ours, own = ((x.float() - want).norm(dim=1).median() for x in (torch.cat(found), other))
+    assert ours <= 1.25 * own, (ours, own)
