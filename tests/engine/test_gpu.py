@@ -116,10 +116,11 @@ def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
 def test_captured_rounds_of_experts(family: str, tmp_path: Path) -> None:
-    """In bf16, in which rounds of experts are captured; equal shapes give equal sums."""
+    """In bf16, in which rounds of experts are captured. One slot, since sums differ between passes
+    of different shapes, and rounds that are read at once leave fewer slots a round earlier."""
     target = save_tiny(tmp_path / "target", family)
     both = target, save_noised(tmp_path / "draft", target)
-    _, captured, eager = engines(both, CUDA, batch_size=3, dtype="bfloat16")
+    _, captured, eager = engines(both, CUDA, dtype="bfloat16")
     assert captured.is_captured and captured.target.fused is not None
     source = random.Random(2)
     prompts = [[source.randrange(3, VOCAB) for _ in range(n)] for n in (5, 1, 40, 17)]

@@ -1,11 +1,11 @@
 """The router of a few tokens: logits, experts, weights and the plan, in one kernel.
 
-Each program computes the logits of some experts. The last one to finish has them all: it chooses
-experts and writes the plan. The router's weight is in registers before the wait, since each
+Each program computes the logits of some tokens and experts. The last one to finish has them all: it
+chooses experts and writes the plan. The router's weight is in registers before the wait, since each
 program's part of it is small.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from specdec_kernels.experts.plan import FEW_TOKENS, Plan, empty_plan
 from specdec_kernels.experts.reference import Experts
-from specdec_kernels.gpu import CACHE_LINE, power_of_2_from, power_of_2_to
+from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import after_predecessor, counters, dependence, is_last
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
@@ -21,7 +21,6 @@ from specdec_kernels.linear.few_rows_triton import (
     along_rows,
     depth_of,
     load_squares,
-    prefetch_rows,
     tile_at,
     whole_sums,
     zero_sums,
@@ -29,24 +28,11 @@ from specdec_kernels.linear.few_rows_triton import (
 from specdec_kernels.linear.reference import Normed
 
 BLOCK_E = 16  # experts of a program, the rows of one matrix product
-
-
-class RouteTiles(NamedTuple):
-    """Launch configuration of the product; other constants follow from the shapes."""
-
-    depth: int  # numbers of the sum at a time
-    slices: int  # parts of depth, one a warp
-    early: int  # bytes of each row of the router that are loaded before the wait
-    num_warps: int
-    num_stages: int
-
-
-# By the number of rows, at most.
-TILES = {
-    8: RouteTiles(1024, 8, 8192, 8, 2),
-    16: RouteTiles(256, 4, 0, 4, 5),
-    64: RouteTiles(128, 1, 0, 8, 4),
-}
+BLOCK_M = 8  # tokens of a program, its columns
+DEPTH = 1024  # numbers of the sum at a time, of 16 bits
+SLICES = 8  # parts of them, one a warp
+EARLY = 8192  # bytes of each row of the router that are loaded before the wait
+NONE = tl.constexpr(-(1 << 62))  # comes after all scores
 
 
 @triton.jit
@@ -58,22 +44,24 @@ def load_tile(rows_ptr, live, start, K: tl.constexpr, DEPTH: tl.constexpr, SLICE
 
 
 @triton.jit
-def chosen_of(
-    scores, known, NUM_CHOSEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_ALL: tl.constexpr
-):
-    """1 for scores [M, E] that are among the highest of their row, the first of equal ones first.
+def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
+    """1 for fp32 scores [M, E] that are among the highest of their row, the first of equal ones
+    first.
 
     known: [1, E], false past the last expert.
     """
-    column = tl.arange(0, BLOCK_ALL)
-    left = tl.where(known, scores, float("-inf"))
-    chosen = tl.zeros([BLOCK_M, BLOCK_ALL], tl.int32)
+    column = tl.arange(0, scores.shape[1])
+    # One number orders scores, as integers of the same order, and then columns. Reducing it takes
+    # less than reducing scores that carry columns along.
+    bits = scores.to(tl.int32, bitcast=True)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
+    # A row of NaN chooses no expert past the last one, of which there is no weight.
+    left = tl.where(known, (order << 16) - column[None, :], NONE)
+    chosen = tl.zeros(scores.shape, tl.int32)
     for _ in range(NUM_CHOSEN):
-        best = tl.argmax(left, axis=1, tie_break_left=True)
-        # A row of NaN chooses no expert past the last one, of which there is no weight.
-        is_best = (column[None, :] == best[:, None]) & known
+        is_best = (left == tl.max(left, axis=1)[:, None]) & known
         chosen = tl.where(is_best, 1, chosen)
-        left = tl.where(is_best, float("-inf"), left)
+        left = tl.where(is_best, NONE, left)
     return chosen
 
 
@@ -86,19 +74,17 @@ def weights_of(
     SOFTMAX_FIRST: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUNDS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_ALL: tl.constexpr,
 ):
     """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`."""
     masses = tl.exp(logits - tl.max(logits, axis=1)[:, None])
     if SOFTMAX_FIRST:
         scores = masses / tl.sum(masses, axis=1)[:, None]
-        chosen = chosen_of(scores, known, NUM_CHOSEN, BLOCK_M, BLOCK_ALL)
+        chosen = chosen_of(scores, known, NUM_CHOSEN)
         weights = tl.where(chosen != 0, scores, 0.0)
         if RENORMALISE:
             weights /= tl.sum(weights, axis=1)[:, None]
     else:
-        chosen = chosen_of(logits, known, NUM_CHOSEN, BLOCK_M, BLOCK_ALL)
+        chosen = chosen_of(logits, known, NUM_CHOSEN)
         weights = tl.where(chosen != 0, masses, 0.0)
         weights /= tl.sum(weights, axis=1)[:, None]
     if ROUNDS:
@@ -131,12 +117,12 @@ def route_kernel(
     ROUNDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # at least T
     BLOCK_ALL: tl.constexpr,  # at least E
     BLOCK_P: tl.constexpr,
     DEPTH: tl.constexpr,
     SLICES: tl.constexpr,
     EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
-    PREFETCH: tl.constexpr,  # numbers of each row that are prefetched then, if none is loaded
     DEPENDENT: tl.constexpr,
 ):
     SWAP: tl.constexpr = BLOCK_M < 16
@@ -147,11 +133,9 @@ def route_kernel(
     early = ()
     for start in tl.static_range(0, EARLY, DEPTH):
         early += (load_tile(router_ptr, expert_live, start, K, DEPTH, SLICES),)
-    if DEPENDENT and EARLY == 0 and PREFETCH > 0:
-        prefetch_rows(router_ptr, 0, PREFETCH)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + expert, mask=expert_live, other=0.0)
-    row = tl.arange(0, BLOCK_M)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_live = row < num_rows
     after_predecessor(DEPENDENT)
 
@@ -178,9 +162,11 @@ def route_kernel(
     place = row[:, None] * num_experts + expert[None, :]
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     tl.store(logits_ptr + place, logits.to(dtype), mask=row_live[:, None] & expert_live[None, :])
-    if not is_last(counters_ptr, tl.num_programs(0)):
+    if not is_last(counters_ptr, tl.num_programs(0) * tl.num_programs(1)):
         return
 
+    row = tl.arange(0, BLOCK_T)
+    row_live = row < num_rows
     column = tl.arange(0, BLOCK_ALL)
     known = column < num_experts
     # Rows past the last one repeat it, so that they divide by no zero.
@@ -189,8 +175,7 @@ def route_kernel(
         logits_ptr + place, mask=known[None, :], other=float("-inf"), cache_modifier=".cg"
     ).to(tl.float32)
     chosen, weights = weights_of(
-        *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS),
-        *(BLOCK_M, BLOCK_ALL),
+        *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS)
     )
     chosen = tl.where(row_live[:, None], chosen, 0)
     bits = tl.sum(chosen.to(tl.int64) << row.to(tl.int64)[:, None], axis=0)
@@ -213,7 +198,7 @@ def route_triton(x: Normed, experts: Experts) -> Plan:
     assert x.squares is None or x.squares.is_contiguous()
     plan = empty_plan(num_rows, experts, x.squares is not None, rows.device)
     logits = torch.empty((num_rows, num_experts), dtype=rows.dtype, device=rows.device)
-    route_kernel[(triton.cdiv(num_experts, BLOCK_E),)](
+    route_kernel[(triton.cdiv(num_experts, BLOCK_E), triton.cdiv(num_rows, BLOCK_M))](
         *(rows, x.squares, experts.router, experts.router_bias, logits, counters(rows.device)),
         *(*plan, num_rows, num_experts, rows.stride(0), float(x.eps)),
         **route_constants(num_rows, parts, experts, rows.element_size()),
@@ -228,8 +213,6 @@ def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) 
     parts: sums of squares of each of the T = `num_rows` tokens.
     """
     (num_experts, width), routing = experts.router.shape, experts.routing
-    tiles = next(tiles for rows, tiles in TILES.items() if rows >= num_rows)
-    prefetch = power_of_2_to(width)  # must not reach past the end of the router
     return {
         "K": width,
         "PARTS": parts,
@@ -237,14 +220,14 @@ def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) 
         "SOFTMAX_FIRST": routing.softmax_first,
         "RENORMALISE": routing.renormalise,
         "ROUNDS": routing.rounds,
-        "BLOCK_M": max(8, power_of_2_from(num_rows)),
+        "BLOCK_M": BLOCK_M,
         "BLOCK_E": BLOCK_E,
+        "BLOCK_T": power_of_2_from(num_rows),
         "BLOCK_ALL": power_of_2_from(num_experts),
         "BLOCK_P": power_of_2_from(max(parts, 1)),
-        "DEPTH": 2 * tiles.depth // itemsize if itemsize > 2 else tiles.depth,
-        "SLICES": tiles.slices,
-        "EARLY": min(width, tiles.early // itemsize),
-        "PREFETCH": prefetch if prefetch * itemsize >= CACHE_LINE else 0,
-        "num_warps": tiles.num_warps,
-        "num_stages": tiles.num_stages,
+        "DEPTH": 2 * DEPTH // itemsize,
+        "SLICES": SLICES,
+        "EARLY": min(width, EARLY // itemsize),
+        "num_warps": SLICES,
+        "num_stages": 2,
     }
