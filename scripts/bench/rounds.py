@@ -122,7 +122,10 @@ def main() -> None:
     recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
     planned = plan(recipe)
     started = time.perf_counter()
-    built = build(planned, args.prompt_tokens)
+    built = build(
+        *(planned, args.prompt_tokens),
+        on_stage=lambda stage: print(f"{time.perf_counter() - started:.1f} s: {stage}", flush=True),
+    )
     print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
     if any(has_experts(m.module) for m in planned.modules):
         print("floors count the experts that are read if tokens choose uniformly")
