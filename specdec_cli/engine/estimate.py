@@ -30,7 +30,7 @@ from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
-from specdec_cli.models.fused_layer import family_of, has_experts
+from specdec_cli.models.fused_layer import ExpertSizes, Family, family_of, has_experts
 from specdec_cli.models.loader import Description
 from specdec_cli.models.rotary_tables import num_turns
 
@@ -266,11 +266,11 @@ def _fused_layer(model: Description, tokens: int) -> _LayerNumbers:
         attention=max(hidden + qkv + 2 * mixed, mixed + streams),
         # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
         gathered=hidden + 2 * qkv + 5 * mixed,
-        mlp=_mlp_numbers(model, tokens, streams),
+        mlp=_mlp_numbers(model, tokens, streams, family),
     )
 
 
-def _mlp_numbers(model: Description, tokens: int, streams: int) -> int:
+def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) -> int:
     """Numbers per token that the MLP or the experts of a fused layer hold at once."""
     config, layers = model.module.config, model.module.model.layers
     hidden = int(config.hidden_size)
@@ -278,11 +278,12 @@ def _mlp_numbers(model: Description, tokens: int, streams: int) -> int:
     for mlp in (layer.mlp for layer in layers if not has_experts(layer)):
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
-    for experts in (layer.mlp.experts for layer in layers if has_experts(layer)):
-        count, inner = int(experts.down_proj.shape[0]), int(experts.down_proj.shape[2])
-        chosen = int(config.num_experts_per_tok)
-        # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers.
-        sorted_rows = chosen * (hidden + 3 * inner + hidden) + 4 * count
+    for layer in filter(has_experts, layers):
+        count, chosen, inner = ExpertSizes.of(layer, config, family)
+        # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers. The
+        # clamped activation runs in torch, whose steps each have a result.
+        steps = 10 if family.clamps_experts else 3
+        sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
         found = max(found, streams + (few_rows if tokens <= FEW_TOKENS else sorted_rows))
     return found

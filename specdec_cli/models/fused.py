@@ -205,5 +205,4 @@ def _recorded_calls(module: Any) -> list[Call]:
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
     module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
     calls = {layer: call for layer, _, call in recorder.calls}
-    assert all(call["sinks"] is None for call in calls.values()), "no fusable family has these"
     return [calls[layer] for layer in range(len(calls))]

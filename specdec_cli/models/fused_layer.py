@@ -5,10 +5,11 @@ transformers defines what a model computes. Only classes whose code is known to 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from specdec_kernels import ops
+from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
 from specdec_cli.models.attention import Call
@@ -24,16 +25,20 @@ class Family:
     activation: the config's key for it. is_gemma: norms multiply by 1 + their weight, in fp32, and
     embeddings are multiplied by the root of their width. has_post_norms: outputs of attention and
     MLP are normed before they are added. turns_by_type: each type of layer has its own rotary
-    embedding. caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of
-    experts are rounded to the model's dtype.
+    embedding. halves_turns: rotary tables have each angle once, although heads use it twice.
+    caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of experts are
+    rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped activation,
+    biases, and weights that are stored transposed.
     """
 
     activation: str = "hidden_act"
     is_gemma: bool = False
     has_post_norms: bool = False
     turns_by_type: bool = False
+    halves_turns: bool = False
     caps_logits: bool = False
     rounds_routes: bool = True
+    clamps_experts: bool = False
 
 
 _GEMMA_2 = Family("hidden_activation", is_gemma=True, has_post_norms=True, caps_logits=True)
@@ -44,6 +49,7 @@ _FAMILIES = {
     "Qwen3DecoderLayer": Family(),
     "Qwen3MoeDecoderLayer": Family(),
     "MixtralDecoderLayer": Family(rounds_routes=False),
+    "GptOssDecoderLayer": Family(halves_turns=True, clamps_experts=True),
     "GemmaDecoderLayer": Family(is_gemma=True),
     "Gemma2DecoderLayer": _GEMMA_2,
     "Gemma3DecoderLayer": replace(_GEMMA_2, turns_by_type=True),
@@ -69,8 +75,24 @@ def has_experts(layer: Any) -> bool:
     return hasattr(layer.mlp, "experts")
 
 
+class ExpertSizes(NamedTuple):
+    """Sizes of a layer's experts; needs no weights."""
+
+    num_experts: int
+    num_chosen: int
+    num_features: int
+
+    @classmethod
+    def of(cls, layer: Any, config: Any, family: Family) -> Self:
+        count, *size = layer.mlp.experts.down_proj.shape
+        features = size[0] if family.clamps_experts else size[1]
+        return cls(int(count), int(config.num_experts_per_tok), int(features))
+
+
 def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
     """A layer's experts, which share the module's weights."""
+    if family.clamps_experts:
+        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config)
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),
         renormalise=bool(getattr(config, "norm_topk_prob", True)),
@@ -83,6 +105,30 @@ def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
     )
+
+
+def _clamped_experts(router: Any, experts: Any, config: Any) -> ops.Experts:
+    """The experts of gpt-oss; the module's weights become views of these."""
+    return ops.Experts(
+        router=router.weight.data,
+        gate_up=_transposed(experts.gate_up_proj),
+        down=_transposed(experts.down_proj),
+        routing=ops.Routing(int(config.num_experts_per_tok), softmax_first=False),
+        activation=CLAMPED,
+        router_bias=router.bias.data,
+        gate_up_bias=experts.gate_up_proj_bias.data,
+        down_bias=experts.down_proj_bias.data,
+        interleaved=True,
+        slope=float(experts.alpha),
+        limit=float(experts.limit),
+    )
+
+
+def _transposed(parameter: torch.nn.Parameter) -> Tensor:
+    """The weights [E, N, K] of a parameter [E, K, N], which becomes a view of them."""
+    whole = parameter.data.transpose(1, 2).contiguous()
+    parameter.data = whole.transpose(1, 2)
+    return whole
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [0]}),
     "mixtral": ("mixtral", {}),
     "mixtral-window": ("mixtral-window", {}),
+    "gpt_oss": ("gpt_oss", {}),  # with sinks, windows, biases and a clamped activation
+    "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "num_local_experts": 9}),
     # Wide enough for every form that a weight has on a CPU.
     "llama-wide": ("llama", WIDE),
     "llama-wide-tied": ("llama-tied", WIDE),
@@ -102,7 +104,6 @@ def test_hidden_states_where_products_finish_norms(
     [
         ("olmo2", {}),
         ("olmoe", {}),
-        ("gpt_oss", {}),
         ("gpt2", {}),
         ("gemma", {"hidden_act": "relu"}),
         ("gemma3", {"hidden_activation": "gelu"}),

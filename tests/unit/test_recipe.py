@@ -65,6 +65,7 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-70b-1b-dummy",
         "bench-8b-1b-dummy",
         "bench-8b-eagle3-dummy",
+        "bench-gpt-oss-20b-dummy",
         "demo",
         "demo-ngram",
         "demo-sampled",
