@@ -5,7 +5,7 @@ Knows nothing of models. Legend: B sequences, Q tokens of each, T packed tokens.
 
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -161,20 +161,19 @@ def live_batch(
         logit_places = [b for b in range(batch) if query_start[b + 1] > query_start[b]]
         if len(logit_places) < len(fed):
             rows = torch.tensor([query_start[b + 1] - 1 for b in logit_places])
-    query_start_t = torch.tensor(query_start, dtype=torch.int32)
-    context_lens = torch.tensor(contexts, dtype=torch.int32)
+    query_lens = [end - start for start, end in pairwise(query_start)]
     block_tables = state.block_tables[:, : -(-max(contexts) // block_size)]
     token_ids, places_in_text, slots_t = torch.tensor([fed, positions, slots], dtype=torch.int64)
     found = ForwardBatch(
         token_ids=token_ids,
         positions=places_in_text,
         slots=slots_t,
-        query_start=query_start_t,
-        context_lens=context_lens,
+        query_start=torch.tensor(query_start, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
         block_tables=block_tables,
         max_query_len=width,
         logit_rows=rows,
-        plan=ops.gather_plan(block_tables, query_start_t, context_lens, block_size),
+        plan=ops.GatherPlan(block_tables, query_lens, contexts, block_size),
     )
     as_tensor = partial(torch.tensor, dtype=torch.int64)
     return found, LiveRows(as_tensor(logit_places), as_tensor(places))

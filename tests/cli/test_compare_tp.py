@@ -264,6 +264,7 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     assert said in result.document["warnings"] and f"warning: {said}\n" in result.err
 
 
+@pytest.mark.slow  # sweeps tell of them by the same function, in test_sweep_k.py
 def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "x = 1"}) + "\n" + json.dumps({"prompt": "y " * 3000}))

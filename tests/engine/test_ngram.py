@@ -389,7 +389,9 @@ def demo_plan(k: int, **more: object) -> specdec_cli.engine.plan.Plan:
     return plan(load_recipe("demo-ngram", overrides | more))
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5, 6])
+@pytest.mark.parametrize(
+    "k", [1, 3, 6, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 4, 5))]
+)
 def test_demo_rounds_equal_transformers_prompt_lookup(k: int) -> None:
     """Every 40th bundled prompt, alone and four at a time."""
     lines = demo_path("demo:prompts").read_text(encoding="utf-8").splitlines()[::40]

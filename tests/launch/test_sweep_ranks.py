@@ -39,17 +39,11 @@ def keyed(found: list[Sample]) -> list[tuple[Any, ...]]:
 def test_two_ranks_measure_what_one_measures(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The parent is killed, then interrupted; torchrun measures the rest."""
+    """The parent is interrupted; torchrun measures the rest."""
     folder, environ = tmp_path / "run", marked()
     options = ["-o", str(folder), "--resume"]
     parent = start([*SPLIT, *options], environ)
     begun(folder, 2, parent)
-    parent.kill()
-    parent.communicate()
-    assert wait_until_gone(environ, 10) == []
-
-    parent = start([*SPLIT, *options], environ)
-    begun(folder, 3, parent)
     parent.send_signal(signal.SIGINT)
     _, err = parent.communicate(timeout=60)
     kept = (folder / "samples.jsonl").read_text()
@@ -77,6 +71,22 @@ def test_two_ranks_measure_what_one_measures(
     for index, text in ours.items():
         assert text.accept == pytest.approx(theirs[index].accept, abs=1e-4)
         assert text.overlap == pytest.approx(theirs[index].overlap, abs=1e-4)
+
+
+@pytest.mark.slow  # test_sweep_k.py kills a sweep of one rank, test_launch.py kills ranks
+def test_a_killed_sweep_over_ranks_goes_on(tmp_path: Path) -> None:
+    folder, environ = tmp_path / "run", marked()
+    options = ["-o", str(folder), "--resume"]
+    parent = start([*SPLIT, *options], environ)
+    begun(folder, 2, parent)
+    parent.kill()
+    parent.communicate()
+    assert wait_until_gone(environ, 10) == []
+    kept = (folder / "samples.jsonl").read_text()
+    _, err, code = finished([*SPLIT, *options], environ)
+    assert code == 0, err
+    assert (folder / "samples.jsonl").read_text().startswith(kept[: kept.rindex("\n") + 1])
+    assert len(samples(folder)) == 8
 
 
 @pytest.mark.parametrize(

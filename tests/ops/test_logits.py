@@ -495,7 +495,9 @@ def test_a_draft_equal_to_the_target_is_accepted(reject, device):
 
 
 @both_rejections
-@pytest.mark.parametrize("settings", [(0.8, 0, 1.0), (1.2, 6, 0.9)], ids=str)
+@pytest.mark.parametrize(
+    "settings", [pytest.param((0.8, 0, 1.0), marks=pytest.mark.slow), (1.2, 6, 0.9)], ids=str
+)
 def test_the_emitted_token_has_the_targets_distribution(settings, reject, device):
     """The test would also notice a draft that claims another distribution than its own."""
     generator = torch.Generator().manual_seed(7)

@@ -62,6 +62,7 @@ def test_bundled_recipes_are_valid() -> None:
     names = [recipe.name for recipe in bundled_recipes()]
     assert names == [
         "bench-30b-a3b-dummy",
+        "bench-30b-a3b-eagle3-dummy",
         "bench-70b-1b-dummy",
         "bench-8b-1b-dummy",
         "bench-8b-eagle3-dummy",
