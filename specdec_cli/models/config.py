@@ -8,11 +8,13 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Unsupported
 
 
 def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
     """Read transformers' config. Raises `SetupError` if it is unreadable or of an unknown type."""
+    config_file(name, folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as problem:

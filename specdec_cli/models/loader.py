@@ -22,12 +22,12 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.gate import check_config, probe, quantisation
+from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
 from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tp import WHOLE, Shards, shard
-from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
+from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
@@ -106,6 +106,8 @@ def describe(
     )
     config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
     check_config(config, spec.name)
+    if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
+        check_layers(config, spec.name, held)
     dtype = dtype_of(spec.dtype, config, device)
     try:
         with torch.device("meta"):
