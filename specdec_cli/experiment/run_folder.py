@@ -95,7 +95,7 @@ class RunFolder:
                 "wait until it has ended, or name another folder with -o",
             ) from None
         except OSError as problem:  # a file system without locks
-            _log.info("%s is not locked: %s", self.path, problem.strerror)
+            _log.warning("%s is not locked: %s", self.path, problem.strerror)
 
     def append(self, name: str, *records: Record | dict[str, Any]) -> None:
         """Append records to a .jsonl file in a single write, synced before this returns."""
@@ -106,7 +106,7 @@ class RunFolder:
             if name not in self._files:
                 # The run goes on: if it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
                 self._files[name] = os.open(self.path / name, flags, 0o644)
                 _sync_names(self.path)
             written = os.write(self._files[name], lines)
@@ -168,7 +168,7 @@ def _sync_names(folder: Path) -> None:
 def _is_foreign(path: Path) -> bool:
     """Whether a recipe was written by hand: ours have every section and no comments."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError:
         return False
     sections = {line.partition(b":")[0].decode(errors="replace") for line in lines}

@@ -122,6 +122,7 @@ class ByteTokenizer:
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
@@ -129,12 +130,11 @@ def load_tokenizer(
     folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
     """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
-    files = [file for pattern in _FILES for file in folder.glob(pattern)]
-    for file in files:
-        if not file.is_file() or file.stat().st_size > _FILE_BYTES:
+    for file in folder.iterdir():
+        if file.suffix in _READ and (not file.is_file() or file.stat().st_size > _FILE_BYTES):
             what = f"no regular file of at most {_FILE_BYTES >> 20} MiB"
             raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
-    if not files:
+    if not any(any(folder.glob(pattern)) for pattern in _FILES):
         if is_dummy:
             return ByteTokenizer(vocab_size)
         # For some families transformers would make up a tokenizer that knows no words.
