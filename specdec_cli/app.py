@@ -168,11 +168,18 @@ class _Outcome:
 
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""
+        if message is not None:
+            message = "\n".join(_cut(line) for line in message.splitlines())
         self.code, self.message, self.hint, self.failed = int(code), message, hint, True
 
     def document(self) -> dict[str, object]:
         message = self.message or f"ended with exit code {self.code}"
         return {"code": self.code, "message": message, "hint": self.hint}
+
+
+def _cut(line: str) -> str:
+    """A line that quotes something endless, without its middle."""
+    return line if len(line) <= 1000 else f"{line[:495]} … {line[-495:]}"
 
 
 # typer vendors click since 0.29; this base class is the one that its parser's errors have.
@@ -230,7 +237,16 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
     elif isinstance(error, BrokenPipeError):
         outcome.fail(ExitCode.RUN_FAILED, None)
-    elif isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
+    elif isinstance(error, ImportError):
+        cause: BaseException = error
+        while isinstance(cause.__cause__ or cause.__context__, ImportError):
+            cause = cause.__cause__ or cause.__context__  # type: ignore[assignment]
+        outcome.fail(
+            ExitCode.ENVIRONMENT,
+            f"cannot import {error.name or 'a library'}: {first_line(cause)}",
+            "is the installation whole, and is there memory left (ulimit -v)?",
+        )
+    elif isinstance(error, OSError) and (error.filename or error.errno in _MACHINE_ERRNOS):
         said = f"cannot write the result: {error.strerror}"  # errors about our own files name them
         if error.filename:
             said = f"{error.strerror}: {error.filename}"

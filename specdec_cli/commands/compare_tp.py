@@ -121,7 +121,7 @@ def compare_tp(
         document, code = conclusion(plan, records, codes, warnings, where)
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
-            write_pictures(output, quiet=quiet)
+            write_pictures(output)
     warn(document["warnings"][len(warnings) :])
     show(document, print_results, as_json=asked.as_json)
     raise typer.Exit(code)

@@ -43,6 +43,6 @@ def merge(
 
         document, records = merge_folders(folders, output)
     warn(document["warnings"])
-    write_pictures(output, quiet=quiet)
+    write_pictures(output)
     show(document, print_results, as_json=as_json)
     raise typer.Exit(exit_code(document, records))

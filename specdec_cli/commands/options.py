@@ -81,6 +81,8 @@ def run_folder(text: str) -> Path:
 def _folder(text: str, name: str) -> Path:
     if not text.strip():
         raise typer.BadParameter("the name is empty", param_hint=name)
+    if len(text.splitlines()) > 1:
+        raise typer.BadParameter(f"{one_line(text)} has a line break", param_hint=name)
     if not is_unicode(os.path.abspath(text)):
         said = f"{one_line(os.path.abspath(text))} is not valid Unicode, so no recipe could name it"
         raise typer.BadParameter(said, param_hint=name)

@@ -183,8 +183,7 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
         try:
             write_memory_picture(document, output / "memory.png")
         except ImportError:
-            if not quiet:
-                warn(["no memory.png without the package matplotlib"])
+            warn(["no memory.png without the package matplotlib"])
     show(document, print_profile, as_json=asked.as_json)
     if output is not None and not quiet and not asked.as_json:
         typer.echo(inert(f"written to {output}"), err=True)

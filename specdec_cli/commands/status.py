@@ -42,7 +42,7 @@ def say_kept(what: str, output: Path) -> None:
     typer.echo("go on with the same command and --resume", err=True)
 
 
-def write_pictures(folder: Path, *, quiet: bool) -> None:
+def write_pictures(folder: Path) -> None:
     """Write `report.html` and `plots/`, or warn that matplotlib is missing."""
     from specdec_cli.report.content import Content
     from specdec_cli.report.folder import read_folder
@@ -51,8 +51,7 @@ def write_pictures(folder: Path, *, quiet: bool) -> None:
     try:
         write_report(Content(read_folder(folder)), folder, ("html", "png"))
     except SetupError as problem:
-        if not quiet:
-            warn([f"no plots: {problem.message}"])
+        warn([f"no plots: {problem.message}"])
 
 
 @dataclass(slots=True)

@@ -169,7 +169,7 @@ def _sweep(
         with world.outside():
             warn(document["warnings"][len(warnings) :])
             if folder is not None:
-                write_pictures(folder.path, quiet=quiet)
+                write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)
         return exit_code(document, records, failures)
 

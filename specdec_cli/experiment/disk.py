@@ -7,6 +7,8 @@ from pathlib import Path
 
 from specdec_cli.errors import SetupError
 
+MAX_FILE_BYTES = 2**30
+
 
 @contextmanager
 def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
@@ -17,11 +19,32 @@ def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
         raise SetupError(f"{what}: {problem.strerror or problem}", hint) from None
 
 
+def refuse_special_files(folder: Path) -> None:
+    """Raise `SetupError` for what a run folder holds and no run writes.
+
+    Reading pipes may never end, devices fill the memory, and so do huge files.
+    """
+    with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
+        for entry in entries:
+            is_file = os.path.isfile(entry.path)
+            if not is_file and not os.path.isdir(entry.path):
+                raise SetupError(
+                    f"{folder / entry.name} is no regular file", "move it out of the run folder"
+                )
+            is_read = is_file and entry.name.endswith((".json", ".jsonl", ".yaml"))
+            if is_read and entry.stat().st_size > MAX_FILE_BYTES:
+                raise SetupError(
+                    f"{folder / entry.name} is larger than {MAX_FILE_BYTES >> 30} GiB",
+                    "the file was damaged or edited, or is of several runs",
+                )
+
+
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that a crash leaves the old or the new content."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        temporary.unlink(missing_ok=True)  # opening a pipe would wait
+        with temporary.open("xb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

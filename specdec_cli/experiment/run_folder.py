@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.core.figures import Record
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.results import to_json
 from specdec_cli.recipe import Recipe, dump_recipe
@@ -20,6 +20,18 @@ from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
 _RECORDS = ("samples.jsonl", "points.jsonl", "replay.jsonl", "curve.jsonl", "pairs.jsonl")
+
+
+class LostRecords(SetupError):
+    """Something else changed the folder while a run wrote there: exit code 1."""
+
+    code = ExitCode.RUN_FAILED
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"{what} while the run wrote there: its records are lost",
+            "let nothing else change the folder of a run, and run again",
+        )
 
 
 @dataclass(slots=True)
@@ -32,6 +44,7 @@ class RunFolder:
 
     path: Path
     _files: dict[str, int] = field(default_factory=dict)
+    _sizes: dict[str, int] = field(default_factory=dict)  # bytes of each file after our last write
 
     @classmethod
     def reopen(cls, path: Path) -> "RunFolder":
@@ -95,7 +108,7 @@ class RunFolder:
                 "wait until it has ended, or name another folder with -o",
             ) from None
         except OSError as problem:  # a file system without locks
-            _log.info("%s is not locked: %s", self.path, problem.strerror)
+            _log.warning("%s is not locked: %s", self.path, problem.strerror)
 
     def append(self, name: str, *records: Record | dict[str, Any]) -> None:
         """Append records to a .jsonl file in a single write, synced before this returns."""
@@ -106,24 +119,40 @@ class RunFolder:
             if name not in self._files:
                 # The run goes on: if it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
-                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+                flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
                 self._files[name] = os.open(self.path / name, flags, 0o644)
                 _sync_names(self.path)
+            self._check_present()
             written = os.write(self._files[name], lines)
             if written != len(lines):
                 raise OSError("the disk took only part of a record")
             os.fsync(self._files[name])
+            self._sizes[name] = os.fstat(self._files[name]).st_size
 
     def write(self, name: str, text: str) -> None:
         """Replace a file atomically."""
         with or_setup_error(f"cannot write {self.path / name}"):
+            self._check_present()
             replace_file(self.path / name, text.encode())
             _sync_names(self.path)
+
+    def _check_present(self) -> None:
+        """Raise `LostRecords` if the folder is no longer there, or a file that this run wrote."""
+        for name, descriptor in self._files.items():
+            ours, now = os.fstat(descriptor), None
+            with suppress(FileNotFoundError, NotADirectoryError):
+                now = os.stat(self.path / name)
+            if now is None or not os.path.samestat(ours, now):
+                raise LostRecords(f"{self.path / name} was removed or replaced")
+            if ours.st_size < self._sizes.get(name, 0):
+                raise LostRecords(f"{self.path / name} was cut short")
 
     def forget(self, name: str) -> None:
         """Remove a file of records that count for nothing."""
         with or_setup_error(f"cannot remove {self.path / name}"):
             (self.path / name).unlink(missing_ok=True)
+            if (descriptor := self._files.pop(name, None)) is not None:
+                os.close(descriptor)
 
     def close(self) -> None:
         for descriptor in self._files.values():
@@ -168,7 +197,7 @@ def _sync_names(folder: Path) -> None:
 def _is_foreign(path: Path) -> bool:
     """Whether a recipe was written by hand: ours have every section and no comments."""
     try:
-        lines = path.read_bytes().splitlines()
+        lines = path.read_bytes().splitlines() if path.is_file() else []
     except OSError:
         return False
     sections = {line.partition(b":")[0].decode(errors="replace") for line in lines}

@@ -3,8 +3,7 @@
 The ranks would find the same problems. Imports nothing heavy and does not ask the hub.
 """
 
-import json
-
+from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.resolve import local_folder
 from specdec_cli.recipe import DraftSection, ModelSection, Recipe
@@ -14,7 +13,8 @@ from specdec_cli.recipe.choices.registry import needs_draft
 def check_ahead(recipe: Recipe) -> None:
     """Check the models that a recipe runs.
 
-    Raises `SetupError` for a missing model, and `Indivisible` for heads that cannot be split.
+    Raises `SetupError` for a missing model or a damaged config, and `Indivisible` for heads that
+    cannot be split.
     """
     _check(recipe.target)
     speculation = recipe.speculation
@@ -25,10 +25,6 @@ def check_ahead(recipe: Recipe) -> None:
 def _check(section: ModelSection | DraftSection | None) -> None:
     if section is None or (folder := local_folder(section.model)) is None:
         return
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        heads = config["num_attention_heads"]
-    except (OSError, ValueError, RecursionError, LookupError, TypeError):
-        return  # damaged or unusual: the ranks report it
+    heads = config_file(section.model, folder).get("num_attention_heads")
     if type(heads) is int and heads % section.tensor_parallel_size:
         raise Indivisible(section.model, f"{heads} attention heads", section.tensor_parallel_size)

@@ -8,11 +8,13 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import MAX_BYTES, config_file
 from specdec_cli.models.refusals import Unsupported
 
 
 def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
     """Read transformers' config. Raises `SetupError` if it is unreadable or of an unknown type."""
+    config_file(name, folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as problem:
@@ -58,6 +60,8 @@ def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
     file = folder / "generation_config.json"
     if file.is_file():
         try:
+            if file.stat().st_size > MAX_BYTES:
+                raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
             stored = GenerationConfig.from_pretrained(folder).eos_token_id
         except Exception as problem:
             raise SetupError(

@@ -18,7 +18,6 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
-from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 
 from specdec_cli.models.weights import Part, Read
 
@@ -33,7 +32,7 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
     out of the second result. A reader raises `ValueError` when the parts of a tensor do not fit
     together.
     """
-    table = get_model_conversion_mapping(module, hf_quantizer=_dequantiser(module.config))
+    table = get_model_conversion_mapping(module)
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
     by_pattern = {p: converter for converter in converters for p in converter.source_patterns}
@@ -60,16 +59,6 @@ def converted(module: Any, tensors: dict[str, Read]) -> tuple[dict[str, Read], l
         groups[name].converter.add_tensor(name, key, pattern, tensors[key])
     known = [*(module._keys_to_ignore_on_load_unexpected or ()), *_NEVER_USED]
     return readers, [key for key in unused if not any(re.search(p, key) for p in known)]
-
-
-def _dequantiser(config: Any) -> Any:
-    """The quantizer whose table turns quantised weights into plain ones; None for plain weights."""
-    stored = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    settings = AutoQuantizationConfig.from_dict(stored)
-    settings.dequantize = True
-    return AutoHfQuantizer.from_config(settings, pre_quantized=True)
 
 
 class _Group:

@@ -3,10 +3,10 @@
 Reads config.json alone. Imports nothing heavy.
 """
 
-import json
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.config_file import config_file
 from specdec_cli.models.resolve import local_folder, model_folder
 from specdec_cli.recipe import DraftSection, Recipe, SpeculationSection
 from specdec_cli.recipe.choices.registry import METHODS, needs_draft
@@ -51,9 +51,6 @@ def _config_of(draft: DraftSection, *, may_download: bool) -> dict[str, Any] | N
         folder = local_folder(draft.model)
         if folder is None and may_download:
             folder = model_folder(draft.model, draft.revision, weights=False)
-        if folder is None:
-            return None
-        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (SetupError, OSError, ValueError, RecursionError):
+        return None if folder is None else config_file(draft.model, folder)
+    except SetupError:
         return None
-    return found if isinstance(found, dict) else None

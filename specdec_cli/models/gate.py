@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from specdec_cli.core.kv_cache import LayerShape
+from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import NotPlainAttention, Recorder, attach
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.text import first_line
@@ -46,6 +47,16 @@ def check_config(config: Any, name: str) -> None:
             f"its weights are quantised ({method})",
             "take the checkpoint that it was made from; of quantised ones, those stored as "
             f"{' or '.join(sorted(_DEQUANTISED))} work, and run in the model's dtype",
+        )
+
+
+def check_layers(config: Any, name: str, held: int) -> None:
+    """Raise `SetupError` if the config names more layers than the `held` ones of the weights."""
+    layers = config.num_hidden_layers
+    if layers > held:
+        raise SetupError(
+            f"config.json of {name}: num_hidden_layers is {layers}, and the weights have {held}",
+            "config.json and the weights do not belong together, or a file is missing",
         )
 
 

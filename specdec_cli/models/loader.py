@@ -22,11 +22,12 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.gate import check_config, probe, quantisation
+from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tp import WHOLE, Shards, shard
-from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
+from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
@@ -105,6 +106,8 @@ def describe(
     )
     config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
     check_config(config, spec.name)
+    if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
+        check_layers(config, spec.name, held)
     dtype = dtype_of(spec.dtype, config, device)
     try:
         with torch.device("meta"):
@@ -242,6 +245,10 @@ def _checkpoint_source(
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
+    method = quantisation(module.config)
+    if method is not None:
+        settings = module.config.quantization_config
+        tensors = dequantised(tensors, settings, description.dtype, spec.name)
     try:
         readers, unused = converted(module, tensors)
     except Exception as problem:
@@ -250,7 +257,7 @@ def _checkpoint_source(
             f"({line_of(problem)})",
             "config.json and the weights do not belong together",
         ) from problem
-    if unused and quantisation(module.config) is None:
+    if unused and method is None:
         _log.warning(
             "%d tensors in the weights of %s are not used, first %s: config.json describes a model "
             "without them",
@@ -290,8 +297,9 @@ def _checkpoint_source(
         # Quantised numbers would be copied as if they were the weights themselves.
         is_code = value.element_size() == 1 or not value.is_floating_point()
         if is_code and meta.is_floating_point():
+            lacks = "config.json does not say how" if method is None else "its scales are missing"
             raise SetupError(
-                f"{name} of {spec.name} is quantised, and config.json does not say how",
+                f"{name} of {spec.name} is quantised, and {lacks}",
                 "take the checkpoint that it was made from",
             )
         if value.shape != meta.shape:

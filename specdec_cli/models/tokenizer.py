@@ -1,5 +1,7 @@
 """Tokenizers, and a check that two models use the same token ids."""
 
+import json
+import resource
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +17,11 @@ from specdec_cli.text import first_line
 
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
+_TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
+_MOST_CHARACTERS = 2**25  # of a rendered conversation
+ENCODE_SECONDS = 60.0  # for a text, and as much again for each 10 MB of it
+_FILE_BYTES = 2**28
+_MOST_GROWTH = 10_000
 
 
 class Tokenizer(Protocol):
@@ -37,9 +44,27 @@ class PretrainedTokenizer:
         self._name = name
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        # Not verbose: it would warn of texts that are too long, which we report ourselves.
-        found = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
-        ids: list[int] = found["input_ids"]
+        """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes minutes."""
+        found: list[Any] = []
+
+        def run() -> None:
+            try:
+                # Not verbose: it would warn of texts that are too long, which we report ourselves.
+                more = {"add_special_tokens": add_special_tokens, "verbose": False}
+                found.append(self._tokenizer(text, **more)["input_ids"])
+            except BaseException as problem:
+                found.append(problem)
+
+        # Native code cannot be interrupted; it is left behind in its thread.
+        thread = threading.Thread(target=run, daemon=True)
+        with _failures(self._name):
+            thread.start()
+            thread.join(ENCODE_SECONDS * (1 + len(text) / 1e7))
+            if not found:
+                raise TimeoutError("it takes minutes for a text")
+            if isinstance(found[0], BaseException):
+                raise found[0]
+        ids: list[int] = found[0]
         return ids
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
@@ -52,18 +77,21 @@ class PretrainedTokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             raise _no_template(self._name)
         try:
-            with _processor_time(TEMPLATE_SECONDS):
+            with _bounded(TEMPLATE_SECONDS, _TEMPLATE_BYTES):
                 text: str = self._tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=False
                 )
+            if len(text) > _MOST_CHARACTERS:
+                raise MemoryError
         except Exception as problem:
             raise _template_problem(problem, self._name) from problem
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        with _failures(self._name):
+            text: str = self._tokenizer.decode(
+                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
         return text
 
     def vocabulary(self) -> dict[str, int]:
@@ -94,6 +122,7 @@ class ByteTokenizer:
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
@@ -101,6 +130,10 @@ def load_tokenizer(
     folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
     """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
+    for file in folder.iterdir():
+        if file.suffix in _READ and (not file.is_file() or file.stat().st_size > _FILE_BYTES):
+            what = f"no regular file of at most {_FILE_BYTES >> 20} MiB"
+            raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
     if not any(any(folder.glob(pattern)) for pattern in _FILES):
         if is_dummy:
             return ByteTokenizer(vocab_size)
@@ -110,10 +143,15 @@ def load_tokenizer(
 
     try:
         # Without the option transformers asks on the terminal whether to run remote code.
-        return PretrainedTokenizer(
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code), name
-        )
-    except Exception as problem:
+        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        backend = getattr(found, "backend_tokenizer", None)
+        for part in ("normalizer", "decoder"):
+            if (step := getattr(backend, part, None)) is not None:
+                _check_growth(json.loads(step.__getstate__()), part)
+        return PretrainedTokenizer(found, name)
+    except BaseException as problem:
+        if not (isinstance(problem, Exception) or _is_panic(problem)):
+            raise
         if "trust_remote_code" in str(problem):
             raise SetupError(
                 f"the tokenizer of {name} needs code from its own repository",
@@ -123,6 +161,41 @@ def load_tokenizer(
             f"cannot load the tokenizer of {name}: {_reason(problem)}",
             _NEEDED,
         ) from None
+
+
+def _check_growth(steps: Any, part: str) -> None:
+    """Raise `ValueError` if replacements can make a text so long that native code aborts."""
+    growth, inner = 1, [steps]
+    while inner:
+        one = inner.pop()
+        if isinstance(one, list):
+            inner += one
+        elif isinstance(one, dict):
+            inner += one.values()
+            growth *= max(1, *(len(str(one.get(key, ""))) for key in ("content", "prepend")))
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"its {part} can make a text over {_MOST_GROWTH} times as long")
+
+
+def _is_panic(problem: BaseException) -> bool:
+    """Whether native code panicked, which Python has no `Exception` for."""
+    return type(problem).__name__ == "PanicException"
+
+
+@contextmanager
+def _failures(name: str) -> Iterator[None]:
+    """Raise `SetupError` for what goes wrong inside a tokenizer."""
+    try:
+        yield
+    except BaseException as problem:
+        if isinstance(problem, MemoryError) or not (
+            isinstance(problem, Exception) or _is_panic(problem)
+        ):
+            raise
+        raise SetupError(
+            f"the tokenizer of {name} fails: {_reason(problem)}",
+            "its files are damaged or were edited; download the model again",
+        ) from problem
 
 
 def _no_template(name: str) -> SpecdecError:
@@ -144,10 +217,12 @@ def _template_problem(problem: Exception, name: str) -> SpecdecError:
     if isinstance(problem, TimeoutError):
         why = f"no text after {TEMPLATE_SECONDS:g} seconds"
         return SetupError(f"the chat template of {name} does not end: {why}", hint)
+    if isinstance(problem, MemoryError):
+        return SetupError(f"the chat template of {name} makes too long a text", hint)
     return SetupError(f"the chat template of {name} fails: {_reason(problem)}", hint)
 
 
-def _reason(problem: Exception) -> str:
+def _reason(problem: BaseException) -> str:
     """The first line of an exception's message, or all of it where that line ends with a colon."""
     first = first_line(problem) or type(problem).__name__
     said = " ".join(str(problem).split()) if first.rstrip().endswith(":") else first
@@ -155,8 +230,9 @@ def _reason(problem: Exception) -> str:
 
 
 @contextmanager
-def _processor_time(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside after so much processor time; works in the main thread only.
+def _bounded(seconds: float, size: int) -> Iterator[None]:
+    """Raise `TimeoutError` inside after so much processor time, and `MemoryError` for so many bytes
+    more than there are; works in the main thread only.
 
     A template is a program that comes with a model, and may never end.
     """
@@ -169,9 +245,15 @@ def _processor_time(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGVTALRM, stop)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if (statm := Path("/proc/self/statm")).exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + size
+        limits = [n for n in (soft, most) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
         signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 

@@ -5,8 +5,9 @@ know models.
 """
 
 import json
+import re
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from specdec_cli.errors import SetupError
 from specdec_cli.text import first_line
 
-_SAFE = "model.safetensors"
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_INDEX_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,21 +89,14 @@ def weight_files(folder: Path) -> list[Path]:
 
     Raises `SetupError` for a missing shard or a damaged index.
     """
-    return _files(folder, _SAFE) or _files(folder, "pytorch_model.bin")
+    return _files(folder, _SAFE) or _files(folder, _PICKLED)
 
 
 def _files(folder: Path, name: str) -> list[Path]:
     """The files of a checkpoint: one, or the shards that its index names."""
-    index = folder / f"{name}.index.json"
-    if index.is_file():
-        try:
-            shards = {Path(s).name for s in json.loads(index.read_text())["weight_map"].values()}
-        except (ValueError, KeyError, AttributeError, TypeError) as problem:
-            raise SetupError(
-                f"{index} is not a weight index: {problem}", "download the model again"
-            ) from None
+    if (index := _index(folder, name)) is not None:
         # An index could name files anywhere; only its own folder counts.
-        files = [folder / shard for shard in sorted(shards)]
+        files = [folder / shard for shard in sorted({Path(s).name for s in index.values()})]
         missing = [f.name for f in files if not f.is_file()]
         if missing:
             raise SetupError(
@@ -111,6 +106,37 @@ def _files(folder: Path, name: str) -> list[Path]:
         return files
     single = folder / name
     return [single] if single.is_file() else []
+
+
+def _index(folder: Path, name: str) -> dict[str, str] | None:
+    """The file of each tensor, where a checkpoint is in several; None where it is not."""
+    index = folder / f"{name}.index.json"
+    if not index.is_file():
+        return None
+    try:
+        if index.stat().st_size > _INDEX_BYTES:
+            raise ValueError(f"larger than {_INDEX_BYTES >> 20} MiB")
+        found: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        if not all(isinstance(file, str) for file in found.values()):
+            raise ValueError("a file's name is no text")
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as problem:
+        raise SetupError(
+            f"{index} is not a weight index: {first_line(problem)}", "download the model again"
+        ) from None
+    return found
+
+
+def layers_held(folder: Path) -> int | None:
+    """The number of layers that the names of the tensors show; None where they show none.
+
+    Raises `SetupError` for a damaged index or file.
+    """
+    names: Collection[str] = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
+    if not names and (file := folder / _SAFE).is_file():
+        with ExitStack() as stack:
+            names = _open_safetensors(file, stack).keys()
+    found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
+    return max((int(match[1]) + 1 for match in found), default=None)
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from specdec_cli.report.content import Content
@@ -38,7 +39,10 @@ def _cell(value: Value) -> str:
     if not isinstance(value, str):
         return repr(value)
     text = inert(value)
-    return f"'{text}" if text.startswith(_FORMULA) else text
+    # Spreadsheets read full-width signs as plain ones, and skip blanks before them.
+    plain = unicodedata.normalize("NFKC", text)
+    is_formula = plain.startswith(_FORMULA) or plain.lstrip().startswith(_FORMULA)
+    return f"'{text}" if is_formula else text
 
 
 def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:

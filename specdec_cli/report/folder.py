@@ -4,6 +4,7 @@ Damaged records and files are left out, each with a line in `notes`. Knows nothi
 shown.
 """
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ import yaml
 
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
+from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.records import Key, Point, R, Sample, checked, json_of, parsed
 
-_MAX_FILE_BYTES = 1024**3
 _LABEL_LENGTH = 32
 
 
@@ -65,10 +66,15 @@ class ReportedRun:
 
 
 def read_folder(path: Path) -> ReportedRun:
-    """The run in a folder. Raises `UsageError` if it holds no run that a report can show."""
-    if not path.is_dir():
-        what = "is a file" if path.exists() else "no such folder"
+    """The run in a folder.
+
+    Raises `UsageError` if it holds no run that a report can show, and `SetupError` for files that
+    cannot be read safely.
+    """
+    if not os.path.isdir(path):  # a name may be too long
+        what = "is a file" if os.path.exists(path) else "no such folder"
         raise UsageError(f"{path}: {what}", "name a run folder (what -o was given)")
+    refuse_special_files(path)
     notes: list[str] = []
     summary = _document(path / "summary.json", notes)
     schema = str((summary or {}).get("schema", ""))
@@ -166,9 +172,6 @@ def _labels(points: Sequence[Point]) -> dict[str | None, str]:
 def _read(path: Path, notes: list[str]) -> str | None:
     try:
         if not path.exists():
-            return None
-        if path.stat().st_size > _MAX_FILE_BYTES:
-            notes.append(f"{path.name} is too large and was left out")
             return None
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:

@@ -685,6 +685,15 @@ def test_an_index_cannot_name_files_outside_the_folder(
     assert outside.name in refusal(folder).message
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_more_layers_than_the_weights_have(is_sharded: bool, folder: Path) -> None:
+    if is_sharded:
+        shard(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 900}))
+    assert "num_hidden_layers is 900, and the weights have 2" in refusal(folder).message
+
+
 @pytest.mark.parametrize(
     "text",
     [

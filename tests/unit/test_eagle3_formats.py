@@ -157,16 +157,16 @@ def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> Non
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama"},
         {"speculators_model_type": "peagle", "transformer_layer_config": {}},
         {"speculators_config": {"algorithm": "dflash"}},
-        [],
     ],
 )
 def test_what_is_no_head_is_left_alone(config: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(SetupError, match="no EAGLE-3 head"):
         read_head_config("a head", tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(SetupError, match="cannot read config"):
-        read_head_config("a head", tmp_path)
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SetupError, match="cannot read config"):
+            read_head_config("a head", tmp_path)
 
 
 def pair_recipe(draft: Path | str, **keys: object) -> Recipe:

@@ -1,12 +1,15 @@
-"""Recipes and data files made to take long: linear time, or a limit that the message says."""
+"""Files made to take long, or memory: linear time, or a limit that the message says."""
 
+import json
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.models import config_file
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import DataSection, load_recipe, source
 
@@ -14,10 +17,10 @@ GOOD = "target: {model: t}\n"
 MANY = 20_000
 
 
-def refused(read: Callable[[], object]) -> str:
+def refused(read: Callable[[], object], kind: type[SpecdecError] = UsageError) -> str:
     """The message of the error that `read` raises, within a second."""
     start = time.process_time()
-    with pytest.raises(UsageError) as error:
+    with pytest.raises(kind) as error:
         read()
     assert time.process_time() - start < 1.0
     return error.value.message
@@ -49,3 +52,43 @@ def test_columns_and_keys_are_compared_once(tmp_path: Path) -> None:
     rows.write_text("[{" + ", ".join(f'"{name}": 1' for name in [*names, names[-1]]) + "}]")
     said = refused(lambda: load_prompts(DataSection(path=str(rows))))
     assert said == f'{rows}:1: duplicate key "c19999"'
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_hidden_layers", 10**12),
+        ("num_hidden_layers", 1e12),
+        ("n_layer", "many"),
+        ("num_experts", 10**9),
+        ("vocab_size", 0),
+        ("hidden_size", True),
+        ("intermediate_size", [128, -1]),
+        ("max_position_embeddings", 1.5),
+    ],
+)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_counts_that_no_model_has_are_refused_by_their_key(
+    key: str, value: object, is_nested: bool, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", key: value}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"text_config": config} if is_nested else config)
+    )
+    said = refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+    wrong = value[1] if isinstance(value, list) else value
+    assert said == f"config.json of m: {key} is {json.dumps(wrong)}"
+
+
+def test_configs_are_small_regular_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+    assert config_file.config_file("m", tmp_path) == {"model_type": "llama"}
+    monkeypatch.setattr(config_file, "MAX_BYTES", 1)
+    assert "larger than" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+    monkeypatch.undo()
+    file.write_text("[" * 100_000)
+    assert "recursion" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+    file.unlink()
+    os.mkfifo(file)
+    assert "no regular file" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)

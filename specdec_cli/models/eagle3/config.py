@@ -5,7 +5,6 @@ of speculators holds the layer's settings in `transformer_layer_config`. DeepSpe
 target's config and adds `target_layer_ids`. Reads no weights.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.config_file import config_file
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import shown
 
@@ -163,11 +163,8 @@ def read_head_config(name: str, folder: Path) -> HeadConfig:
     Raises `SetupError`, which names the key, for a config that is damaged, that describes no
     EAGLE-3 head, or that asks for what is not built.
     """
-    try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as problem:
-        raise SetupError(f"cannot read config.json of {name}: {problem}") from None
-    dialect = dialect_of(raw) if isinstance(raw, dict) else None
+    raw = config_file(name, folder)
+    dialect = dialect_of(raw)
     if dialect is None:
         raise SetupError(
             f"{name} is no EAGLE-3 head",

@@ -1,0 +1,64 @@
+"""A model's config.json before transformers reads it: what it must be, and sizes that can be.
+
+transformers makes a list entry or a module for each layer that a config names, however many.
+Imports nothing heavy.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError
+from specdec_cli.text import first_line, shown
+
+MAX_BYTES = 16 * 2**20
+_LAYERS = re.compile(r"(num_)?((hidden|encoder|decoder)_)?layers|n_layers?")
+_EXPERTS = re.compile(r"(n|num|moe_num)_(local_|routed_|shared_)?experts(_per_tok)?")
+_SIZES = set(
+    "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
+    "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
+)
+_MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
+
+
+def config_file(name: str, folder: Path) -> dict[str, Any]:
+    """The content of config.json in `folder`.
+
+    Raises `SetupError` for what is no JSON object in a regular file of at most 16 MiB, and, with
+    the key, for a count that no model has.
+    """
+    file = folder / "config.json"
+    try:
+        if not file.is_file():
+            raise ValueError("it is no regular file")
+        if file.stat().st_size > MAX_BYTES:
+            raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
+        config = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError, RecursionError) as problem:
+        raise SetupError(
+            f"cannot read config.json of {name}: {first_line(problem)}",
+            "it is damaged or was edited, or this is no model folder",
+        ) from None
+    inner: list[dict[str, Any]] = [config]
+    while inner:
+        for key, value in inner.pop().items():
+            kind = "layers" if _LAYERS.fullmatch(key) else "sizes"
+            kind = "experts" if _EXPERTS.fullmatch(key) else kind
+            if isinstance(value, dict):
+                inner.append(value)
+            elif kind != "sizes" or key in _SIZES:
+                _check(name, key, value, int(kind == "sizes"), _MOST[kind])
+    return config
+
+
+def _check(name: str, key: str, value: Any, least: int, most: int) -> None:
+    """Raise `SetupError` unless each of the values, which may be one, is in the range or null."""
+    for count in value if isinstance(value, list) else [value]:
+        if count is not None and not (type(count) is int and least <= count <= most):
+            raise SetupError(
+                f"config.json of {name}: {key} is {shown(count)}",
+                f"it has to be a whole number from {least} to {most}",
+            )

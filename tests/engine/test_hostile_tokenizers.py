@@ -1,0 +1,101 @@
+"""Tokenizers that panic, take minutes or multiply text: one line and exit code 5."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.models import tokenizer as module
+from specdec_cli.models.tokenizer import load_tokenizer
+
+
+def saved(folder: Path, **steps: Any) -> Path:
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    for name, step in steps.items():
+        setattr(inner, name, step)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def refusal(folder: Path, text: str, ids: tuple[int, ...] = ()) -> str:
+    """The one line that loading the tokenizer and using it ends with."""
+    with pytest.raises(SetupError) as caught:
+        tokenizer = load_tokenizer(folder, "m", 97, is_dummy=False)
+        tokenizer.encode(text)
+        tokenizer.decode(ids)
+    assert caught.value.code == ExitCode.ENVIRONMENT and caught.value.hint
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+def explodes(pattern: str = r"(a+)+$") -> Any:
+    return pre_tokenizers.Split(Regex(pattern), "isolated")
+
+
+def test_a_panic_is_an_error_of_the_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUST_BACKTRACE", "0")  # it takes seconds
+    said = refusal(saved(tmp_path, pre_tokenizer=explodes()), "a" * 40 + "b")
+    assert said.startswith("the tokenizer of m fails: ") and "retry-limit" in said
+
+
+def test_a_text_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every place in the text is below the limit of one match, and there are many."""
+    monkeypatch.setattr(module, "ENCODE_SECONDS", 0.05)
+    said = refusal(saved(tmp_path, pre_tokenizer=explodes()), ("a" * 12 + "b") * 1000)
+    assert said == "the tokenizer of m fails: it takes minutes for a text"
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [
+        ("normalizer", normalizers.Replace("a", "a" * 20_000)),
+        ("normalizer", normalizers.Sequence([normalizers.Replace("a", "a" * 30)] * 3)),
+        ("normalizer", normalizers.Prepend("a" * 20_000)),
+        ("decoder", decoders.Sequence([decoders.Replace("a", "a" * 30)] * 400)),
+    ],
+)
+def test_text_that_is_multiplied(part: str, step: Any, tmp_path: Path) -> None:
+    said = refusal(saved(tmp_path, **{part: step}), "a", (1,))
+    assert f"its {part} can make a text over 10000 times as long" in said
+
+
+def test_replacements_that_models_have(tmp_path: Path) -> None:
+    steps = [
+        normalizers.Prepend("▁"),
+        normalizers.Replace(" ", "▁"),
+        normalizers.Replace("``", '"'),
+    ]
+    folder = saved(tmp_path, normalizer=normalizers.Sequence(steps))
+    assert load_tokenizer(folder, "m", 97, is_dummy=False).encode("a") == [0]
+
+
+def test_files_are_regular_and_not_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path)
+    monkeypatch.setattr(module, "_FILE_BYTES", 100)
+    assert "no regular file of at most" in refusal(tmp_path, "a")
+    monkeypatch.undo()
+    (tmp_path / "vocab.txt").symlink_to("/dev/zero")
+    assert f"{tmp_path}/vocab.txt is no regular file" in refusal(tmp_path, "a")
+
+
+def test_a_limit_that_is_no_number(tmp_path: Path) -> None:
+    file = saved(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_max_length": "x"}))
+    said = refusal(tmp_path, "a")
+    assert "tokenizer of m" in said and "Error" not in said
+
+
+@pytest.mark.parametrize("template", ["{{ 'a' * 10**11 }}", "{{ 'a' * 2**26 }}"])
+def test_a_template_that_multiplies_text(template: str, tmp_path: Path) -> None:
+    file = saved(tmp_path) / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": template}))
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer = load_tokenizer(tmp_path, "m", 97, is_dummy=False)
+    with pytest.raises(SetupError, match="the chat template of m makes too long a text"):
+        tokenizer.render([{"role": "user", "content": "a"}])
