@@ -169,7 +169,7 @@ class _Outcome:
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""
         if message is not None:
-            message = "\n".join(_cut(line) for line in message.splitlines())
+            message = "\n".join(_cut(line) for line in message.split("\n"))
         self.code, self.message, self.hint, self.failed = int(code), message, hint, True
 
     def document(self) -> dict[str, object]:

@@ -8,7 +8,7 @@ import json
 import re
 import zipfile
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -129,11 +129,13 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 def layers_held(folder: Path) -> int | None:
     """The number of layers that the names of the tensors show; None where they show none.
 
-    Raises `SetupError` for a damaged index or file.
+    None too for a damaged index or file, which loading tells of: there one draft of a sweep fails,
+    and here the sweep would.
     """
-    names: Collection[str] = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
-    if not names and (file := folder / _SAFE).is_file():
-        with ExitStack() as stack:
+    names: Collection[str] = ()
+    with suppress(SetupError), ExitStack() as stack:
+        names = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
+        if not names and (file := folder / _SAFE).is_file():
             names = _open_safetensors(file, stack).keys()
     found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
     return max((int(match[1]) + 1 for match in found), default=None)

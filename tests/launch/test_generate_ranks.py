@@ -8,6 +8,7 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.demo import demo_path
+from specdec_cli.errors import SetupError
 from specdec_cli.models.ahead import check_ahead
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.recipe import load_recipe
@@ -66,13 +67,17 @@ def test_what_a_folder_tells_is_told_before_ranks_start(
 
 
 def test_what_a_folder_does_not_tell_is_left_to_the_ranks(tmp_path: Path) -> None:
-    """The parent cannot judge a hub id, an unused draft, or a config that it cannot read."""
+    """The parent cannot judge a hub id, an unused draft, or a config without a number of heads."""
     keys = {"target.tensor_parallel_size": 3, "target.model": str(tmp_path)}
     k0 = {"speculation.num_speculative_tokens": 0, "draft.model": "/no/such"}
-    for text in ("{", "[]", '{"n_head": 4}', '{"num_attention_heads": null}'):
+    for text in ('{"n_head": 4}', '{"num_attention_heads": null}'):
         (tmp_path / "config.json").write_text(text)
         check_ahead(load_recipe(None, keys | k0))
     check_ahead(load_recipe(None, keys | k0 | {"target.model": "owner/name"}))
+    for text in ("{", "[]"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(SetupError, match=r"cannot read config\.json of "):
+            check_ahead(load_recipe(None, keys | k0))
     (tmp_path / "config.json").write_text('{"num_attention_heads": 4}')
     with pytest.raises(Indivisible, match="its 4 attention heads cannot be divided among 3 ranks"):
         check_ahead(load_recipe(None, keys | k0))
