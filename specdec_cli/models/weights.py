@@ -129,12 +129,15 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
 def layers_held(folder: Path) -> int | None:
     """The number of layers that the names of the tensors show; None where they show none.
 
-    Raises `SetupError` for a damaged index or file.
+    Also None for damaged files, which loading reports: a sweep goes on with its other drafts.
     """
-    names: Collection[str] = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
-    if not names and (file := folder / _SAFE).is_file():
-        with ExitStack() as stack:
-            names = _open_safetensors(file, stack).keys()
+    try:
+        names: Collection[str] = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
+        if not names and (file := folder / _SAFE).is_file():
+            with ExitStack() as stack:
+                names = _open_safetensors(file, stack).keys()
+    except SetupError:
+        return None
     found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
     return max((int(match[1]) + 1 for match in found), default=None)
 
