@@ -24,6 +24,8 @@ def refuse_special_files(folder: Path) -> None:
 
     Reading pipes may never end, devices fill the memory, and so do huge files.
     """
+    if not os.path.isdir(folder):
+        return  # told by who looks for a file in it
     with or_setup_error(f"cannot read {folder}"), os.scandir(folder) as entries:
         for entry in entries:
             is_file = os.path.isfile(entry.path)

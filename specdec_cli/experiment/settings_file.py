@@ -1,13 +1,11 @@
 """settings.json of a run folder: the settings of its records, and whether a run may resume."""
 
 import json
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.records import json_of
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
@@ -42,8 +40,6 @@ def read_warnings(path: Path) -> list[str]:
 
 def read_settings_file(path: Path) -> dict[str, Any]:
     """The content of settings.json. Raises `UsageError` without the file."""
-    if os.path.isdir(path):
-        refuse_special_files(path)
     try:
         found = json.loads((path / SETTINGS).read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):

@@ -70,7 +70,7 @@ def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip plots, which take longer to draw than these sweeps take to run."""
     for command in ("sweep_k", "merge"):
         name = f"specdec_cli.commands.{command}.write_pictures"
-        monkeypatch.setattr(name, lambda folder, quiet: None)
+        monkeypatch.setattr(name, lambda folder: None)
 
 
 @pytest.fixture(scope="module")

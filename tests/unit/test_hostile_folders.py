@@ -12,7 +12,7 @@ from specdec_cli.app import main
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.experiment import disk, run_folder
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.settings_file import read_settings_file
+from specdec_cli.experiment.sweep.sweep_folder import read_settings
 from specdec_cli.report.folder import read_folder
 from tests.report_helpers import sweep_points, write_folder
 
@@ -31,7 +31,7 @@ def test_only_regular_files_are_read(name: str, kind: str, tmp_path: Path) -> No
     read_folder(folder)
     (folder / name).unlink(missing_ok=True)
     SPECIAL[kind](folder / name)
-    for read in (read_folder, read_settings_file):
+    for read in (read_folder, read_settings):
         with pytest.raises(SetupError) as caught:
             read(folder)
         assert caught.value.message == f"{folder / name} is no regular file"

@@ -17,6 +17,7 @@ from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
+from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import device_settings, few_prompts, for_engine, with_weights
 from specdec_cli.experiment.results import environment
@@ -227,6 +228,7 @@ def open_folder(
     """
     where = plan.where
     if resume and (path / "settings.json").exists():
+        refuse_special_files(path)
         theirs = settings_file.read_settings_file(path).get("settings")
         if not isinstance(theirs, dict) or "target_tps" not in theirs:
             raise UsageError(f"{path} holds no comparison of compare-tp", "name another with -o")

@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.experiment import settings_file
+from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
@@ -48,6 +49,7 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
 def read_settings(path: Path) -> SweepSettings:
     """The settings of a sweep's folder. Raises `UsageError` if it is none, and `SetupError` if they
     are damaged."""
+    refuse_special_files(path)
     file = settings_file.read_settings_file(path)
     found = file.get("settings")
     if isinstance(found, dict) and "ks" not in found:
