@@ -274,6 +274,7 @@ def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     assert told in result.document["warnings"][-1] and told in result.err
 
 
+@pytest.mark.slow  # sweeps say it by the same function, in test_sweep_k.py
 def test_where_no_pair_can_be_measured_the_result_has_an_error(tmp_path: Path) -> None:
     draft = shutil.copytree(demo_path("demo:draft"), tmp_path / "draft")
     with open(draft / "model.safetensors", "r+b") as file:
