@@ -20,9 +20,9 @@ def or_setup_error(what: str, hint: str | None = None) -> Iterator[None]:
 
 
 def refuse_special_files(folder: Path) -> None:
-    """Raise `SetupError` for what a run folder holds and no run writes.
+    """Raise `SetupError` for pipes, devices, broken links and huge files in a run folder.
 
-    Reading pipes may never end, devices fill the memory, and so do huge files.
+    Reading a pipe may never end. Devices and huge files fill the memory.
     """
     if not os.path.isdir(folder):
         return  # told by who looks for a file in it

@@ -184,7 +184,7 @@ def _is_panic(problem: BaseException) -> bool:
 
 @contextmanager
 def _failures(name: str) -> Iterator[None]:
-    """Raise `SetupError` for what goes wrong inside a tokenizer."""
+    """Turn failures and panics inside a tokenizer into `SetupError`; `MemoryError` stays."""
     try:
         yield
     except BaseException as problem:
@@ -231,8 +231,10 @@ def _reason(problem: BaseException) -> str:
 
 @contextmanager
 def _bounded(seconds: float, size: int) -> Iterator[None]:
-    """Raise `TimeoutError` inside after so much processor time, and `MemoryError` for so many bytes
-    more than there are; works in the main thread only.
+    """Bound the code inside; works in the main thread only.
+
+    seconds: processor time, after which it raises `TimeoutError`. size: bytes that it may take
+    beyond what the process has; more raise `MemoryError`.
 
     A template is a program that comes with a model, and may never end.
     """
