@@ -11,6 +11,7 @@ import io
 import json
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from specdec_cli.commands import (
 )
 from specdec_cli.errors import ExitCode, SpecdecError, UsageError, is_out_of_memory
 from specdec_cli.launch.rank import Rank, how_it_ended
-from specdec_cli.launch.reports import RanksError, Report
+from specdec_cli.launch.reports import End, RanksError, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
 from specdec_cli.text import first_line, inert
@@ -97,7 +98,7 @@ def _main(argv: Sequence[str] | None) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json = "--json" in options
     verbose = any(re.fullmatch(r"--verbose|-[qv]*v[qv]*", option) for option in options)
-    program = sys.orig_argv[1:] if argv is None else ["-m", "specdec_cli", *arguments]
+    program = [_module() if argv is None else "specdec_cli", *arguments]
     outcome = _Outcome()
     held = io.StringIO()
     _forget_no_size()
@@ -108,7 +109,7 @@ def _main(argv: Sequence[str] | None) -> int:
                 _run(arguments, place, outcome)
                 _blame_signal(asked, outcome)
         if place.rank is not None and outcome.failed:
-            _end_rank(place.rank, outcome)
+            _end_rank(place.rank, outcome, asked)
         document = held.getvalue()
         is_mute = outcome.code and not document.strip() and not place.has_answered
         if as_json and (outcome.failed or is_mute):
@@ -116,12 +117,18 @@ def _main(argv: Sequence[str] | None) -> int:
         _report(outcome, verbose)
         _deliver(document, outcome)
         if place.rank is not None:
-            _end_rank(place.rank, outcome)
+            _end_rank(place.rank, outcome, asked)
             if outcome.failed:
                 place.rank.exit(outcome.code)
             if place.rank.seat.folder is not None:
-                return 0  # the report has the code; torchrun would end the other ranks on any but 0
+                return 0  # the report has the code; any but 0 says that the rank itself failed
     return outcome.code
+
+
+def _module() -> str:
+    """The module that this process runs: `specdec_cli`, unless another one extends the command."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return spec.name if spec is not None else "specdec_cli"
 
 
 def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
@@ -134,9 +141,14 @@ def _place(program: Sequence[str], verbose: bool, outcome: "_Outcome") -> Place:
     return place
 
 
-def _end_rank(rank: Rank, outcome: "_Outcome") -> None:
-    """Report this rank's end; adopt the root cause, maybe another rank's, if it is to be told."""
+def _end_rank(rank: Rank, outcome: "_Outcome", asked: Sequence[signal.Signals] = ()) -> None:
+    """Report this rank's end; adopt the root cause, maybe another rank's, if it is to be told.
+
+    asked: the signals that have asked for an end.
+    """
     end = how_it_ended(outcome.error, outcome.code, failed=outcome.failed)
+    if end is End.STOPPED and asked:
+        outcome.message = f"was ended by {asked[0].name}"
     said = rank.end(
         Report(
             rank.seat.rank,
@@ -203,11 +215,14 @@ def _run(arguments: list[str], place: Place, outcome: _Outcome) -> None:
         _after_exception(error, outcome)
 
 
-def _blame_signal(asked: list[ExitCode], outcome: _Outcome) -> None:
+def _blame_signal(asked: list[signal.Signals], outcome: _Outcome) -> None:
     """Attribute unforeseen errors after a signal to it: transformers wraps what ends an import."""
     is_foreseen = outcome.error is None or isinstance(outcome.error, (SpecdecError, OSError))
     if asked and not is_foreseen:
-        outcome.fail(asked[-1], "interrupted" if asked[-1] == ExitCode.SIGINT else "terminated")
+        if asked[-1] == signal.SIGINT:
+            outcome.fail(ExitCode.SIGINT, "interrupted")
+        else:
+            outcome.fail(ExitCode.SIGTERM, "terminated")
 
 
 def _after_system_exit(end: SystemExit, outcome: _Outcome) -> None:

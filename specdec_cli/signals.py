@@ -20,16 +20,16 @@ _USUAL: dict[signal.Signals, Callable[[int, FrameType | None], object] | signal.
 
 
 @contextlib.contextmanager
-def signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
+def signals(*, is_last: bool) -> Iterator[list[signal.Signals]]:
     """End the command on SIGINT, SIGTERM and SIGHUP like an exception does, so that clean-up runs.
 
     A signal soon after another is ignored, since it would break off the clean-up. A later one is
     not: clean-up may hang, and an exception in a `__del__` is lost. is_last: the process ends after
-    this block; once a signal has come, further ones do not disturb its end. Yields the list of exit
-    codes that signals have asked for.
+    this block; once a signal has come, further ones do not disturb its end. Yields the list of
+    signals that have asked for an end.
     """
     taken: list[signal.Signals] = []
-    asked: list[ExitCode] = []
+    asked: list[signal.Signals] = []
     raised_at = 0.0
 
     def end(signum: int, frame: FrameType | None) -> None:
@@ -37,8 +37,9 @@ def signals(*, is_last: bool) -> Iterator[list[ExitCode]]:
         if asked and time.monotonic() - raised_at < _SAME_REQUEST_S:
             return
         raised_at = time.monotonic()
-        asked.append(ExitCode.SIGINT if signum == signal.SIGINT else ExitCode.SIGTERM)
-        raise KeyboardInterrupt if signum == signal.SIGINT else SystemExit(int(asked[-1]))
+        asked.append(signal.Signals(signum))
+        is_interrupt = signum == signal.SIGINT
+        raise KeyboardInterrupt if is_interrupt else SystemExit(int(ExitCode.SIGTERM))
 
     # ValueError: outside the main thread handlers cannot be set, and signals do not arrive.
     with contextlib.suppress(ValueError):

@@ -172,7 +172,6 @@ def degrees_of(
 
 
 def ranks_program(asked: Asked) -> list[str]:
-    """The command line of a rank, which starts in the same way as this process."""
-    program = asked.place.program
+    """The module and the arguments of a rank, which starts in the same way as this process."""
     flags = ["-q"] * asked.quiet + ["-v"] * asked.verbose
-    return [*program[: program.index("compare-tp")], RANKS_COMMAND, *flags]
+    return [asked.place.program[0], RANKS_COMMAND, *flags]

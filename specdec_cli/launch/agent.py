@@ -1,21 +1,39 @@
-"""The process between a command and its ranks: torch's elastic launcher, on one machine.
+"""The process between a command and its ranks: it imports what they need once and forks them.
 
-`launch.ranks` runs it as a file, so it imports nothing of ours. It prints nothing: the ranks' exit
-codes go into a file.
+A rank then starts in a tenth of a second instead of the four that its imports take. The agent waits
+for all ranks and writes down who ended, when and how, in the order of their ends. It ends none of
+its own accord, so the first end is the cause. `launch.ranks` runs it as a file.
 """
 
+import atexit
+import contextlib
+import importlib
 import json
-import logging
 import os
+import runpy
 import signal
 import sys
+import time
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
+# They import nearly all that a rank uses, and run nothing on a device.
+_SHARED = ("specdec_cli.app", "specdec_cli.engine.build")
 
 
-def die_with(parent: int) -> None:
-    """Have the kernel kill this process as soon as its parent, process `parent`, is gone.
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The end of one rank's process. code: as of subprocess. at: seconds since the epoch."""
+
+    rank: int
+    code: int
+    at: float
+
+
+def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal as soon as its parent, process `parent`, is gone.
 
     Call it in the main thread. It does nothing on systems without prctl.
     """
@@ -23,35 +41,89 @@ def die_with(parent: int) -> None:
         return
     import ctypes  # not for those who only ask for help
 
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
     if os.getppid() != parent:  # the parent was gone before the call
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(arguments: list[str]) -> None:
-    """Run PROGRAM once per rank: agent.py PARENT_PID FOLDER NUM_RANKS PROGRAM..."""
+    """Run `python -m MODULE` once per rank: agent.py PARENT_PID FOLDER NUM_RANKS MODULE..."""
     parent, folder, num_ranks, *program = arguments
     die_with(int(parent))
-    logging.disable(logging.CRITICAL)
-    os.environ["SPECDEC_LAUNCHER_PID"] = str(os.getpid())
+    package = str(Path(__file__).parents[2])
+    if package not in sys.path:
+        sys.path.append(package)
+    for name in _SHARED:
+        # The ranks meet the same error, and report it.
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
 
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import parse_args, run
+    ranks: dict[int, int] = {}  # by process id
 
-    options = ["--standalone", "--no-python", "--local-addr=localhost", "--monitor-interval=0.1"]
-    options += [f"--nproc-per-node={num_ranks}", f"--log-dir={folder}/torchrun"]
-    exits: dict[int, int] = {}
+    def end_ranks(signum: int, frame: object) -> None:
+        for pid in ranks:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(1)
+
+    def pass_on(signum: int, frame: object) -> None:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signum)
+
+    # A rank may be stopped before it has tied its life to this process. Until all have, this
+    # process must outlive the parent, to end them.
+    tied, tie = os.pipe()
+    signal.signal(signal.SIGTERM, end_ranks)
+    die_with(int(parent), signal.SIGTERM)
+    # No rank may take the handler for its own, and none may be born unknown to it.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    agent = os.getpid()
+    for rank in range(int(num_ranks)):
+        if (pid := os.fork()) == 0:
+            os.close(tied)
+            _be_rank(rank, int(num_ranks), agent, tie, program)
+        ranks[pid] = rank
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    os.close(tie)
+    os.read(tied, 1)  # its end comes when every rank has closed the other end
+    signal.signal(signal.SIGTERM, pass_on)
+    die_with(int(parent))
+
+    exits: list[Exit] = []
+    while ranks:
+        pid, status = os.wait()
+        exits.append(Exit(ranks.pop(pid), os.waitstatus_to_exitcode(status), time.time()))
+        scratch = Path(folder, "exits.tmp")
+        scratch.write_text(json.dumps([astuple(end) for end in exits]))
+        scratch.rename(Path(folder, "exits"))
+    os._exit(0)  # the parent waits, and freeing torch's objects takes half a second
+
+
+def _be_rank(rank: int, num_ranks: int, agent: int, tie: int, program: list[str]) -> NoReturn:
+    """Run the program in this forked process, to its end. tie: closed once its life is tied."""
+    code = 1
     try:
-        run(parse_args([*options, *program]))
-    except ChildFailedError as failed:
-        exits = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-    except SignalException as asked:
-        sys.exit(128 + asked.sigval)
-    written = Path(folder, "exits.tmp")
-    written.write_text(json.dumps(exits))
-    written.rename(Path(folder, "exits"))
-    os._exit(1 if exits else 0)  # the parent waits, and freeing torch's objects takes half a second
+        die_with(agent)
+        os.close(tie)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+        of_rank = {"RANK": rank, "WORLD_SIZE": num_ranks}
+        of_host = {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": num_ranks}
+        os.environ |= {name: str(value) for name, value in (of_rank | of_host).items()}
+        module, *sys.argv[1:] = program
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+            code = 0
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else int(end.code is not None)
+        atexit._run_exitfuncs()  # profilers write their records there
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """A rank's heartbeat: it shows if the main thread moves, and what it waits for.
 
 A second thread looks at the main thread's stack. The rank moves if the stack changed or a step was
-counted. This tells a long load from a hung one without the loader's help.
+counted; while models load, also if bytes were read. This tells a long load from a hung one without
+the loader's help.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -83,11 +85,11 @@ class Heartbeat:
     """The heartbeat's thread of one rank; created in the main thread.
 
     on_beat: called with every beat. on_stop: called if the process was asked to end (SIGTERM) and
-    its main thread did not react, as in a collective; it must not return.
+    its main thread did not react, as in a collective; it gets the signal and must not return.
     """
 
     def __init__(
-        self, rank: int, on_beat: Callable[[Beat], None], on_stop: Callable[[], None]
+        self, rank: int, on_beat: Callable[[Beat], None], on_stop: Callable[[int], None]
     ) -> None:
         self.steps = 0
         self.state: str | None = None  # overrides the state that the stack shows
@@ -112,11 +114,13 @@ class Heartbeat:
         signal.set_wakeup_fd(-1)
 
     def _run(self) -> None:
-        moved_at, last, stop_at = time.monotonic(), None, None
+        moved_at, last, asked, stop_at = time.monotonic(), None, 0, 0.0
         while not self._over.is_set():
             now = time.monotonic()
             frames = _stack(sys._current_frames().get(self._main))
-            seen = (self.steps, [(id(frame.f_code), frame.f_lasti) for frame in frames])
+            stack = [(id(frame.f_code), frame.f_lasti) for frame in frames]
+            # A slow disk is no hang; once models are loaded, nothing large is read.
+            seen = (self.steps, stack, 0 if self.ready else bytes_read())
             if seen != last:
                 moved_at, last = now, seen
             beat = Beat(
@@ -131,17 +135,33 @@ class Heartbeat:
             )
             del frames  # would keep the locals of finished calls alive
             self._on_beat(beat)
-            if stop_at is None and self._was_asked_to_stop():
+            if not asked and (asked := self._asked_to_stop()):
                 stop_at = now + _STOP_GRACE_S
-            if stop_at is not None and now > stop_at:
-                self._on_stop()
+            if asked and now > stop_at:
+                self._on_stop(asked)
             self._over.wait(PERIOD_S)
 
-    def _was_asked_to_stop(self) -> bool:
+    def _asked_to_stop(self) -> int:
+        """The signal that asked this process to end; 0 if none did."""
         try:
-            return bool({signal.SIGTERM, signal.SIGHUP} & set(os.read(self._asked, 64)))
+            came = os.read(self._asked, 64)
         except BlockingIOError:
-            return False
+            return 0
+        return next((n for n in came if n in (signal.SIGTERM, signal.SIGHUP)), 0)
+
+
+def bytes_read() -> int:
+    """Bytes that all threads of this process but the calling one have read, from disks or caches.
+
+    Counts pages of mapped files that came from a disk. 0 where the system does not tell.
+    """
+    own, total = str(threading.get_native_id()), 0
+    for task in Path("/proc/self/task").glob("[0-9]*"):
+        if task.name != own:
+            with contextlib.suppress(OSError, ValueError):  # a thread that has ended, or no rights
+                counts = dict(line.split(": ") for line in (task / "io").read_text().splitlines())
+                total += int(counts["rchar"]) + int(counts["read_bytes"])
+    return total
 
 
 def _stack(frame: FrameType | None) -> list[FrameType]:

@@ -16,11 +16,13 @@ from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import seat as seats
 from specdec_cli.launch.agent import die_with
 from specdec_cli.launch.heartbeat import BUSY, Beat, Heartbeat, is_frozen, write_beat
+from specdec_cli.launch.peer_watch import PeerWatch
 from specdec_cli.launch.reports import (
     End,
     Report,
     is_lost_peers,
     root_cause,
+    signal_name,
     stderr_path,
     write_report,
 )
@@ -37,19 +39,19 @@ class Rank:
     """This process as one of several ranks. Created once, in the main thread, before torch loads.
 
     store: torch's store with the reports of joined ranks, once they have met. limit_s: seconds that
-    the main thread may stand still before this rank ends itself; None if a parent watches it.
+    a rank may stand still before it ends the run; None if a parent watches it. watch: on the other
+    ranks, if no parent watches them.
     """
 
     def __init__(self, seat: Seat, *, verbose: bool) -> None:
         self.seat = seat
         self.store: Any = None
         self.limit_s: float | None = None
+        self.watch: PeerWatch | None = None
         self.threads = _own_threads(seat)
         self._stderr = -1
         self._has_told = False
-        if seat.folder is not None:
-            die_with(int(os.environ[seats.LAUNCHER_PID]))
-        elif "TORCHELASTIC_RUN_ID" in os.environ:
+        if seat.folder is None and "TORCHELASTIC_RUN_ID" in os.environ:
             die_with(os.getppid())
         if seat.rank:
             self._silence(verbose=verbose)
@@ -98,17 +100,24 @@ class Rank:
         except RuntimeError:  # they never met, or rank 0 is gone and the store with it
             if self.seat.rank == 0:
                 return report
-            if self.seat.rank == 1 and report.end is End.LOST_PEERS:
-                if self._stderr >= 0:
-                    os.dup2(self._stderr, 2)
-                return _said_nothing(0) if self.store is not None else report
+            if self.seat.rank == 1 and (report.end is End.LOST_PEERS or report.rank == 0):
+                self._speak()
+                return report if self.store is None or report.rank == 0 else _said_nothing(0)
             if self.store is None:
                 time.sleep(_LINGER_S)  # lets rank 0 find the same before torchrun ends it for ours
             return None
+        if self.seat.rank == 1 and report.rank == 0:  # which cannot speak for itself
+            self._speak()
+            return report
         if self.seat.rank:
             time.sleep(_LINGER_S)
             return None
         return root_cause(self._gather(report))
+
+    def _speak(self) -> None:
+        """Give this silent rank its stderr back."""
+        if self._stderr >= 0:
+            os.dup2(self._stderr, 2)
 
     def _gather(self, own: Report) -> list[Report]:
         """Rank 0's report and the other reports that arrive within `_LINGER_S`."""
@@ -132,15 +141,32 @@ class Rank:
         if self.seat.folder is not None:
             with contextlib.suppress(FileNotFoundError):
                 write_beat(self.seat.folder, beat)
-        elif self.limit_s is not None and beat.state == BUSY:
-            if beat.at - beat.moved_at > self.limit_s:
-                self._end_here(stuck(beat, beat.at, self.limit_s))
+        elif self.limit_s is not None:
+            is_hung = beat.state == BUSY and beat.at - beat.moved_at > self.limit_s
+            found = beat if is_hung else self._look_at_peers(beat, self.limit_s)
+            if found is not None:
+                self._end_here(stuck(found, time.monotonic(), self.limit_s))
 
-    def _on_stop(self) -> None:
-        code = ExitCode.SIGTERM
-        self._end_here(Report(self.seat.rank, End.STOPPED, code, "was terminated"))
+    def _look_at_peers(self, beat: Beat, limit_s: float) -> Beat | None:
+        """The beat of another rank that holds up the others, if any."""
+        if self.watch is None:
+            return None
+        asked_at = time.monotonic()
+        try:
+            return self.watch.exchange(beat)
+        except (
+            RuntimeError
+        ):  # the store is gone, maybe since the run is over, or frozen with rank 0
+            self.watch = None
+            if time.monotonic() - asked_at < limit_s:
+                return None
+            self._end_here(_said_nothing(0))
 
-    def _end_here(self, report: Report) -> None:
+    def _on_stop(self, number: int) -> None:
+        message = f"was ended by {signal_name(number)}"
+        self._end_here(Report(self.seat.rank, End.STOPPED, ExitCode.SIGTERM, message))
+
+    def _end_here(self, report: Report) -> NoReturn:
         """End the process from the heartbeat's thread while the main thread is stuck."""
         said = self._tell(report)
         if said is not None and said.explained is not None:
@@ -191,7 +217,6 @@ def _own_threads(seat: Seat) -> int | None:
     """Number of threads for this rank's share of the cores; None if the user chose one."""
     chosen = os.environ.pop(seats.THREADS, None)
     if chosen is not None:
-        os.environ.pop("OMP_NUM_THREADS", None)  # the 1 is torchrun's, not the user's
         return int(chosen)
     if {"OMP_NUM_THREADS", "MKL_NUM_THREADS"} & os.environ.keys():
         return None

@@ -14,12 +14,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.launch import agent, seat
-from specdec_cli.launch.heartbeat import LEAST_START_S, Beat, find_stuck, read_beats
+from specdec_cli.launch.agent import Exit
+from specdec_cli.launch.heartbeat import LEAST_START_S, find_stuck, read_beats
 from specdec_cli.launch.rank import num_cores, stuck
 from specdec_cli.launch.reports import (
     End,
@@ -66,7 +67,7 @@ def run_ranks(
     inputs: object = None,
     environ: Mapping[str, str] = os.environ,
 ) -> RanksOutcome:
-    """Run `program` (a command line after the interpreter) as `num_ranks` ranks until they end.
+    """Run `program` (a module and its arguments) as `num_ranks` ranks until they end.
 
     Rank 0's standard streams are the caller's. inputs: any picklable object for every rank
     (`World.inputs`). timeout_s: a rank that does nothing for so long ends the run. No process is
@@ -92,7 +93,7 @@ def run_ranks(
 def _start(
     program: Sequence[str], num_ranks: int, folder: Path, environ: Mapping[str, str]
 ) -> "subprocess.Popen[bytes]":
-    arguments = [str(os.getpid()), str(folder), str(num_ranks), sys.executable, *program]
+    arguments = [str(os.getpid()), str(folder), str(num_ranks), *program]
     # -P: a file in the current folder could have the name of a module.
     command = [sys.executable, "-P", str(Path(agent.__file__)), *arguments]
     env = {**environ, seat.FOLDER: str(folder)}
@@ -116,16 +117,16 @@ def _watch(
         is_over = launcher.poll() is not None  # first, so that its files are complete when read
         now = time.monotonic()
         beats, exits = read_beats(folder), _exits(folder)
-        dead = _dead(num_ranks, beats, exits, is_over)
-        reports = read_reports(folder)  # after `dead`: a rank reports before it ends
-        failures = _failures(folder, dead, reports, beats, exits)
+        reports = read_reports(folder)  # after `exits`: a rank reports before it ends
+        failures = _failures(folder, reports, exits)
         if len(reports) == num_ranks and not failures:
             done_by = min(done_by, now + _LEAVE_S)
             if is_over or now > done_by:
                 return None
         elif failures:
-            own = any(r.end in (End.FAILED, End.STUCK) for r in reports.values())
-            is_known = own or bool(exits)
+            is_known = any(r.end in (End.FAILED, End.STUCK, End.STOPPED) for r in failures)
+            if is_over and launcher.returncode and not is_known:
+                return _launcher_failed(launcher.returncode)
             settled = min(settled, now + (_SETTLE_KNOWN_S if is_known else _SETTLE_S))
             if is_over or now > settled:
                 return root_cause(failures)
@@ -148,46 +149,30 @@ def _watch(
         time.sleep(_LOOK_S)
 
 
-def _dead(
-    num_ranks: int, beats: Sequence[Beat], exits: Mapping[int, int], is_over: bool
-) -> set[int]:
-    """Ranks whose processes have ended."""
-    gone_by_themselves = {beat.rank for beat in beats if not _is_alive(beat.pid)}
-    return gone_by_themselves | exits.keys() | (set(range(num_ranks)) if is_over else set())
-
-
-def _failures(
-    folder: Path,
-    dead: set[int],
-    reports: Mapping[int, Report],
-    beats: Sequence[Beat],
-    exits: Mapping[int, int],
-) -> list[Report]:
-    """Reports of failed ranks, and reports written here for dead ranks that left none."""
-    found = [report for report in reports.values() if report.end is not End.DONE]
-    seen = {beat.rank: beat for beat in beats}
-    for rank in dead - reports.keys():
-        beat = seen.get(rank)
-        if beat is not None or exits:
-            age = time.monotonic() - beat.at if beat is not None else 0.0
-            words = last_words(folder, rank)
-            found.append(gone(rank, exits.get(rank), time.time() - age, words))
-    return found
+def _failures(folder: Path, reports: Mapping[int, Report], exits: Sequence[Exit]) -> list[Report]:
+    """Reports of failed ranks, and reports written here for ranks that ended without one."""
+    found = []
+    for report in reports.values():
+        if report.end is End.STOPPED:  # by somebody else: this process stops none while it watches
+            report = replace(report, code=ExitCode.RUN_FAILED)
+        if report.end is not End.DONE:
+            found.append(report)
+    silent = [end for end in exits if end.rank not in reports]
+    return found + [gone(e.rank, e.code, e.at, last_words(folder, e.rank)) for e in silent]
 
 
 def _launcher_failed(code: int) -> Report:
     how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-    return Report(
-        0, End.FAILED, ExitCode.RUN_FAILED, f"was not started: the launcher ended ({how})"
-    )
+    message = f"the process that starts the ranks ended ({how})"
+    return Report(0, End.FAILED, ExitCode.RUN_FAILED, message, is_common=True)
 
 
-def _exits(folder: Path) -> dict[int, int]:
-    """Non-zero exit codes that the launcher saw, by rank; signals are negative."""
+def _exits(folder: Path) -> list[Exit]:
+    """The ranks that have ended, in order."""
     try:
-        return {int(r): c for r, c in json.loads((folder / "exits").read_text()).items()}
+        return [Exit(*end) for end in json.loads((folder / "exits").read_text())]
     except FileNotFoundError:
-        return {}
+        return []
 
 
 def _is_alive(pid: int) -> bool:

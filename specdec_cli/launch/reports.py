@@ -18,11 +18,12 @@ class End(StrEnum):
     DONE = "done"
     FAILED = "failed"  # an error of its own, or an end without a report
     STUCK = "stuck"
+    STOPPED = "stopped"  # asked to end by a signal, which was not ours
+    ABORTED = "aborted"  # by SIGABRT, in which NCCL ends a rank that has lost its peers
     LOST_PEERS = "lost peers"  # a collective failed: another rank is the cause
-    STOPPED = "stopped"  # by a signal, mostly the launcher's after another rank's failure
 
 
-_BLAME = (End.FAILED, End.STUCK, End.LOST_PEERS, End.STOPPED)
+_BLAME = (End.FAILED, End.STUCK, End.STOPPED, End.ABORTED, End.LOST_PEERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,32 +72,35 @@ class RanksError(RunError):
 def root_cause(reports: Iterable[Report]) -> Report | None:
     """The report that explains the others, the first of the most telling kind; None if none failed.
 
-    Lost peers and signals are consequences of another rank's failure.
+    Lost peers are a consequence of another rank's failure.
     """
     failed = [report for report in reports if report.end is not End.DONE]
     return min(failed, key=lambda r: (_BLAME.index(r.end), r.at, r.rank), default=None)
 
 
-def gone(rank: int, exit_code: int | None, last_seen: float, last_words: str = "") -> Report:
-    """The report for a rank that left none. exit_code: as of subprocess; None if unknown."""
+def gone(rank: int, exit_code: int, at: float, last_words: str = "") -> Report:
+    """The report for a rank that left none. exit_code: as of subprocess."""
     end, hint = End.FAILED, last_words or None
-    if exit_code is not None and exit_code < 0:
-        try:
-            name = signal.Signals(-exit_code).name
-        except ValueError:
-            name = f"signal {-exit_code}"
+    if exit_code < 0:
+        name = signal_name(-exit_code)
         message = f"was killed by {name}"
         if name == "SIGKILL":
             hint = hint or "the system kills processes when memory runs out; see its log"
-        elif name == "SIGABRT":  # NCCL ends a rank that has lost its peers in this way
-            end = End.LOST_PEERS
-        elif name == "SIGTERM":
-            end = End.STOPPED
+        elif name == "SIGABRT":
+            end = End.ABORTED
     elif exit_code in (ExitCode.SIGINT, ExitCode.SIGTERM):  # stopped during its start
         end, message = End.STOPPED, "was stopped"
     else:
-        message = f"ended without a report (exit code {exit_code or 0}) before the run was done"
-    return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=last_seen)
+        message = f"ended without a report (exit code {exit_code}) before the run was done"
+    return Report(rank, end, ExitCode.RUN_FAILED, message, hint, at=at)
+
+
+def signal_name(number: int) -> str:
+    """The name of a signal, such as SIGKILL."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def write_report(folder: Path, report: Report) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from specdec_cli.errors import UsageError
 
 FOLDER = "SPECDEC_RANKS_FOLDER"  # set by `launch.ranks` for the ranks that it starts
-LAUNCHER_PID = "SPECDEC_LAUNCHER_PID"
 THREADS = "SPECDEC_RANK_THREADS"
 
 _FIRST_PORT, _NUM_PORTS = 10000, 20000  # below the ports that systems hand out by themselves
@@ -26,7 +25,7 @@ class Seat:
 
     local_rank, local_size: among the ranks of this host. started_by: "specdec", "torchrun" or
     "srun". address, port: the rendezvous of the ranks. folder: private folder of a run that
-    `specdec` started.
+    `specdec` started, in which its ranks meet.
     """
 
     rank: int
@@ -44,7 +43,7 @@ class Seat:
 
 
 def find_seat(environ: Mapping[str, str]) -> Seat | None:
-    """The seat that torchrun (also ours) or srun gave this process; None if neither started it.
+    """The seat that `specdec`, torchrun or srun gave this process; None if none started it.
 
     Raises `UsageError` for variables that contradict each other.
     """
@@ -60,7 +59,8 @@ def find_seat(environ: Mapping[str, str]) -> Seat | None:
 def _torchrun(environ: Mapping[str, str]) -> Seat:
     rank, size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE", 1)
     folder = environ.get(FOLDER)
-    if size > 1 and not ("MASTER_ADDR" in environ and "MASTER_PORT" in environ):
+    has_address = "MASTER_ADDR" in environ and "MASTER_PORT" in environ
+    if size > 1 and folder is None and not has_address:
         raise UsageError(
             "RANK and WORLD_SIZE are set, MASTER_ADDR or MASTER_PORT is not",
             "start the ranks with torchrun, or unset RANK and WORLD_SIZE",

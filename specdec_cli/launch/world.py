@@ -11,6 +11,7 @@ from typing import TypeVar
 from specdec_cli.errors import TooFewGPUsError, UsageError
 from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
+from specdec_cli.launch.peer_watch import PeerWatch
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.seat import Seat, find_seat
 from specdec_cli.text import first_line
@@ -28,8 +29,8 @@ _MOST_RANKS = 64
 class Place:
     """The origin of this process.
 
-    program: the command line, after the interpreter, that starts it again. seat: None unless
-    torchrun or srun started it. rank: None if it is a single process that `run_ranks` did not
+    program: the module and the arguments that start it again. seat: None unless torchrun, srun or
+    another `specdec` started it. rank: None if it is a single process that `run_ranks` did not
     start. has_answered: ranks that it started have written the command's result.
     """
 
@@ -233,18 +234,36 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
         "MASTER_ADDR": seat.address,
         "MASTER_PORT": str(seat.port),
     }
+    # Ranks of one host meet in their folder: a port could be taken by others.
+    meeting = "env://" if seat.folder is None else f"file://{seat.folder}/meeting"
     patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
     try:
-        dist.init_process_group("gloo" if device == "cpu" else "nccl", timeout=patience)
+        dist.init_process_group(
+            "gloo" if device == "cpu" else "nccl",
+            init_method=meeting,
+            timeout=patience,
+            rank=seat.rank,
+            world_size=seat.size,
+        )
         if seat.folder is None:
-            client = TCPStore(
-                seat.address, seat.port, is_master=False, wait_for_workers=False, timeout=patience
-            )
-            rank.store = PrefixStore("specdec", client)
+
+            def connect(seconds: float) -> PrefixStore:
+                client = TCPStore(
+                    seat.address,
+                    seat.port,
+                    is_master=False,
+                    wait_for_workers=False,
+                    timeout=timedelta(seconds=seconds),
+                )
+                return PrefixStore("specdec", client)
+
+            rank.store = connect(patience.total_seconds())
+            rank.watch = PeerWatch(connect(timeout_s), seat.rank, seat.size, timeout_s)
             rank.limit_s = timeout_s
     except (RuntimeError, ValueError, OSError) as problem:
+        where = f"{seat.address}:{seat.port}" if seat.folder is None else str(seat.folder)
         raise PeersMissing(
-            f"could not meet the other ranks at {seat.address}:{seat.port}: {first_line(problem)}",
+            f"could not meet the other ranks at {where}: {first_line(problem)}",
             "see that every rank was started and that this address can be reached from all of them",
         ) from problem
     # Loading may take long, and longer on ranks that load more; heartbeats find a hung rank.

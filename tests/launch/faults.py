@@ -41,11 +41,9 @@ def fail(mode: str) -> None:
             raise AssertionError(mode)
 
 
-def plant(fault: str, rank: int) -> None:
+def plant(fault: str) -> None:
     """Make rank R fail in a stage of the real command. fault: MODE:STAGE:R; R may be `all`."""
     mode, stage, faulty = fault.split(":")
-    if faulty != "all" and rank != int(faulty):
-        return
     import specdec_cli.engine.build as build
     import specdec_cli.engine.round as round_
     from specdec_cli.methods.draft_model import DraftModel
@@ -56,7 +54,7 @@ def plant(fault: str, rank: int) -> None:
         "verify": (round_, "_score"),
     }[stage]
     works = getattr(owner, name)
-    failing = _failing(works, mode, after=0 if stage == "load" else 2)
+    failing = _failing(works, mode, faulty, after=0 if stage == "load" else 2)
 
     def drafting(self: Any, *arguments: Any) -> Any:
         """Fail here only on ranks that hold a part of the draft, or if all ranks fail."""
@@ -66,13 +64,16 @@ def plant(fault: str, rank: int) -> None:
     setattr(owner, name, drafting if stage == "draft" else failing)
 
 
-def _failing(function: Callable[..., Any], mode: str, after: int) -> Callable[..., Any]:
-    """A wrapper of `function` that works `after` times and then fails."""
+def _failing(
+    function: Callable[..., Any], mode: str, faulty: str, after: int
+) -> Callable[..., Any]:
+    """A wrapper of `function` that works `after` times and then fails on rank `faulty`."""
     calls = iter(range(after))
 
     @functools.wraps(function)
     def failing(*arguments: Any, **options: Any) -> Any:
-        if next(calls, None) is None:
+        is_faulty = faulty in ("all", os.environ.get("RANK"))
+        if is_faulty and next(calls, None) is None:
             fail(mode)
         return function(*arguments, **options)
 

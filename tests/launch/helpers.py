@@ -78,10 +78,29 @@ def torchrun_alone(num_ranks: int) -> list[str]:
     return ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
 
 
-def pids_of(folder: Path, count: int, seconds: float = 60.0) -> list[int]:
-    """The process ids that `count` ranks wrote to a folder, once all of them have."""
+def pids_of(folder: Path, count: int, seconds: float = 60.0) -> dict[int, int]:
+    """The process ids that `count` ranks wrote to a folder, by rank, once all of them have."""
     deadline = time.monotonic() + seconds
     while len(found := os.listdir(folder)) < count:
         assert time.monotonic() < deadline, f"only {found} started"
         time.sleep(0.05)
-    return [int(name) for name in found]
+    return {int(rank): int(pid) for rank, pid in (name.split("-") for name in found)}
+
+
+def ranks_of(parent: int, count: int, seconds: float = 60.0) -> list[int]:
+    """The process ids of a parent's `count` ranks, in order, as soon as these exist."""
+    deadline = time.monotonic() + seconds
+    found: list[int] = []
+    while len(found) < count:
+        assert time.monotonic() < deadline, f"only {found} started"
+        time.sleep(0.002)
+        found = [rank for agent in _children(parent) for rank in _children(agent)]
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that a process has started, the oldest first."""
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []

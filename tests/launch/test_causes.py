@@ -13,6 +13,7 @@ import torch
 
 from specdec_cli import app
 from specdec_cli.errors import NoRoomError, SetupError
+from specdec_cli.launch.agent import Exit
 from specdec_cli.launch.heartbeat import BUSY, OUTSIDE, PEERS, Beat, find_stuck
 from specdec_cli.launch.rank import Rank
 from specdec_cli.launch.ranks import _watch
@@ -51,7 +52,7 @@ def test_ranks_that_are_done_have_no_cause() -> None:
 @pytest.mark.parametrize(
     "others",
     [
-        [report(0, End.LOST_PEERS, 4.9), report(2, End.STOPPED, 4.8)],
+        [report(0, End.LOST_PEERS, 4.9), report(2, End.STOPPED, 4.8), report(3, End.ABORTED, 4.7)],
         [report(0, End.FAILED, 5.1), report(2, End.STUCK, 1.0)],
         [report(0, End.DONE, 1.0)],
     ],
@@ -68,9 +69,9 @@ def test_a_report_that_comes_while_the_parent_looks_counts(
     """Rank 0 loses its peer because rank 1 failed; rank 1's report comes just before its end."""
     write_report(tmp_path, report(1, End.FAILED, time.time()))
 
-    def exits(folder: Path) -> dict[int, int]:
+    def exits(folder: Path) -> list[Exit]:
         write_report(folder, report(0, End.LOST_PEERS, time.time()))
-        return {0: 1, 1: 1}
+        return [Exit(0, 1, time.time()), Exit(1, 1, time.time())]
 
     monkeypatch.setattr("specdec_cli.launch.ranks._exits", exits)
     monkeypatch.setattr("specdec_cli.launch.ranks._SETTLE_KNOWN_S", -1.0)  # no second look
@@ -86,23 +87,26 @@ def test_only_lost_peers_blame_the_first() -> None:
     assert cause is not None and cause.rank == 1
 
 
+@pytest.mark.parametrize("end", [End.STOPPED, End.ABORTED])
+def test_ranks_that_lost_their_peers_do_not_hide_the_one_that_a_signal_ended(end: End) -> None:
+    cause = root_cause([report(0, End.LOST_PEERS, 4.9), report(1, end, 5.0)])
+    assert cause is not None and cause.rank == 1
+
+
 @pytest.mark.parametrize(
     ("code", "end", "words"),
     [
         (143, End.STOPPED, "was stopped"),
         (-9, End.FAILED, "SIGKILL"),
         (-11, End.FAILED, "SIGSEGV"),
-        (-6, End.LOST_PEERS, "SIGABRT"),
-        (-15, End.STOPPED, "SIGTERM"),
+        (-6, End.ABORTED, "SIGABRT"),
+        (-15, End.FAILED, "SIGTERM"),
         (0, End.FAILED, "without a report"),
-        (None, End.FAILED, "without a report"),
         (7, End.FAILED, "exit code 7"),
     ],
 )
-def test_a_rank_that_said_nothing_is_named_by_its_end(
-    code: int | None, end: End, words: str
-) -> None:
-    found = gone(1, code, last_seen=3.0)
+def test_a_rank_that_said_nothing_is_named_by_its_end(code: int, end: End, words: str) -> None:
+    found = gone(1, code, at=3.0)
     assert (found.end, found.at, found.code) == (end, 3.0, 1)
     assert found.message is not None and words in found.message
 

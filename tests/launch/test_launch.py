@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import stat
@@ -12,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.launch.ranks import run_ranks
-from tests.launch.helpers import living, marked, pids_of, start, torchrun, wait_until_gone, worker
+from tests.launch.helpers import (
+    living,
+    marked,
+    pids_of,
+    ranks_of,
+    start,
+    torchrun,
+    wait_until_gone,
+    worker,
+)
 
 pytestmark = pytest.mark.dist
 
@@ -26,12 +36,15 @@ def test_a_parent_gets_rank_0s_output_and_exit_code(
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", None)
     environ = marked(TMPDIR=str(tmp_path))
-    outcome = run_ranks(worker("--code", "3"), 2, timeout_s=30, inputs="by hand", environ=environ)
+    outcome = run_ranks(
+        worker("--code", "3")[1:], 2, timeout_s=30, inputs="by hand", environ=environ
+    )
     assert outcome.failure is None
     assert (outcome.code, outcome.check()) == (3, 3)
     assert json.loads(capfd.readouterr().out) == {"rank": 0, "of": 2, "said": "by hand"}
     assert living(environ) == []
-    assert list(tmp_path.iterdir()) == []
+    of_torch = "torchinductor_"  # its cache of compiled kernels
+    assert [path for path in tmp_path.iterdir() if not path.name.startswith(of_torch)] == []
 
 
 def run(*options: str, **extra: str) -> tuple[int, str, str, float]:
@@ -91,11 +104,87 @@ def test_a_signal_to_the_parent_leaves_no_process(
     assert err == ("error: terminated\n" if number == signal.SIGTERM else "")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        ([signal.SIGTERM], "was ended by SIGTERM"),
+        ([signal.SIGHUP], "was ended by SIGHUP"),
+        ([signal.SIGSTOP, signal.SIGKILL], "was killed by SIGKILL"),
+        ([signal.SIGABRT], "was killed by SIGABRT"),
+    ],
+    ids=["term", "hup", "stop-kill", "abort"],
+)
+def test_a_rank_that_somebody_ends_is_named_with_the_signal(
+    numbers: list[signal.Signals], words: str, tmp_path: Path
+) -> None:
+    environ = marked()
+    parent = start(
+        worker("--rounds", "100000", "--seconds", "0.05", "--pids", str(tmp_path)), environ
+    )
+    pid = pids_of(tmp_path, 2)[1]
+    for number in numbers:
+        os.kill(pid, number)
+        time.sleep(0.5 * (number == signal.SIGSTOP))
+    _, err = parent.communicate(timeout=30)
+    assert parent.returncode == 1
+    assert [line for line in err.splitlines() if not line.startswith("hint: ")] == [
+        f"error: rank 1: {words}"
+    ]
+    assert wait_until_gone(environ, 5) == []
+
+
+def test_a_rank_that_is_ended_as_soon_as_it_exists_is_named() -> None:
+    """It may have no handler of ours yet."""
+    environ = marked()
+    parent = start(worker("--timeout", "30"), environ)
+    os.kill(ranks_of(parent.pid, 2)[1], signal.SIGTERM)
+    _, err = parent.communicate(timeout=60)
+    assert parent.returncode == 1
+    assert re.fullmatch("error: rank 1: was (killed|ended) by SIGTERM\n", err)
+    assert wait_until_gone(environ, 5) == []
+
+
+def test_a_rank_that_is_stopped_as_soon_as_it_exists_outlives_nobody() -> None:
+    environ = marked()
+    parent = start(worker("--timeout", "30"), environ)
+    os.kill(ranks_of(parent.pid, 2)[1], signal.SIGSTOP)
+    parent.kill()
+    parent.communicate(timeout=10)
+    assert wait_until_gone(environ, 5) == []
+
+
+def test_slurm_names_a_rank_that_freezes_while_it_loads() -> None:
+    """Without a parent that watches, rank 0 has to find it."""
+    port = str(free_port())
+    tasks = [
+        start(
+            worker("--timeout", "2", "--fault", "stop:load:1"),
+            marked(**slurm(port), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+        )
+        for rank in range(2)
+    ]
+    _, err = tasks[0].communicate(timeout=60)
+    tasks[1].kill()
+    tasks[1].communicate(timeout=10)
+    assert tasks[0].returncode == 1
+    assert err.startswith("error: rank 1: hung in ") and err.count("error:") == 1
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port: int = probe.getsockname()[1]
     return port
+
+
+def slurm(job: str) -> dict[str, str]:
+    """Variables that srun sets for every one of two tasks."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NODELIST": "localhost",
+    }
 
 
 def test_two_torchruns_are_joined_and_rank_0_tells_the_cause() -> None:
@@ -111,16 +200,11 @@ def test_two_torchruns_are_joined_and_rank_0_tells_the_cause() -> None:
 
 
 def test_slurm_tasks_are_joined_and_share_what_rank_0_reads() -> None:
-    slurm = {
-        "SLURM_JOB_ID": str(free_port()),
-        "SLURM_STEP_ID": "0",
-        "SLURM_STEP_NUM_TASKS": "2",
-        "SLURM_STEP_NODELIST": "localhost",
-    }
+    port = str(free_port())
     tasks = [
         start(
             worker("--timeout", "30"),
-            marked(**slurm, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
+            marked(**slurm(port), SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
             stdin=subprocess.PIPE,
         )
         for rank in range(2)
@@ -151,6 +235,6 @@ def test_the_folder_of_a_run_is_private(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr("specdec_cli.launch.ranks._watch", look)
     environ = marked()
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(worker(), 2, timeout_s=30, environ=environ)
+        run_ranks(worker()[1:], 2, timeout_s=30, environ=environ)
     assert seen == [0o700]
     assert living(environ) == [] and list(tmp_path.iterdir()) == []

@@ -39,7 +39,7 @@ def loop(
         import torch.distributed as dist
 
         if pids is not None:
-            (pids / str(os.getpid())).touch()
+            (pids / f"{world.rank}-{os.getpid()}").touch()
 
         def reach(name: str) -> None:
             if (stage, int(faulty)) == (name, world.rank):

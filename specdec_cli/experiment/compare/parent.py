@@ -29,8 +29,8 @@ def run_pairs(
 ) -> list[int]:
     """Measure every pair that is not recorded yet. Returns the exit codes of failed pairs.
 
-    program: a rank's command line after the interpreter; the number of ranks, the device and the
-    timeout are appended.
+    program: a rank's module and arguments; the number of ranks, the device and the timeout are
+    appended.
     """
     codes = []
     records.update_points(folder)

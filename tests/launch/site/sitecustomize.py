@@ -2,7 +2,7 @@
 
 import os
 
-if "RANK" in os.environ and "PLANTED_FAULT" in os.environ:
+if "SPECDEC_RANKS_FOLDER" in os.environ and "PLANTED_FAULT" in os.environ:
     from tests.launch.faults import plant
 
-    plant(os.environ["PLANTED_FAULT"], int(os.environ["RANK"]))
+    plant(os.environ["PLANTED_FAULT"])
