@@ -15,9 +15,10 @@ import triton
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
+from specdec_kernels.experts.grouped_triton import grouped_constants
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import route_constants
-from specdec_kernels.experts.tiles import choose_expert_tiles
+from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
@@ -152,6 +153,8 @@ def mixture(
         )
     )
     experts = Experts(router, gate_up, down, routing, **more)
+    if "group" in name:
+        return grouped(name, rows, experts)
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
     if name == "route":
         found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
@@ -161,6 +164,25 @@ def mixture(
         found = down_constants(features, dtype.itemsize, down_tiles, True)
     found |= {"DEPENDENT": True}
     return found if "activation" in more else found | absent("bias")
+
+
+def grouped(name: str, rows: int, experts: Experts) -> dict[str, Any]:
+    """Constants of a kernel of grouped tokens, which are normed."""
+    dtype, width = experts.router.dtype, experts.router.shape[1]
+    if name == "group":
+        found = route_constants(rows, 0, experts, dtype.itemsize)
+        return found | {"DEPENDENT": True} | absent("bias", "squares", "factors")
+    num_chosen = experts.routing.num_chosen
+    tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize)
+    assert tiles is not None
+    is_gate = name == "grouped_gate_up"
+    found = grouped_constants(
+        *(width if is_gate else experts.num_features, False, experts),
+        *(tiles[0 if is_gate else 1], is_gate, dtype, True),
+    )
+    return (
+        found | {"DEPENDENT": True} | absent("factors", *([] if experts.interleaved else ["bias"]))
+    )
 
 
 OSS = {"activation": CLAMPED, "interleaved": True}
@@ -401,10 +423,39 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for name in ("route", "gate_up", "down")
     },
+    **{
+        f"group-{routing.num_chosen}": (
+            *("experts.group_triton", "group_kernel", "*bf16"),
+            mixture("group", 128, routing=routing),
+            {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"},
+        )
+        for routing in (QWEN_EXPERTS, Routing(4, False))
+    },
+    **{
+        f"{name}-{kind}": (
+            *("experts.grouped_triton", "grouped_linear_kernel", pointer),
+            mixture(name, rows, **sizes),
+            {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"},
+        )
+        for name in ("grouped_gate_up", "grouped_down")
+        for kind, pointer, rows, sizes in (
+            ("65", "*bf16", 65, {}),
+            ("128", "*bf16", 128, {}),
+            ("512", "*bf16", 512, {}),
+            ("clamped", "*bf16", 128, {"sizes": (32, 2880, 2880), "routing": Routing(4), **OSS}),
+            ("fp32", "*fp32", 128, {"dtype": torch.float32}),
+        )
+    },
     "combine": (
         *("experts.sorted_triton", "combine_kernel", "*bf16"),
         {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},
         {"places_ptr": "*i64"},
+    ),
+    "combine-in-order": (
+        *("experts.sorted_triton", "combine_kernel", "*bf16"),
+        {"K": 2880, "NUM_CHOSEN": 4, "BLOCK": 4096, "num_warps": 8, "DEPENDENT": True}
+        | absent("places"),
+        {"weights_ptr": "*fp32"},
     ),
     **{
         f"reduce_add_norm-{rows}-{residual}-{for_norm}": (

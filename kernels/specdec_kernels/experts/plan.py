@@ -1,6 +1,7 @@
-"""Experts that a few tokens chose, in a form that kernels of fixed grids read.
+"""Experts that tokens chose, in forms that kernels of fixed grids read.
 
-A slot is a place in the list of chosen experts. Which slots are in use only the device knows.
+A slot is a place in the list of the experts that a few tokens chose. Which slots are in use only
+the device knows. More tokens are grouped by expert.
 """
 
 from typing import NamedTuple
@@ -42,4 +43,30 @@ def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.devi
         chosen=empty(slots, dtype=torch.int64),
         weights=empty(slots, num_rows, dtype=torch.float32),
         factors=empty(num_rows, dtype=torch.float32) if scaled else None,
+    )
+
+
+class Groups(NamedTuple):
+    """The pairs of a token and one of its experts, by expert. Pair t * C + c is token t's, whose
+    experts are in ascending order."""
+
+    sizes: Tensor
+    """[E] int32, pairs of each expert."""
+    pairs: Tensor
+    """[E, T] int32, in any order. What follows an expert's last pair is undefined."""
+    weights: Tensor
+    """[T, C] fp32."""
+    factors: Tensor | None
+    """As in `Plan`."""
+
+
+def empty_groups(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> Groups:
+    """Uninitialised tensors of the groups of T = `num_rows` tokens; scaled: with factors."""
+    fp32 = {"dtype": torch.float32, "device": device}
+    int32 = {"dtype": torch.int32, "device": device}
+    return Groups(
+        sizes=torch.empty(experts.num_experts, **int32),
+        pairs=torch.empty((experts.num_experts, num_rows), **int32),
+        weights=torch.empty((num_rows, experts.routing.num_chosen), **fp32),
+        factors=torch.empty(num_rows, **fp32) if scaled else None,
     )

@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
+
 
 class ExpertTiles(NamedTuple):
     """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
@@ -37,6 +39,47 @@ PARTIAL_SUMS = max(case.down.splits for case in H200)
 def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, ExpertTiles]:
     """Tiles of gate and up, and of down, for T = `num_rows` tokens."""
     found = next(case for case in H200 if case.rows >= num_rows)
+    gate_up, down = found.gate_up, found.down
+    if itemsize > 2:
+        gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
+        down = down._replace(block_k=down.block_k // 2)
+    return gate_up, down
+
+
+class GroupTiles(NamedTuple):
+    """Launch configuration of the kernel of `grouped_triton`."""
+
+    block_m: int  # pairs of an expert at a time
+    block_n: int  # features of a program
+    block_k: int  # numbers of the sum at a time
+    swap: bool  # weights are the rows of the product, and pairs its columns
+    prefetch: int  # numbers of every weight row to prefetch before the wait
+    num_warps: int
+    num_stages: int
+
+
+class GroupCase(NamedTuple):
+    pairs: int  # of an expert on average, at most
+    gate_up: GroupTiles
+    down: GroupTiles
+
+
+H200_GROUPS = (
+    GroupCase(4, GroupTiles(16, 64, 64, False, 0, 4, 5), GroupTiles(16, 64, 128, False, 0, 4, 5)),
+    GroupCase(16, GroupTiles(32, 64, 64, False, 0, 4, 5), GroupTiles(32, 64, 128, False, 0, 4, 4)),
+    GroupCase(64, GroupTiles(64, 64, 64, False, 0, 4, 4), GroupTiles(64, 64, 64, False, 0, 4, 5)),
+)
+
+
+def choose_group_tiles(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int
+) -> tuple[GroupTiles, GroupTiles] | None:
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
+    faster."""
+    pairs = num_rows * num_chosen / num_experts
+    found = next((case for case in H200_GROUPS if case.pairs >= pairs), None)
+    if found is None or not 0 < num_rows <= MANY_TOKENS:
+        return None
     gate_up, down = found.gate_up, found.down
     if itemsize > 2:
         gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
