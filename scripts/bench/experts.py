@@ -86,16 +86,17 @@ DOWN = {
     ],
 }
 GROUPED_GATE_UP = [
-    *(GroupTiles(m, 64, 64, swap, 0, 4, 5) for m in (16, 32, 64) for swap in (False, True)),
-    *(GroupTiles(32, 64, 128, swap, 0, 4, 3) for swap in (False, True)),
-    GroupTiles(32, 64, 64, False, 128, 4, 5),
-    GroupTiles(32, 128, 64, True, 0, 8, 4),
+    *(GroupTiles(m, 64, 64, 4, 5) for m in (16, 32, 64)),
+    *(GroupTiles(m, 64, 128, 4, n) for m, n in ((16, 3), (32, 4), (64, 4))),
+    GroupTiles(64, 64, 64, 4, 6),
+    GroupTiles(32, 128, 64, 8, 4),
 ]
 GROUPED_DOWN = [
-    *(GroupTiles(m, 64, 128, swap, 0, 4, 4) for m in (16, 32, 64) for swap in (False, True)),
-    *(GroupTiles(32, 64, 64, swap, 0, 4, 6) for swap in (False, True)),
-    GroupTiles(32, 64, 128, False, 128, 4, 4),
-    GroupTiles(32, 128, 64, True, 0, 4, 4),
+    *(GroupTiles(m, 64, 128, 4, 4) for m in (16, 32, 64)),
+    *(GroupTiles(m, 128, 64, 8, 5) for m in (16, 32, 64)),
+    *(GroupTiles(m, 128, 128, 4, 4) for m in (32, 64)),
+    GroupTiles(16, 128, 128, 8, 3),
+    GroupTiles(64, 128, 64, 4, 4),
 ]
 
 

@@ -178,7 +178,7 @@ def grouped(name: str, rows: int, experts: Experts) -> dict[str, Any]:
     is_gate = name == "grouped_gate_up"
     found = grouped_constants(
         *(width if is_gate else experts.num_features, False, experts),
-        *(tiles[0 if is_gate else 1], is_gate, dtype, True),
+        *(tiles[0 if is_gate else 1], is_gate),
     )
     return (
         found | {"DEPENDENT": True} | absent("factors", *([] if experts.interleaved else ["bias"]))

@@ -2,7 +2,8 @@
 
 A program has some features of one expert, and the expert's pairs as rows, of which it takes a block
 at a time. Nearly always there is one block, so each weight is read once; if there are more, the L2
-cache still has it. A grid of all experts needs no number from the device.
+cache still has it. A grid of all experts needs no number from the device. Features are the rows of
+the product and pairs its columns: so tensor cores read the weights from where they were loaded.
 """
 
 from typing import Any
@@ -17,13 +18,11 @@ from specdec_kernels.experts.plan import Groups
 from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.sorted_triton import combine_triton
 from specdec_kernels.experts.tiles import GroupTiles
-from specdec_kernels.gpu import CACHE_LINE, power_of_2_to
 from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
 from specdec_kernels.linear.few_rows_triton import (
     add_product,
     depth_of,
     load_weight,
-    prefetch_rows,
     tile_at,
     whole_sums,
     zero_sums,
@@ -53,8 +52,6 @@ def grouped_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SWAP: tl.constexpr,
-    PREFETCH: tl.constexpr,  # numbers of every weight row to prefetch before the wait
     DEPENDENT: tl.constexpr,
 ):
     GATED: tl.constexpr = ACTIVATION != ""
@@ -72,13 +69,9 @@ def grouped_linear_kernel(
             feature *= 2
     weight_row = first_row + feature
     weight_rows = weight_ptr + weight_row.to(tl.int64) * K
-    if PREFETCH > 0:
-        prefetch_rows(weight_rows, 0, PREFETCH)
     if GATED:
         up_row = weight_row + (1 if INTERLEAVED else num_features)
         up_rows = weight_ptr + up_row.to(tl.int64) * K
-        if PREFETCH > 0:
-            prefetch_rows(up_rows, 0, PREFETCH)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + weight_row).to(tl.float32)
         if GATED:
@@ -94,18 +87,18 @@ def grouped_linear_kernel(
         live = first + place < size
         x_row = tl.where(live, pair // PAIRS, 0)
         x_rows = x_ptr + x_row.to(tl.int64) * x_stride
-        sums = zero_sums(BLOCK_M, BLOCK_N, 1, SWAP)
+        sums = zero_sums(BLOCK_M, BLOCK_N, 1, True)
         sums_up = sums
         for start in range(0, K, BLOCK_K):
             k = start + inside
             mask = (k < K)[None, :]
             x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
             weight = load_weight(tile_at(weight_rows, k, 1), mask, EVEN)
-            sums = add_product(x, weight, sums, 1, SWAP)
+            sums = add_product(x, weight, sums, 1, True)
             if GATED:
                 up = load_weight(tile_at(up_rows, k, 1), mask, EVEN)
-                sums_up = add_product(x, up, sums_up, 1, SWAP)
-        sums, sums_up = whole_sums(sums, sums_up, 1, SWAP)
+                sums_up = add_product(x, up, sums_up, 1, True)
+        sums, sums_up = whole_sums(sums, sums_up, 1, True)
         if SCALED:
             factor = tl.load(factors_ptr + x_row, mask=live, other=0.0)[:, None]
             sums *= factor
@@ -149,36 +142,25 @@ def _grouped(
     assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
     assert weight.is_contiguous() and x.stride(1) == 1
     out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
-    dependent = dependence(x)
-    early, scaled = dependent["DEPENDENT"], groups.factors is not None
-    constants = grouped_constants(width, scaled, experts, tiles, is_gate, x.dtype, early)
     grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
         *(x, groups.sizes, groups.pairs, groups.factors, weight, bias, out),
         *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
-        **constants | dependent,
+        **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
+        **dependence(x),
     )
     return out
 
 
 def grouped_constants(
-    width: int,
-    scaled: bool,
-    experts: Experts,
-    tiles: GroupTiles,
-    is_gate: bool,
-    dtype: torch.dtype,
-    early: bool,
+    width: int, scaled: bool, experts: Experts, tiles: GroupTiles, is_gate: bool
 ) -> dict[str, Any]:
-    """Constants of the kernel and Triton's own options; early: it starts before its predecessor
-    ends."""
-    prefetch = min(tiles.prefetch, power_of_2_to(width)) if early else 0  # inside the weight
+    """Constants of the kernel and Triton's own options."""
     return constants_of(tiles) | {
         "K": width,
         "PAIRS": experts.routing.num_chosen if is_gate else 1,
         "SCALED": scaled,
         "ACTIVATION": experts.activation if is_gate else "",
         "INTERLEAVED": experts.interleaved and is_gate,
-        "PREFETCH": prefetch if prefetch * dtype.itemsize >= CACHE_LINE else 0,
     }
 
 
