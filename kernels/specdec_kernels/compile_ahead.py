@@ -7,8 +7,9 @@ is about to run is first run without launches, which only finds out which kernel
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from threading import Event
 from typing import Any
 
 import torch
@@ -31,15 +32,40 @@ def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     except ImportError:  # a release of Triton that cannot
         return
     with ExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(len(os.sched_getaffinity(0))))
+        compilers = stack.enter_context(_Compilers(device))
         # The launch that needs a kernel tells why it does not compile.
-        stack.enter_context(AsyncCompileMode(threads, ignore_errors=True))
+        stack.enter_context(AsyncCompileMode(compilers, ignore_errors=True))
+        stack.callback(compilers.begin.set)
         stack.enter_context(_launches_that_compile(JITFunction))
         if "torch._dynamo" in sys.modules:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         with _ZerosForEmpty():
             run()
     torch.cuda.empty_cache()  # for the run's own streams and graphs
+
+
+class _Compilers(ThreadPoolExecutor):
+    """Threads for what `AsyncCompileMode` submits.
+
+    They wait for `begin`: code that is run meanwhile would take several times as long, because most
+    of it and some of each compilation is Python. They also load what they have compiled. Its
+    launcher may be C code, which Triton compiles then.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        count = len(os.sched_getaffinity(0))
+        super().__init__(count, initializer=torch.cuda.set_device, initargs=(device,))
+        self.begin = Event()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def compiled() -> Any:
+            self.begin.wait()
+            kernel = fn(*args, **kwargs)
+            with suppress(Exception):  # the launch tells
+                kernel.run  # noqa: B018, a property
+            return kernel
+
+        return super().submit(compiled)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 Layers have weights of their own, more than the L2 cache holds, and random tokens choose experts
 nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: the
 router alone, with gate and up, and the whole, as tiles of one of the two products change. For more
-than 64 tokens these are the kernels over groups; `--alike 4` lets four tokens in a row choose
+than 16 tokens these are the kernels over groups; `--alike 4` lets four tokens in a row choose
 nearly the same experts, as the proposals for one sequence do.
 
     python scripts/bench/experts.py --tokens 1,8,32
@@ -47,17 +47,6 @@ GATE_UP = {
         ExpertTiles(16, 32, 128, 1, 1, 0, 4, 5),
         ExpertTiles(16, 64, 128, 1, 1, 0, 4, 4),
     ],
-    32: [
-        ExpertTiles(32, 32, 256, 1, 1, 0, 4, 3),
-        *(ExpertTiles(32, 64, 128, 1, 1, 0, w, n) for w, n in ((4, 3), (4, 4), (8, 4))),
-        ExpertTiles(32, 64, 64, 1, 1, 0, 4, 5),
-        ExpertTiles(32, 128, 64, 1, 1, 0, 8, 4),
-    ],
-    64: [
-        ExpertTiles(64, 64, 128, 1, 1, 0, 4, 3),
-        ExpertTiles(64, 128, 64, 1, 1, 0, 8, 4),
-        ExpertTiles(64, 32, 128, 1, 1, 0, 4, 4),
-    ],
 }
 DOWN = {
     8: [
@@ -71,18 +60,6 @@ DOWN = {
         ExpertTiles(16, 16, 256, 4, 2, 2, 4, 5),
         ExpertTiles(16, 32, 256, 1, 4, 2, 4, 4),
         ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5),
-    ],
-    32: [
-        *(ExpertTiles(32, 64, 128, 1, splits, 1, 4, 4) for splits in (4, 16)),
-        *(ExpertTiles(32, 32, n, 1, 4, 1, 4, 5) for n in (64, 128)),
-        ExpertTiles(32, 32, 256, 1, 4, 1, 4, 3),
-        ExpertTiles(32, 64, 128, 1, 8, 1, 8, 4),
-        ExpertTiles(32, 128, 64, 1, 16, 1, 8, 5),
-    ],
-    64: [
-        ExpertTiles(64, 64, 128, 1, 8, 1, 4, 3),
-        ExpertTiles(64, 32, 128, 1, 4, 1, 4, 4),
-        ExpertTiles(64, 128, 64, 1, 16, 1, 8, 4),
     ],
 }
 GROUPED_GATE_UP = [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec_kernels.experts.reference import Experts
 
-FEW_TOKENS = 64  # a slot's tokens are the bits of one number
+FEW_TOKENS = 16  # more are grouped; a slot's tokens are the bits of one number
 
 
 class Plan(NamedTuple):

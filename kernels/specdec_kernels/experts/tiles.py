@@ -30,8 +30,6 @@ H200 = (
     Case(2, ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
     Case(8, ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
     Case(16, ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)),
-    Case(32, ExpertTiles(32, 64, 64, 1, 1, 0, 4, 5), ExpertTiles(32, 64, 128, 1, 8, 1, 4, 5)),
-    Case(64, ExpertTiles(64, 64, 64, 1, 1, 0, 4, 4), ExpertTiles(64, 64, 64, 1, 8, 1, 4, 5)),
 )
 PARTIAL_SUMS = max(case.down.splits for case in H200)
 
