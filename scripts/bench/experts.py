@@ -2,9 +2,9 @@
 
 Layers have weights of their own, more than the L2 cache holds, and random tokens choose experts
 nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: the
-router alone, with gate and up, and the whole, as tiles of one of the two products change. For more
-than 16 tokens these are the kernels over groups; `--alike 4` lets four tokens in a row choose
-nearly the same experts, as the proposals for one sequence do.
+router alone, with gate and up, and the whole, as tiles of one of the two products change. The
+kernels are those that the engine would choose. `--alike 4` lets four tokens in a row choose nearly
+the same experts, as the proposals for one sequence do.
 
     python scripts/bench/experts.py --tokens 1,8,32
     python scripts/bench/experts.py --tokens 72,128,192 --alike 4
@@ -20,7 +20,7 @@ from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
 from specdec_kernels.experts.group_triton import group_triton
 from specdec_kernels.experts.grouped_triton import grouped_gate_up, grouped_mixture_add_norm
-from specdec_kernels.experts.plan import FEW_TOKENS
+from specdec_kernels.experts.plan import are_few
 from specdec_kernels.experts.reference import Experts, Routing
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
@@ -130,7 +130,8 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
     """Print the times of `rows` tokens."""
     xs = streams(rows, args)
     normed = [Normed(x.hidden, x.hidden, None, 1e-6) for x in xs]
-    if rows <= FEW_TOKENS:
+    is_few = are_few(rows, args.chosen, args.experts)
+    if is_few:
         used = [int(route_triton(x, e).used) for x, e in zip(xs, layers, strict=False)]
     else:
         sizes = [group_triton(x, e).sizes for x, e in zip(normed, layers, strict=False)]
@@ -152,7 +153,7 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
         rate = share * bytes_read / us / 1e6
         print(f"  {us:7.2f} us {rate:5.2f} TB/s  {name}", flush=True)
 
-    (measure_few if rows <= FEW_TOKENS else measure_groups)(xs, layers, norm, timed)
+    (measure_few if is_few else measure_groups)(xs, layers, norm, timed)
     if rows > 8:
         timed(
             "sorted, by the library",

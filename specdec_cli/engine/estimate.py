@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels.experts.plan import FEW_TOKENS
+from specdec_kernels.experts.plan import are_few
 from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 
 from specdec_cli.core.live_bytes import LiveBytes
@@ -286,7 +286,7 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
         grouped_rows = chosen * (inner + hidden) + 4 * count
-        if tokens <= FEW_TOKENS:
+        if are_few(tokens, chosen, count):
             rows = few_rows
         elif choose_group_tiles(tokens, chosen, count, 2) is not None:
             rows = grouped_rows

@@ -406,11 +406,11 @@ def test_grouped_products(size, what, tiles, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("rows, routing", some([1, 6, 11, 16], [QWEN, MIXTRAL, GPT_OSS], every=3))
+@pytest.mark.parametrize("rows, routing", some([1, 3, 6, 11], [QWEN, MIXTRAL, GPT_OSS], every=3))
 def test_layer(rows, routing, dtype, device):
     """The whole is the reference's, where roundings do not reorder experts."""
     kind = {"dtype": dtype, "device": device}
-    experts = make_experts(10, 64, 48, kind, routing)
+    experts = make_experts(40, 64, 48, kind, routing)
     x, norm = make_stream(rows, 64, kind), 1 + normal(64, kind=kind, scale=0.3)
     out = mixture_add_norm_triton(x, experts, norm, EPS)
     routes = routes_of(F.linear(rows_of(x), experts.router.double()), routing)
@@ -490,15 +490,17 @@ def test_reference_runs_on_a_cpu():
     assert_close("scaled", rms_norm_reference(expected, norm, EPS), out.scaled, 1e-12)
 
 
-def test_library_takes_most_tokens(monkeypatch):
-    """Of so many tokens every expert has enough to keep the library's products busy."""
+def test_ways_by_tokens(monkeypatch):
+    """A plan while most experts have no token, then groups; the library once experts have many."""
     kind = {"dtype": torch.float32, "device": torch.device("cpu")}
-    experts = make_experts(4, 16, 8, kind, MIXTRAL)
+    experts = make_experts(8, 16, 8, kind, MIXTRAL)
     taken = []
-    for name in ("sorted_mixture_add_norm", "grouped_mixture_add_norm"):
+    for name in ("sorted_mixture_add_norm", "grouped_mixture_add_norm", "down_add_norm_triton"):
         monkeypatch.setattr(mixture_triton, name, lambda *_, name=name: taken.append(name))
-    monkeypatch.setattr(mixture_triton, "group_triton", lambda *_: None)
-    for rows in (FEW_TOKENS + 1, MANY_TOKENS + 1):
+    for name in ("route_triton", "gate_up_triton", "group_triton"):
+        monkeypatch.setattr(mixture_triton, name, lambda *_: None)
+    for rows in (3, 4, 256, 257, MANY_TOKENS + 1):
         x = make_stream(rows, 16, kind, parts=0)
         mixture_add_norm_triton(x, experts, torch.ones(16), EPS)
-    assert taken == ["grouped_mixture_add_norm", "sorted_mixture_add_norm"]
+    ways = [name.split("_")[0] for name in taken]
+    assert ways == ["down", "grouped", "grouped", "sorted", "sorted"]

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from specdec_kernels.experts.reference import Experts
 
-FEW_TOKENS = 16  # more are grouped; a slot's tokens are the bits of one number
+FEW_TOKENS = 16  # that a plan can have; tiles exist for so many
+
+
+def are_few(num_rows: int, num_chosen: int, num_experts: int) -> bool:
+    """Whether a plan serves T = `num_rows` tokens best, since many experts have none of them.
+
+    Otherwise an expert has at least one on average, and the tokens are better grouped.
+    """
+    return 0 < num_rows <= FEW_TOKENS and num_rows * num_chosen < num_experts
 
 
 class Plan(NamedTuple):
@@ -62,11 +70,13 @@ class Groups(NamedTuple):
 
 def empty_groups(num_rows: int, experts: Experts, scaled: bool, device: torch.device) -> Groups:
     """Uninitialised tensors of the groups of T = `num_rows` tokens; scaled: with factors."""
-    fp32 = {"dtype": torch.float32, "device": device}
-    int32 = {"dtype": torch.int32, "device": device}
+
+    def empty(*size: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
     return Groups(
-        sizes=torch.empty(experts.num_experts, **int32),
-        pairs=torch.empty((experts.num_experts, num_rows), **int32),
-        weights=torch.empty((num_rows, experts.routing.num_chosen), **fp32),
-        factors=torch.empty(num_rows, **fp32) if scaled else None,
+        sizes=empty(experts.num_experts, dtype=torch.int32),
+        pairs=empty(experts.num_experts, num_rows, dtype=torch.int32),
+        weights=empty(num_rows, experts.routing.num_chosen, dtype=torch.float32),
+        factors=empty(num_rows, dtype=torch.float32) if scaled else None,
     )
