@@ -140,6 +140,7 @@ def mixture(
     dtype: torch.dtype = torch.bfloat16,
     sizes: tuple[int, int, int] = (128, 2048, 768),
     routing: Routing = QWEN_EXPERTS,
+    room: int = SHARED_MEMORY,
     **more: Any,
 ) -> dict[str, Any]:
     """Constants of a kernel of experts as its launcher chooses them. sizes: E, K and F."""
@@ -154,7 +155,7 @@ def mixture(
     )
     experts = Experts(router, gate_up, down, routing, **more)
     if "group" in name:
-        return grouped(name, rows, experts)
+        return grouped(name, rows, experts, room)
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
     if name == "route":
         found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
@@ -166,14 +167,14 @@ def mixture(
     return found if "activation" in more else found | absent("bias")
 
 
-def grouped(name: str, rows: int, experts: Experts) -> dict[str, Any]:
+def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]:
     """Constants of a kernel of grouped tokens, which are normed."""
     dtype, width = experts.router.dtype, experts.router.shape[1]
     if name == "group":
         found = route_constants(rows, 0, experts, dtype.itemsize)
         return found | {"DEPENDENT": True} | absent("bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
-    tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize)
+    tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)
     assert tiles is not None
     is_gate = name == "grouped_gate_up"
     found = grouped_constants(
@@ -190,6 +191,7 @@ MIXTURE = {
     **{"count_ptr": "*i32", "experts_ptr": "*i32", "chosen_ptr": "*i64", "weights_ptr": "*fp32"},
     **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
 }
+GROUPS = {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"}
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
@@ -427,7 +429,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         f"group-{routing.num_chosen}": (
             *("experts.group_triton", "group_kernel", "*bf16"),
             mixture("group", 128, routing=routing),
-            {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"},
+            GROUPS,
         )
         for routing in (QWEN_EXPERTS, Routing(4, False))
     },
@@ -435,7 +437,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         f"{name}-{kind}": (
             *("experts.grouped_triton", "grouped_linear_kernel", pointer),
             mixture(name, rows, **sizes),
-            {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"},
+            GROUPS,
         )
         for name in ("grouped_gate_up", "grouped_down")
         for kind, pointer, rows, sizes in (
@@ -557,6 +559,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
 ROOMS = {80: 163 * 1024, 89: 99 * 1024}
 
 _LINEAR = ("linear.few_rows_triton", "few_rows_linear_kernel", "*bf16")
+_GROUPED = ("experts.grouped_triton", "grouped_linear_kernel", "*bf16")
 _ROPE = ("attention.decode_triton", "rope_attention_kernel", "*bf16")
 
 # Kernels that take most of an H100's shared memory, with the tiles for GPUs that have less.
@@ -566,6 +569,10 @@ SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str
     for name, kernel, constants, types in [
         ("linear-add-2", _LINEAR, linear("add", 2, 8192, 2048, room=room), SQUARES),
         ("linear-add-48", _LINEAR, linear("add", 48, 14336, 4096, room=room), SQUARES),
+        *(
+            (f"{name}-512", _GROUPED, mixture(name, 512, room=room), GROUPS)
+            for name in ("grouped_gate_up", "grouped_down")
+        ),
         ("batch-16", _ROPE, rope_attention(6, 16, room=room), {"stats_ptr": "*i64"}),
     ]
 }

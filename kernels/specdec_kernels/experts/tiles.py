@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from specdec_kernels.gpu import SHARED_MEMORY
+from specdec_kernels.linear.tiles import SCRATCH
+
 MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
 
 
@@ -71,16 +74,23 @@ H200_GROUPS = (
 
 
 def choose_group_tiles(
-    num_rows: int, num_chosen: int, num_experts: int, itemsize: int
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, room: int = SHARED_MEMORY
 ) -> tuple[GroupTiles, GroupTiles] | None:
     """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
-    faster."""
+    faster. room: bytes of shared memory that a program can have."""
     pairs = num_rows * num_chosen / num_experts
     found = next((case for case in H200_GROUPS if case.pairs >= pairs), None)
     if found is None or not 0 < num_rows <= MANY_TOKENS:
         return None
-    gate_up, down = found.gate_up, found.down
+    return _fitted(found.gate_up, 2, itemsize, room), _fitted(found.down, 1, itemsize, room)
+
+
+def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:
+    """Tiles for 16 bits, fitted to other types and to `room`; weights: that a program reads."""
     if itemsize > 2:
-        gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
-        down = down._replace(block_k=down.block_k // 2)
-    return gate_up, down
+        tiles = tiles._replace(block_k=tiles.block_k // 2)
+    if room >= SHARED_MEMORY:
+        return tiles
+    stage = (tiles.block_m + weights * tiles.block_n) * tiles.block_k * itemsize
+    # Without wgmma a pipeline has one buffer less than stages.
+    return tiles._replace(num_stages=min(tiles.num_stages, (room - SCRATCH) // stage + 1))
