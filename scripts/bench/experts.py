@@ -2,9 +2,12 @@
 
 Layers have weights of their own, more than the L2 cache holds, and random tokens choose experts
 nearly uniformly. Prints microseconds a layer and the rate at which the chosen experts are read: the
-router alone, with gate and up, and the whole, as tiles of one of the two products change.
+router alone, with gate and up, and the whole, as tiles of one of the two products change. The
+kernels are those that the engine would choose. `--alike 4` lets four tokens in a row choose nearly
+the same experts, as the proposals for one sequence do.
 
     python scripts/bench/experts.py --tokens 1,8,32
+    python scripts/bench/experts.py --tokens 72,128,192 --alike 4
 """
 
 import argparse
@@ -15,10 +18,18 @@ import torch
 from graph_times import graph_times
 from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
+from specdec_kernels.experts.group_triton import group_triton
+from specdec_kernels.experts.grouped_triton import grouped_gate_up, grouped_mixture_add_norm
+from specdec_kernels.experts.plan import are_few
 from specdec_kernels.experts.reference import Experts, Routing
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import sorted_mixture_add_norm
-from specdec_kernels.experts.tiles import ExpertTiles, choose_expert_tiles
+from specdec_kernels.experts.tiles import (
+    ExpertTiles,
+    GroupTiles,
+    choose_expert_tiles,
+    choose_group_tiles,
+)
 from specdec_kernels.linear.reference import Normed
 from torch import Tensor
 
@@ -36,17 +47,6 @@ GATE_UP = {
         ExpertTiles(16, 32, 128, 1, 1, 0, 4, 5),
         ExpertTiles(16, 64, 128, 1, 1, 0, 4, 4),
     ],
-    32: [
-        ExpertTiles(32, 32, 256, 1, 1, 0, 4, 3),
-        *(ExpertTiles(32, 64, 128, 1, 1, 0, w, n) for w, n in ((4, 3), (4, 4), (8, 4))),
-        ExpertTiles(32, 64, 64, 1, 1, 0, 4, 5),
-        ExpertTiles(32, 128, 64, 1, 1, 0, 8, 4),
-    ],
-    64: [
-        ExpertTiles(64, 64, 128, 1, 1, 0, 4, 3),
-        ExpertTiles(64, 128, 64, 1, 1, 0, 8, 4),
-        ExpertTiles(64, 32, 128, 1, 1, 0, 4, 4),
-    ],
 }
 DOWN = {
     8: [
@@ -61,19 +61,20 @@ DOWN = {
         ExpertTiles(16, 32, 256, 1, 4, 2, 4, 4),
         ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5),
     ],
-    32: [
-        *(ExpertTiles(32, 64, 128, 1, splits, 1, 4, 4) for splits in (4, 16)),
-        *(ExpertTiles(32, 32, n, 1, 4, 1, 4, 5) for n in (64, 128)),
-        ExpertTiles(32, 32, 256, 1, 4, 1, 4, 3),
-        ExpertTiles(32, 64, 128, 1, 8, 1, 8, 4),
-        ExpertTiles(32, 128, 64, 1, 16, 1, 8, 5),
-    ],
-    64: [
-        ExpertTiles(64, 64, 128, 1, 8, 1, 4, 3),
-        ExpertTiles(64, 32, 128, 1, 4, 1, 4, 4),
-        ExpertTiles(64, 128, 64, 1, 16, 1, 8, 4),
-    ],
 }
+GROUPED_GATE_UP = [
+    *(GroupTiles(m, 64, 64, 4, 5) for m in (16, 32, 64)),
+    *(GroupTiles(m, 64, 128, 4, n) for m, n in ((16, 3), (32, 4), (64, 4))),
+    GroupTiles(64, 64, 64, 4, 6),
+    GroupTiles(32, 128, 64, 8, 4),
+]
+GROUPED_DOWN = [
+    *(GroupTiles(m, 64, 128, 4, 4) for m in (16, 32, 64)),
+    *(GroupTiles(m, 128, 64, 8, 5) for m in (16, 32, 64)),
+    *(GroupTiles(m, 128, 128, 4, 4) for m in (32, 64)),
+    GroupTiles(16, 128, 128, 8, 3),
+    GroupTiles(64, 128, 64, 4, 4),
+]
 
 
 def numbers(text: str) -> list[int]:
@@ -97,7 +98,11 @@ def make_layer(args: argparse.Namespace) -> Experts:
 def streams(rows: int, args: argparse.Namespace) -> list[Normed]:
     found = []
     for _ in range(args.layers):
-        hidden = torch.randn(rows, args.width, device=CUDA).to(torch.bfloat16)
+        groups = torch.randn(-(-rows // args.alike), args.width, device=CUDA)
+        hidden = groups.repeat_interleave(args.alike, 0)[:rows]
+        if args.alike > 1:
+            hidden += 0.3 * torch.randn_like(hidden)
+        hidden = hidden.to(torch.bfloat16)
         squares = hidden.float().square().view(rows, 128, -1).sum(2)
         found.append(Normed(hidden, hidden, squares, 1e-6))
     return found
@@ -111,6 +116,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--features", type=int, default=768)
     parser.add_argument("--chosen", type=int, default=8)
+    parser.add_argument("--alike", type=int, default=1, help="tokens in a row that choose alike")
     parser.add_argument("--compile", action="store_true", help="only fill the compiler's cache")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -121,10 +127,16 @@ def main() -> None:
 
 
 def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Namespace) -> None:
-    """Print the times of `rows` tokens, 64 at most."""
+    """Print the times of `rows` tokens."""
     xs = streams(rows, args)
-    block = choose_expert_tiles(rows, 2)[0].block_m
-    used = [int(route_triton(x, e).used) for x, e in zip(xs, layers, strict=False)]
+    normed = [Normed(x.hidden, x.hidden, None, 1e-6) for x in xs]
+    is_few = are_few(rows, args.chosen, args.experts)
+    if is_few:
+        used = [int(route_triton(x, e).used) for x, e in zip(xs, layers, strict=False)]
+    else:
+        sizes = [group_triton(x, e).sizes for x, e in zip(normed, layers, strict=False)]
+        used = [int(s.count_nonzero()) for s in sizes]
+        print(f"at most {max(int(s.max()) for s in sizes)} pairs an expert")
     bytes_read = 3 * args.width * args.features * 2 * sum(used) / len(used)
     print(f"{rows} tokens: {sum(used) / len(used):.1f} experts, {bytes_read / 1e6:.1f} MB")
 
@@ -141,7 +153,18 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
         rate = share * bytes_read / us / 1e6
         print(f"  {us:7.2f} us {rate:5.2f} TB/s  {name}", flush=True)
 
-    chosen = choose_expert_tiles(rows, 2)
+    (measure_few if is_few else measure_groups)(xs, layers, norm, timed)
+    if rows > 8:
+        timed(
+            "sorted, by the library",
+            lambda n: sorted_mixture_add_norm(normed[n], layers[n], norm, 1e-6),
+        )
+
+
+def measure_few(
+    xs: list[Normed], layers: list[Experts], norm: Tensor, timed: Callable[..., None]
+) -> None:
+    chosen = choose_expert_tiles(len(xs[0].hidden), 2)
 
     def run(n: int, gate_up: ExpertTiles, down: ExpertTiles | None) -> object:
         plan = route_triton(xs[n], layers[n])
@@ -154,16 +177,35 @@ def measure(rows: int, layers: list[Experts], norm: Tensor, args: argparse.Names
     timed("router", lambda n: route_triton(xs[n], layers[n]), 0)
     timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
     timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
-    for tiles in GATE_UP[block]:
+    for tiles in GATE_UP[chosen[0].block_m]:
         timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
-    for tiles in DOWN[block]:
+    for tiles in DOWN[chosen[0].block_m]:
         timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
-    normed = [Normed(x.hidden, x.hidden, None, 1e-6) for x in xs]
-    if rows > 8:
-        timed(
-            "sorted, by the library",
-            lambda n: sorted_mixture_add_norm(normed[n], layers[n], norm, 1e-6),
-        )
+
+
+def measure_groups(
+    xs: list[Normed], layers: list[Experts], norm: Tensor, timed: Callable[..., None]
+) -> None:
+    first = layers[0]
+    sizes = len(xs[0].hidden), first.routing.num_chosen, first.num_experts
+    chosen = choose_group_tiles(*sizes, 2)
+    if chosen is None:
+        return
+
+    def run(n: int, gate_up: GroupTiles, down: GroupTiles | None) -> object:
+        x = Normed(xs[n].hidden, xs[n].hidden, None, 1e-6)
+        groups = group_triton(x, layers[n])
+        if down is None:
+            return grouped_gate_up(x.scaled, groups, layers[n], gate_up)
+        return grouped_mixture_add_norm(x, groups, layers[n], (gate_up, down), norm, 1e-6)
+
+    timed("router", lambda n: group_triton(xs[n], layers[n]), 0)
+    timed(f"gate_up {tuple(chosen[0])}", lambda n: run(n, chosen[0], None), 2 / 3)
+    timed(f"all, down {tuple(chosen[1])}", lambda n: run(n, *chosen))
+    for tiles in GROUPED_GATE_UP:
+        timed(f"gate_up {tuple(tiles)}", lambda n, t=tiles: run(n, t, None), 2 / 3)
+    for tiles in GROUPED_DOWN:
+        timed(f"all, down {tuple(tiles)}", lambda n, t=tiles: run(n, chosen[0], t))
 
 
 if __name__ == "__main__":

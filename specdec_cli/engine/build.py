@@ -246,10 +246,12 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
     # Kernels differ between passes of few tokens, of many, and of as many as the run will have. The
     # engine leaves out a request that does not fit.
-    lengths = sorted({_WARM_UP_PROMPT, min(longest_prompt, plan.recipe.run.prefill_chunk + 1)})
+    longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
+    lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
     try:
+        engine.compile_ahead(lengths, plan.k, params)
         for length in lengths:
-            engine.run([Request(0, (0,) * max(1, length))], plan.k, params)
+            engine.run([Request(0, (0,) * length)], plan.k, params)
     except CompileError as problem:
         raise cannot_compile(problem) from problem
     except torch.OutOfMemoryError as problem:

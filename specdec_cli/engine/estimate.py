@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from specdec_kernels.experts.plan import FEW_TOKENS
-from specdec_kernels.experts.tiles import PARTIAL_SUMS
+from specdec_kernels.experts.plan import are_few
+from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
@@ -285,7 +285,14 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
         steps = 10 if family.clamps_experts else 3
         sorted_rows = chosen * (hidden + steps * inner + hidden) + 4 * count
         few_rows = min(count, chosen * tokens) * inner + 2 * PARTIAL_SUMS * hidden
-        found = max(found, streams + (few_rows if tokens <= FEW_TOKENS else sorted_rows))
+        grouped_rows = chosen * (inner + hidden) + 4 * count
+        if are_few(tokens, chosen, count):
+            rows = few_rows
+        elif choose_group_tiles(tokens, chosen, count, 2) is not None:
+            rows = grouped_rows
+        else:
+            rows = sorted_rows
+        found = max(found, streams + rows)
     return found
 
 

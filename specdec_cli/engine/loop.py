@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 
 import torch
+from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
@@ -117,6 +118,20 @@ class Engine:
         if self.proposer is not None:
             self.proposer.check()
         return RunResult(run.seqs, summarise(run.seqs, run.clock, k, self.batch_size))
+
+    def compile_ahead(self, lengths: Iterable[int], k: int, params: SamplingParams) -> None:
+        """Compile what a run with these settings needs, for prompts of these many tokens."""
+        self.start([], k, params)
+
+        def fill_each() -> None:
+            for length in lengths:
+                run = self.start([Request(0, (0,) * length)], k, params)
+                if not run.scheduler.is_done:
+                    self.step(run)
+                run.rounds.discard()
+                run.scheduler.release_all()
+
+        compile_ahead(fill_each, self.target.device)
 
     def forecast(
         self, request: Request, output: list[int], k: int, params: SamplingParams

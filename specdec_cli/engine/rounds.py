@@ -3,14 +3,16 @@ they are first asked for."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
+from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.state import BatchState, Texts
 from specdec_cli.engine.graphs import Rounds
-from specdec_cli.engine.round import RoundParts
+from specdec_cli.engine.round import Record, RoundParts, run_round
 
 
 def slot_counts(batch_size: int) -> list[int]:
@@ -70,15 +72,20 @@ class RoundCache:
             self._texts = texts
         lengths = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
+        counts = reversed(slot_counts(self.batch_size))
+        states = [BatchState(count, columns, device, texts) for count in counts]
+        if self.is_captured:
+            compile_ahead(partial(_run_each, parts, states, lengths), device)
         made = [
-            Rounds(
-                parts,
-                BatchState(count, columns, device, texts),
-                lengths,
-                self.is_captured,
-                self.runs_ahead,
-                self._pool,
-            )
-            for count in reversed(slot_counts(self.batch_size))
+            Rounds(parts, state, lengths, self.is_captured, self.runs_ahead, self._pool)
+            for state in states
         ]
         return tuple(reversed(made))
+
+
+@torch.inference_mode()
+def _run_each(parts: RoundParts, states: list[BatchState], lengths: tuple[int, ...]) -> None:
+    """Run a round of every K over each of `states`."""
+    for state in states:
+        for k in lengths:
+            run_round(parts, state, k, Record.empty(state.num_slots, k, state.device))

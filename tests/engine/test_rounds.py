@@ -7,6 +7,7 @@ import torch
 
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine import loop
 from specdec_cli.engine.run import Request
 from tests.engine.fakes import (
     FakeDraft,
@@ -56,6 +57,19 @@ def test_every_round_obeys_the_arithmetic(draft: Rule, k: int, batch_size: int) 
         if draft is wrong:
             assert set(seq.accepted_per_round) <= {0}
     assert engine.allocator.num_used == 0
+
+
+def test_compiling_ahead_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it runs, on CUDA without launches, takes no blocks and changes no later run. A prompt
+    that does not fit is left out."""
+    ran = []
+    monkeypatch.setattr(loop, "compile_ahead", lambda run, device: ran.append(run()))
+    engine = fake_engine(sometimes, batch_size=3)
+    engine.compile_ahead([1, 9, 10**6], 3, SamplingParams(max_new_tokens=8))
+    assert len(ran) == 1 and engine.allocator.num_used == 0
+    prompts = [random_prompt(n) for n in PROMPT_LENGTHS]
+    for seq, prompt in zip(decode(engine, prompts, 3, max_new_tokens=13), prompts, strict=True):
+        assert seq.output_ids == continuation(target_rule, prompt, 13)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4])

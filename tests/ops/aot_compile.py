@@ -15,9 +15,10 @@ import triton
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
+from specdec_kernels.experts.grouped_triton import grouped_constants
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.experts.route_triton import route_constants
-from specdec_kernels.experts.tiles import choose_expert_tiles
+from specdec_kernels.experts.tiles import choose_expert_tiles, choose_group_tiles
 from specdec_kernels.gpu import SHARED_MEMORY
 from specdec_kernels.launch_triton import launch_options
 from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
@@ -139,6 +140,7 @@ def mixture(
     dtype: torch.dtype = torch.bfloat16,
     sizes: tuple[int, int, int] = (128, 2048, 768),
     routing: Routing = QWEN_EXPERTS,
+    room: int = SHARED_MEMORY,
     **more: Any,
 ) -> dict[str, Any]:
     """Constants of a kernel of experts as its launcher chooses them. sizes: E, K and F."""
@@ -152,6 +154,8 @@ def mixture(
         )
     )
     experts = Experts(router, gate_up, down, routing, **more)
+    if "group" in name:
+        return grouped(name, rows, experts, room)
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
     if name == "route":
         found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
@@ -163,11 +167,31 @@ def mixture(
     return found if "activation" in more else found | absent("bias")
 
 
+def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]:
+    """Constants of a kernel of grouped tokens, which are normed."""
+    dtype, width = experts.router.dtype, experts.router.shape[1]
+    if name == "group":
+        found = route_constants(rows, 0, experts, dtype.itemsize)
+        return found | {"DEPENDENT": True} | absent("bias", "squares", "factors")
+    num_chosen = experts.routing.num_chosen
+    tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)
+    assert tiles is not None
+    is_gate = name == "grouped_gate_up"
+    found = grouped_constants(
+        *(width if is_gate else experts.num_features, False, experts),
+        *(tiles[0 if is_gate else 1], is_gate),
+    )
+    return (
+        found | {"DEPENDENT": True} | absent("factors", *([] if experts.interleaved else ["bias"]))
+    )
+
+
 OSS = {"activation": CLAMPED, "interleaved": True}
 MIXTURE = {
     **{"count_ptr": "*i32", "experts_ptr": "*i32", "chosen_ptr": "*i64", "weights_ptr": "*fp32"},
     **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
 }
+GROUPS = {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"}
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 
@@ -379,7 +403,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             MIXTURE,
         )
         for name in ("route", "gate_up", "down")
-        for rows in (1, 16, 32, 64)
+        for rows in (1, 8, 16)
     },
     **{
         f"{name}-clamped": (
@@ -396,15 +420,44 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             f"experts.{name}_triton",
             f"{name}_kernel",
             "*fp32",
-            mixture(name, 64, torch.float32),
+            mixture(name, 16, torch.float32),
             MIXTURE,
         )
         for name in ("route", "gate_up", "down")
+    },
+    **{
+        f"group-{routing.num_chosen}": (
+            *("experts.group_triton", "group_kernel", "*bf16"),
+            mixture("group", 128, routing=routing),
+            GROUPS,
+        )
+        for routing in (QWEN_EXPERTS, Routing(4, False))
+    },
+    **{
+        f"{name}-{kind}": (
+            *("experts.grouped_triton", "grouped_linear_kernel", pointer),
+            mixture(name, rows, **sizes),
+            GROUPS,
+        )
+        for name in ("grouped_gate_up", "grouped_down")
+        for kind, pointer, rows, sizes in (
+            ("17", "*bf16", 17, {}),
+            ("128", "*bf16", 128, {}),
+            ("512", "*bf16", 512, {}),
+            ("clamped", "*bf16", 128, {"sizes": (32, 2880, 2880), "routing": Routing(4), **OSS}),
+            ("fp32", "*fp32", 128, {"dtype": torch.float32}),
+        )
     },
     "combine": (
         *("experts.sorted_triton", "combine_kernel", "*bf16"),
         {"K": 2048, "NUM_CHOSEN": 8, "BLOCK": 2048, "num_warps": 4, "DEPENDENT": True},
         {"places_ptr": "*i64"},
+    ),
+    "combine-in-order": (
+        *("experts.sorted_triton", "combine_kernel", "*bf16"),
+        {"K": 2880, "NUM_CHOSEN": 4, "BLOCK": 4096, "num_warps": 8, "DEPENDENT": True}
+        | absent("places"),
+        {"weights_ptr": "*fp32"},
     ),
     **{
         f"reduce_add_norm-{rows}-{residual}-{for_norm}": (
@@ -506,6 +559,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
 ROOMS = {80: 163 * 1024, 89: 99 * 1024}
 
 _LINEAR = ("linear.few_rows_triton", "few_rows_linear_kernel", "*bf16")
+_GROUPED = ("experts.grouped_triton", "grouped_linear_kernel", "*bf16")
 _ROPE = ("attention.decode_triton", "rope_attention_kernel", "*bf16")
 
 # Kernels that take most of an H100's shared memory, with the tiles for GPUs that have less.
@@ -515,6 +569,10 @@ SMALLER: dict[str, tuple[int, tuple[str, str, str, dict[str, Any], dict[str, str
     for name, kernel, constants, types in [
         ("linear-add-2", _LINEAR, linear("add", 2, 8192, 2048, room=room), SQUARES),
         ("linear-add-48", _LINEAR, linear("add", 48, 14336, 4096, room=room), SQUARES),
+        *(
+            (f"{name}-512", _GROUPED, mixture(name, 512, room=room), GROUPS)
+            for name in ("grouped_gate_up", "grouped_down")
+        ),
         ("batch-16", _ROPE, rope_attention(6, 16, room=room), {"stats_ptr": "*i64"}),
     ]
 }

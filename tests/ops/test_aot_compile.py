@@ -22,7 +22,9 @@ SLOW = {
     *("rope_attention-fp32-D128", "rope_attention-verify-long", "rope_attention-verify-D64"),
     *("rope_attention-batch-32", "attention-fp32-D256", "linear-fp32-many", "batch-16-sm_89"),
     *("rope_attention-D256", "linear-add-2-sm_80", "linear-add-48-sm_89", "linear-add-wide"),
-    *("route-16", "route-32", "route-fp32", "gate_up-16", "gate_up-fp32", "down-16", "down-32"),
+    *("route-8", "route-fp32", "gate_up-8", "gate_up-fp32", "down-8", "group-4"),
+    *(f"grouped_gate_up-{kind}" for kind in ("17", "512", "fp32", "512-sm_80")),
+    *(f"grouped_down-{kind}" for kind in ("17", "512", "fp32", "512-sm_80", "512-sm_89")),
 }
 
 

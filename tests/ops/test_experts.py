@@ -9,10 +9,13 @@ import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import ops
+from specdec_kernels.experts import mixture_triton
 from specdec_kernels.experts.down_triton import down_add_norm_triton
 from specdec_kernels.experts.gate_up_triton import gate_up_triton
+from specdec_kernels.experts.group_triton import group_triton
+from specdec_kernels.experts.grouped_triton import grouped_down, grouped_gate_up
 from specdec_kernels.experts.mixture_triton import mixture_add_norm_triton
-from specdec_kernels.experts.plan import Plan
+from specdec_kernels.experts.plan import FEW_TOKENS, Groups, Plan
 from specdec_kernels.experts.reference import (
     CLAMPED,
     Experts,
@@ -24,7 +27,7 @@ from specdec_kernels.experts.reference import (
 )
 from specdec_kernels.experts.route_triton import route_triton
 from specdec_kernels.experts.sorted_triton import combine_triton, sorted_mixture_add_norm
-from specdec_kernels.experts.tiles import ExpertTiles
+from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from torch import Tensor
@@ -124,7 +127,7 @@ def routes_from(plan: Plan, num_experts: int, num_chosen: int) -> Routes:
     rows = plan.weights.shape[1]
     found: list[list[tuple[int, float]]] = [[] for _ in range(rows)]
     for slot, expert in enumerate(experts):
-        assert 0 < bits[slot] < 1 << rows or bits[slot] == -(1 << 63) or rows == 64
+        assert 0 < bits[slot] < 1 << rows
         for row in range(rows):
             weight = float(plan.weights[slot, row])
             if bits[slot] >> row & 1:
@@ -134,6 +137,30 @@ def routes_from(plan: Plan, num_experts: int, num_chosen: int) -> Routes:
     assert all(len(row) == num_chosen for row in found)
     chosen = torch.tensor([[e for e, _ in row] for row in found])
     return Routes(chosen, torch.tensor([[w for _, w in row] for row in found]))
+
+
+def routes_in(groups: Groups, num_experts: int) -> Routes:
+    """Experts, ascending, and weights of each token, from the pairs of each expert."""
+    rows, count = groups.weights.shape
+    assert groups.sizes.shape == (num_experts,) and groups.pairs.shape == (num_experts, rows)
+    chosen = torch.full((rows * count,), -1)
+    for expert, size in enumerate(groups.sizes.tolist()):
+        pairs = groups.pairs[expert, :size].long().cpu()
+        assert (chosen[pairs] == -1).all() and len(pairs.unique()) == size
+        chosen[pairs] = expert
+    assert (chosen >= 0).all()
+    chosen = chosen.view(rows, count)
+    assert (chosen.diff(dim=1) > 0).all()
+    return Routes(chosen, groups.weights.cpu())
+
+
+def routed(x: Normed, experts: Experts, is_grouped: bool) -> tuple[Routes, Tensor | None]:
+    """Experts, ascending, and weights of each token, and the factors of rows, by either kernel."""
+    if is_grouped:
+        groups = group_triton(x, experts)
+        return routes_in(groups, experts.num_experts), groups.factors
+    plan = route_triton(x, experts)
+    return routes_from(plan, experts.num_experts, experts.routing.num_chosen), plan.factors
 
 
 def ascending(routes: Routes) -> Routes:
@@ -150,21 +177,26 @@ SIZES = [
     (16, 5, 1100),
     (33, 17, 72),
     (64, 40, 48),
+    (130, 9, 40),
 ]
 
 
+WAYS = {"few": False, "grouped": True}
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("size, routing", some(SIZES, ROUTINGS, every=2))
-def test_routes(size, routing, dtype, device):
+@pytest.mark.parametrize("size, routing, way", some(SIZES, ROUTINGS, WAYS, every=3))
+def test_routes(size, routing, way, dtype, device):
     rows, num_experts, width = size
+    if rows > FEW_TOKENS:
+        way = "grouped"
     kind = {"dtype": dtype, "device": device}
     biased = routing is GPT_OSS
     experts = make_experts(num_experts, width, 4, kind, routing, biases=biased)
     if experts.router_bias is not None:
         experts.router_bias.sub_(5)  # nearly all scores are negative
     x = make_stream(rows, width, kind, parts=3 * (rows % 3))
-    plan = route_triton(x, experts)
-    found = routes_from(plan, num_experts, routing.num_chosen)
+    found, factors = routed(x, experts, WAYS[way])
     logits = F.linear(rows_of(x), experts.router.double(), None)
     if experts.router_bias is not None:
         logits += experts.router_bias.double()
@@ -174,21 +206,23 @@ def test_routes(size, routing, dtype, device):
     assert same.float().mean() >= (0.95 if dtype == torch.float32 else 0.8)
     tolerance = 10 * TOLERANCE[dtype]
     assert_close("weights", exact.weights[same], found.weights[same], tolerance)
-    if plan.factors is not None:
+    assert (factors is None) == (x.squares is None)
+    if factors is not None:
         mean = x.squares.double().sum(1) / width
-        assert_close("factors", torch.rsqrt(mean + EPS), plan.factors, 1e-5)
+        assert_close("factors", torch.rsqrt(mean + EPS), factors, 1e-5)
     assert not counters(device).any()
 
 
+@pytest.mark.parametrize("is_grouped", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_ties_go_to_the_first_expert(routing, device):
+def test_ties_go_to_the_first_expert(routing, is_grouped, device):
     """All logits are equal, or two are; torch.topk on CUDA chooses the same."""
     kind = {"dtype": torch.float32, "device": device}
     experts = make_experts(12, 32, 4, kind, routing)
     experts.router[:] = experts.router[0]
     x = make_stream(5, 32, kind, parts=0)
     count = routing.num_chosen
-    found = routes_from(route_triton(x, experts), 12, count)
+    found, _ = routed(x, experts, is_grouped)
     assert found.experts.tolist() == [list(range(count))] * 5
     even = torch.full((5, count), 1 / count if routing.renormalise else 1 / 12)
     assert_close(
@@ -200,23 +234,24 @@ def test_ties_go_to_the_first_expert(routing, device):
     experts.router[:] = -0.1
     experts.router[top] = 0.1
     experts.router[[4, 9]] = 0.0
-    found = routes_from(route_triton(x, experts), 12, count)
+    found, _ = routed(x, experts, is_grouped)
     assert found.experts.tolist() == [[*top.tolist(), 4]] * 5
 
 
 @needs_cuda
+@pytest.mark.parametrize("is_grouped", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("routing", ROUTINGS, ids=str)
-def test_ties_are_decided_as_transformers_decides_them(routing, device):
+def test_ties_are_decided_as_transformers_decides_them(routing, is_grouped, device):
     """bf16 logits of 128 experts have many ties. transformers computes torch.topk on CUDA."""
     kind = {"dtype": torch.bfloat16, "device": device}
     width = 16
     experts = make_experts(128, width, 8, kind, routing)
     # Few levels, so that sums are exact in any order.
     experts.router[:] = (2 * experts.router).round() / 2
-    x = make_stream(64, width, kind, parts=0)
+    x = make_stream(64 if is_grouped else FEW_TOKENS, width, kind, parts=0)
     x = x._replace(scaled=x.scaled.round())
     expected = ascending(routes_of(F.linear(x.scaled, experts.router), routing))
-    found = routes_from(route_triton(x, experts), 128, routing.num_chosen)
+    found, _ = routed(x, experts, is_grouped)
     assert torch.equal(found.experts, expected.experts)
     assert_close("weights", expected.weights, found.weights, 1e-6)
 
@@ -235,8 +270,8 @@ def plan_of(routes: Routes, num_experts: int, factors: Tensor | None, device: to
     )
     for slot, expert in enumerate(chosen):
         is_chosen = (routes.experts == expert).any(1)
-        bits = sum(1 << t for t in range(rows) if is_chosen[t])
-        plan.experts[slot], plan.chosen[slot] = expert, bits - (1 << 64 if bits >> 63 else 0)
+        plan.experts[slot] = expert
+        plan.chosen[slot] = sum(1 << t for t in range(rows) if is_chosen[t])
         plan.weights[slot] = (routes.weights * (routes.experts == expert)).sum(1)
     return Plan(*(None if t is None else t.to(device) for t in plan))
 
@@ -263,7 +298,7 @@ TILES = [
     ExpertTiles(8, 16, 64, 4, 1, 0, 4, 3),
     ExpertTiles(8, 16, 32, 1, 3, 2, 4, 3),
     ExpertTiles(16, 32, 32, 1, 2, 0, 4, 3),
-    ExpertTiles(64, 32, 64, 2, 4, 0, 4, 3),
+    ExpertTiles(16, 32, 64, 2, 4, 0, 4, 3),
 ]
 SHAPES = [(1, 9, 64, 32), (7, 5, 72, 50), (40, 6, 40, 33)]  # T, E, K, F
 KINDS = {
@@ -279,7 +314,7 @@ KINDS = {
 def test_products(size, what, tiles, dtype, device):
     """Rows of x that no expert reads, and weights of experts nobody chose, are NaN."""
     rows, num_experts, width, features = size
-    rows = min(rows, tiles.block_m)
+    rows = min(rows, tiles.block_m, FEW_TOKENS)
     kind = {"dtype": dtype, "device": device}
     experts = make_experts(
         num_experts, width, features, kind, biases=what in ("clamped", "gelu_tanh"), **KINDS[what]
@@ -317,12 +352,65 @@ def test_products(size, what, tiles, dtype, device):
     assert not counters(device).any()
 
 
+def groups_of(routes: Routes, num_experts: int, factors: Tensor | None) -> Groups:
+    """The groups as `group_triton` would write them, with absurd numbers after the pairs."""
+    routes = ascending(routes)
+    pairs = torch.full((num_experts, len(routes.experts)), 2**30, dtype=torch.int32)
+    sizes = torch.zeros(num_experts, dtype=torch.int32)
+    order = torch.randperm(routes.experts.numel(), generator=torch.Generator().manual_seed(0))
+    for pair in order.tolist():
+        expert = routes.experts.flatten()[pair]
+        pairs[expert, sizes[expert]] = pair
+        sizes[expert] += 1
+    return Groups(sizes, pairs, routes.weights, factors)
+
+
+GROUP_TILES = [
+    GroupTiles(16, 32, 32, 4, 3),
+    GroupTiles(32, 32, 64, 4, 4),
+    GroupTiles(64, 64, 64, 8, 3),
+]
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("rows, routing", some([1, 6, 19, 64], [QWEN, MIXTRAL, GPT_OSS], every=3))
+@pytest.mark.parametrize("size, what, tiles", some(SHAPES, KINDS, GROUP_TILES, every=3))
+def test_grouped_products(size, what, tiles, dtype, device):
+    """One expert is everybody's, in several blocks; weights of one that is nobody's are NaN."""
+    rows, num_experts, width, features = size
+    kind = {"dtype": dtype, "device": device}
+    experts = make_experts(
+        num_experts, width, features, kind, biases=what in ("clamped", "gelu_tanh"), **KINDS[what]
+    )
+    for weight in (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias):
+        if weight is not None:
+            weight[1] = float("nan")
+    routes = ascending(some_routes(rows, num_experts, 3))
+    x = make_stream(rows, width, kind, parts=3 * (rows % 2))
+    factors = None
+    if x.squares is not None:
+        factors = torch.rsqrt(x.squares.sum(1) / width + EPS)
+    groups = groups_of(routes, num_experts, None)
+    groups = Groups(*(t.to(device) for t in groups[:3]), factors)
+    inner = grouped_gate_up(x.scaled, groups, experts, tiles)
+    parts = grouped_down(inner, groups, experts, tiles)
+    exact = wide(experts)
+    for pair, expert in enumerate(routes.experts.flatten().tolist()):
+        bias, down_bias = (
+            None if b is None else b[expert] for b in (exact.gate_up_bias, exact.down_bias)
+        )
+        row = rows_of(x)[pair // 3]
+        expected = activated(F.linear(row, exact.gate_up[expert], bias), exact)
+        assert_close("inner", expected, inner[pair], TOLERANCE[dtype])
+        expected = F.linear(inner[pair].double(), exact.down[expert], down_bias)
+        assert_close("parts", expected, parts[pair], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize("rows, routing", some([1, 3, 6, 11], [QWEN, MIXTRAL, GPT_OSS], every=3))
 def test_layer(rows, routing, dtype, device):
     """The whole is the reference's, where roundings do not reorder experts."""
     kind = {"dtype": dtype, "device": device}
-    experts = make_experts(10, 64, 48, kind, routing)
+    experts = make_experts(40, 64, 48, kind, routing)
     x, norm = make_stream(rows, 64, kind), 1 + normal(64, kind=kind, scale=0.3)
     out = mixture_add_norm_triton(x, experts, norm, EPS)
     routes = routes_of(F.linear(rows_of(x), experts.router.double()), routing)
@@ -333,17 +421,30 @@ def test_layer(rows, routing, dtype, device):
     assert_close("squares", out.hidden.double().square().sum(1), out.squares.sum(1), 1e-5)
 
 
+MANY = {"grouped": mixture_add_norm_triton, "sorted": sorted_mixture_add_norm}
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize("routing, biases", some([GPT_OSS, QWEN, MIXTRAL], [True, False], every=2))
-def test_tokens_sorted_by_expert(routing, biases, dtype, device):
-    """The way of many tokens is the reference's, where roundings do not reorder experts."""
+@pytest.mark.parametrize(
+    "routing, biases, way",
+    some(
+        [GPT_OSS, QWEN, MIXTRAL],
+        [True, False],
+        MANY,
+        every=2,
+    ),
+)
+def test_layer_of_many_tokens(routing, biases, way, dtype, device):
+    """Tokens grouped or sorted by expert: the reference's, where roundings do not reorder
+    experts."""
     kind = {"dtype": dtype, "device": device}
     experts = make_experts(10, 64, 48, kind, routing, biases=biases)
     if biases:  # gpt-oss has all of these
         experts = experts._replace(activation=CLAMPED, interleaved=True)
     exact = wide(experts)
-    x, norm = make_stream(70, 64, kind, parts=0), 1 + normal(64, kind=kind, scale=0.3)
-    out = sorted_mixture_add_norm(x, experts, norm, EPS)
+    rows, parts = (40, 3) if way == "grouped" else (70, 0)
+    x, norm = make_stream(rows, 64, kind, parts), 1 + normal(64, kind=kind, scale=0.3)
+    out = MANY[way](x, experts, norm, EPS)
     routes = routes_of(F.linear(rows_of(x), exact.router, exact.router_bias), routing)
     expected = x.hidden.double() + mixture_reference(rows_of(x), routes, exact)
     errors = (out.hidden.double() - expected).norm(dim=1) / expected.norm(dim=1)
@@ -354,7 +455,8 @@ def test_tokens_sorted_by_expert(routing, biases, dtype, device):
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("size", [(1, 2, 64), (5, 3, 100)], ids=str)
-def test_combine(size, dtype, device):
+@pytest.mark.parametrize("is_placed", [True, False])
+def test_combine(size, is_placed, dtype, device):
     rows, count, width = size
     kind = {"dtype": dtype, "device": device}
     parts = normal(rows * count, width, kind=kind)
@@ -362,8 +464,9 @@ def test_combine(size, dtype, device):
     weights, norm = normal(rows, count, kind=kind), 1 + normal(width, kind=kind, scale=0.3)
     places = torch.randperm(rows * count, generator=torch.Generator().manual_seed(1))
     places = places.view(rows, count).to(device)
-    out = combine_triton(parts, places, weights, residual, norm, EPS)
-    mixed = (parts.double()[places] * weights.double()[:, :, None]).sum(1)
+    out = combine_triton(parts, places if is_placed else None, weights, residual, norm, EPS)
+    taken = parts.double()[places] if is_placed else parts.double().view(rows, count, width)
+    mixed = (taken * weights.double()[:, :, None]).sum(1)
     assert_close("hidden", residual.double() + mixed, out.hidden, TOLERANCE[dtype])
     expected = rms_norm_reference(out.hidden.double(), norm.double(), EPS)
     assert_close("scaled", expected, out.scaled, TOLERANCE[dtype])
@@ -385,3 +488,19 @@ def test_reference_runs_on_a_cpu():
             expected[token] += weight * (experts.down[expert] @ inner + experts.down_bias[expert])
     assert_close("hidden", expected, out.hidden, 1e-12)
     assert_close("scaled", rms_norm_reference(expected, norm, EPS), out.scaled, 1e-12)
+
+
+def test_ways_by_tokens(monkeypatch):
+    """A plan while most experts have no token, then groups; the library once experts have many."""
+    kind = {"dtype": torch.float32, "device": torch.device("cpu")}
+    experts = make_experts(8, 16, 8, kind, MIXTRAL)
+    taken = []
+    for name in ("sorted_mixture_add_norm", "grouped_mixture_add_norm", "down_add_norm_triton"):
+        monkeypatch.setattr(mixture_triton, name, lambda *_, name=name: taken.append(name))
+    for name in ("route_triton", "gate_up_triton", "group_triton"):
+        monkeypatch.setattr(mixture_triton, name, lambda *_: None)
+    for rows in (3, 4, 256, 257, MANY_TOKENS + 1):
+        x = make_stream(rows, 16, kind, parts=0)
+        mixture_add_norm_triton(x, experts, torch.ones(16), EPS)
+    ways = [name.split("_")[0] for name in taken]
+    assert ways == ["down", "grouped", "grouped", "sorted", "sorted"]

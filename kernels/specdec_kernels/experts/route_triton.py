@@ -92,39 +92,32 @@ def weights_of(
     return chosen, weights
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def route_kernel(
-    x_ptr,  # [T, K]
-    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
-    router_ptr,  # [E, K]
-    bias_ptr,  # [E], or None
-    logits_ptr,  # [T, E], out
-    counters_ptr,  # [>= 1] int32, zeros
-    count_ptr,  # the plan's tensors, out; factors only with PARTS
-    experts_ptr,
-    chosen_ptr,
-    weights_ptr,
+@triton.jit
+def store_logits(
+    x_ptr,
+    squares_ptr,
+    router_ptr,
+    bias_ptr,
+    logits_ptr,
     factors_ptr,
     num_rows,
-    num_experts,  # E
+    num_experts,
     x_stride,
     eps,
     K: tl.constexpr,
     PARTS: tl.constexpr,
-    NUM_CHOSEN: tl.constexpr,
-    SOFTMAX_FIRST: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROUNDS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_T: tl.constexpr,  # at least T
-    BLOCK_ALL: tl.constexpr,  # at least E
     BLOCK_P: tl.constexpr,
     DEPTH: tl.constexpr,
     SLICES: tl.constexpr,
-    EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
+    EARLY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """The part of a kernel in which a program computes the logits of some tokens and experts.
+
+    Waits for the predecessor. The arguments are those of `route_kernel`.
+    """
     SWAP: tl.constexpr = BLOCK_M < 16
     eps = tl.full([], eps, tl.float32)  # a Python float reaches torch.compile's kernels as fp64
     expert = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -162,6 +155,46 @@ def route_kernel(
     place = row[:, None] * num_experts + expert[None, :]
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     tl.store(logits_ptr + place, logits.to(dtype), mask=row_live[:, None] & expert_live[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def route_kernel(
+    x_ptr,  # [T, K]
+    squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
+    router_ptr,  # [E, K]
+    bias_ptr,  # [E], or None
+    logits_ptr,  # [T, E], out
+    counters_ptr,  # [>= 1] int32, zeros
+    count_ptr,  # the plan's tensors, out; factors only with PARTS
+    experts_ptr,
+    chosen_ptr,
+    weights_ptr,
+    factors_ptr,
+    num_rows,
+    num_experts,  # E
+    x_stride,
+    eps,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
+    SOFTMAX_FIRST: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    ROUNDS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # at least T
+    BLOCK_ALL: tl.constexpr,  # at least E
+    BLOCK_P: tl.constexpr,
+    DEPTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
+    DEPENDENT: tl.constexpr,
+):
+    store_logits(
+        *(x_ptr, squares_ptr, router_ptr, bias_ptr, logits_ptr, factors_ptr),
+        *(num_rows, num_experts, x_stride, eps, K, PARTS),
+        *(BLOCK_M, BLOCK_E, BLOCK_P, DEPTH, SLICES, EARLY, DEPENDENT),
+    )
     if not is_last(counters_ptr, tl.num_programs(0) * tl.num_programs(1)):
         return
 
@@ -174,6 +207,7 @@ def route_kernel(
     logits = tl.load(
         logits_ptr + place, mask=known[None, :], other=float("-inf"), cache_modifier=".cg"
     ).to(tl.float32)
+    dtype: tl.constexpr = logits_ptr.dtype.element_ty
     chosen, weights = weights_of(
         *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS)
     )

@@ -15,7 +15,7 @@ from specdec_kernels.linear.reference import Normed, norm_linear_reference
 @triton.jit
 def combine_kernel(
     parts_ptr,  # [T * C, K]
-    places_ptr,  # [T, C] int64, rows of `parts`
+    places_ptr,  # [T, C] int64, rows of `parts`; None for those of pairs in order
     weights_ptr,  # [T, C]
     residual_ptr,  # [T, K]
     norm_ptr,  # [K]
@@ -35,8 +35,10 @@ def combine_kernel(
     after_predecessor(DEPENDENT)
     mixed = tl.zeros([BLOCK], tl.float32)
     for choice in tl.static_range(NUM_CHOSEN):
-        place = tl.load(places_ptr + row * NUM_CHOSEN + choice)
-        weight = tl.load(weights_ptr + row * NUM_CHOSEN + choice).to(tl.float32)
+        place = row * NUM_CHOSEN + choice
+        weight = tl.load(weights_ptr + place).to(tl.float32)
+        if places_ptr is not None:
+            place = tl.load(places_ptr + place)
         part = tl.load(parts_ptr + place * K + k, mask=k < K, other=0.0)
         mixed += weight * part.to(tl.float32)
     residual = tl.load(residual_ptr + row * residual_stride + k, mask=k < K, other=0.0)
@@ -47,7 +49,7 @@ def combine_kernel(
 
 def combine_triton(
     parts: Tensor,
-    places: Tensor,
+    places: Tensor | None,
     weights: Tensor,
     residual: Tensor,
     norm_weight: Tensor,
@@ -57,14 +59,14 @@ def combine_triton(
 
     Args:
         parts: [T * C, K], contiguous.
-        places: [T, C] int64, the row of `parts` of each choice.
+        places: [T, C] int64, the row of `parts` of each choice; None if it is t * C + c.
         weights: [T, C].
         residual: [T, K], rows contiguous.
     """
     num_rows, width = residual.shape
-    assert parts.shape == (places.numel(), width) and parts.is_contiguous()
-    assert places.shape == weights.shape and len(places) == num_rows
-    assert places.is_contiguous() and weights.is_contiguous() and residual.stride(1) == 1
+    assert parts.shape == (weights.numel(), width) and parts.is_contiguous()
+    assert len(weights) == num_rows and weights.is_contiguous() and residual.stride(1) == 1
+    assert places is None or (places.shape == weights.shape and places.is_contiguous())
     hidden, out = (
         torch.empty((num_rows, width), dtype=residual.dtype, device=residual.device)
         for _ in range(2)
@@ -74,7 +76,7 @@ def combine_triton(
         *(parts, places, weights, residual, norm_weight, hidden, out),
         *(residual.stride(0), float(eps)),
         K=width,
-        NUM_CHOSEN=places.shape[1],
+        NUM_CHOSEN=weights.shape[1],
         BLOCK=block,
         num_warps=max(1, min(16, block // 512)),
         **dependence(residual),

@@ -2,6 +2,11 @@
 
 from typing import NamedTuple
 
+from specdec_kernels.gpu import SHARED_MEMORY
+from specdec_kernels.linear.tiles import SCRATCH
+
+MANY_TOKENS = 512  # at most so many are grouped; more are sorted for the library
+
 
 class ExpertTiles(NamedTuple):
     """Launch configuration of the kernels of `gate_up_triton` and `down_triton`."""
@@ -28,8 +33,6 @@ H200 = (
     Case(2, ExpertTiles(8, 64, 128, 1, 1, 0, 4, 4), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
     Case(8, ExpertTiles(8, 16, 512, 4, 1, 0, 4, 3), ExpertTiles(8, 16, 256, 4, 4, 2, 4, 5)),
     Case(16, ExpertTiles(16, 32, 256, 1, 1, 0, 4, 3), ExpertTiles(16, 32, 128, 1, 8, 2, 4, 5)),
-    Case(32, ExpertTiles(32, 64, 64, 1, 1, 0, 4, 5), ExpertTiles(32, 64, 128, 1, 8, 1, 4, 5)),
-    Case(64, ExpertTiles(64, 64, 64, 1, 1, 0, 4, 4), ExpertTiles(64, 64, 64, 1, 8, 1, 4, 5)),
 )
 PARTIAL_SUMS = max(case.down.splits for case in H200)
 
@@ -42,3 +45,52 @@ def choose_expert_tiles(num_rows: int, itemsize: int) -> tuple[ExpertTiles, Expe
         gate_up = gate_up._replace(block_k=gate_up.block_k // 2)
         down = down._replace(block_k=down.block_k // 2)
     return gate_up, down
+
+
+class GroupTiles(NamedTuple):
+    """Launch configuration of the kernel of `grouped_triton`."""
+
+    block_m: int  # pairs of an expert at a time
+    block_n: int  # features of a program
+    block_k: int  # numbers of the sum at a time
+    num_warps: int
+    num_stages: int
+
+
+class GroupCase(NamedTuple):
+    pairs: int  # of an expert on average, at most
+    gate_up: GroupTiles
+    down: GroupTiles
+
+
+# Some experts have three times the average: tokens of one sequence choose alike. A second block of
+# pairs reads all weights from the L2 cache again, which takes nearly as long as the first.
+H200_GROUPS = (
+    GroupCase(6, GroupTiles(16, 64, 128, 4, 3), GroupTiles(16, 128, 128, 8, 3)),
+    GroupCase(12, GroupTiles(32, 64, 64, 4, 5), GroupTiles(32, 128, 64, 8, 5)),
+    GroupCase(24, GroupTiles(64, 64, 64, 4, 6), GroupTiles(64, 128, 64, 4, 4)),
+    GroupCase(64, GroupTiles(64, 64, 128, 4, 4), GroupTiles(64, 128, 128, 4, 4)),
+)
+
+
+def choose_group_tiles(
+    num_rows: int, num_chosen: int, num_experts: int, itemsize: int, room: int = SHARED_MEMORY
+) -> tuple[GroupTiles, GroupTiles] | None:
+    """Tiles of gate and up, and of down, for T = `num_rows` tokens; None where the library is
+    faster. room: bytes of shared memory that a program can have."""
+    pairs = num_rows * num_chosen / num_experts
+    found = next((case for case in H200_GROUPS if case.pairs >= pairs), None)
+    if found is None or not 0 < num_rows <= MANY_TOKENS:
+        return None
+    return _fitted(found.gate_up, 2, itemsize, room), _fitted(found.down, 1, itemsize, room)
+
+
+def _fitted(tiles: GroupTiles, weights: int, itemsize: int, room: int) -> GroupTiles:
+    """Tiles for 16 bits, fitted to other types and to `room`; weights: that a program reads."""
+    if itemsize > 2:
+        tiles = tiles._replace(block_k=tiles.block_k // 2)
+    if room >= SHARED_MEMORY:
+        return tiles
+    stage = (tiles.block_m + weights * tiles.block_n) * tiles.block_k * itemsize
+    # Without wgmma a pipeline has one buffer less than stages.
+    return tiles._replace(num_stages=min(tiles.num_stages, (room - SCRATCH) // stage + 1))

@@ -1,0 +1,178 @@
+"""The products of experts over tokens that are grouped by expert.
+
+A program has some features of one expert, and the expert's pairs as rows, of which it takes a block
+at a time. Nearly always there is one block, so each weight is read once; if there are more, the L2
+cache still has it. A grid of all experts needs no number from the device. Features are the rows of
+the product and pairs its columns: so tensor cores read the weights from where they were loaded.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from specdec_kernels.experts.gate_up_triton import gated
+from specdec_kernels.experts.plan import Groups
+from specdec_kernels.experts.reference import Experts
+from specdec_kernels.experts.sorted_triton import combine_triton
+from specdec_kernels.experts.tiles import GroupTiles
+from specdec_kernels.launch_triton import after_predecessor, constants_of, dependence
+from specdec_kernels.linear.few_rows_triton import (
+    add_product,
+    depth_of,
+    load_weight,
+    tile_at,
+    whole_sums,
+    zero_sums,
+)
+from specdec_kernels.linear.reference import Normed
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def grouped_linear_kernel(
+    x_ptr,  # [T * C / PAIRS, K], the rows of PAIRS pairs each
+    sizes_ptr,  # the groups' tensors; factors only with SCALED
+    pairs_ptr,
+    factors_ptr,
+    weight_ptr,  # [E, N, K]; with ACTIVATION [E, 2 N, K]
+    bias_ptr,  # [E, N], or [E, 2 N], or None
+    out_ptr,  # [T * C, N], out
+    num_rows,  # T
+    num_features,  # N
+    x_stride,
+    slope,
+    limit,
+    K: tl.constexpr,
+    PAIRS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # "" for a plain product
+    INTERLEAVED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    GATED: tl.constexpr = ACTIVATION != ""
+    EVEN: tl.constexpr = K % BLOCK_K == 0
+    slope = tl.full([], slope, tl.float32)
+    limit = tl.full([], limit, tl.float32)
+    expert = tl.program_id(1)
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_live = column < num_features
+    feature = tl.minimum(column, num_features - 1)
+    first_row = expert * num_features
+    if GATED:
+        first_row *= 2
+        if INTERLEAVED:
+            feature *= 2
+    weight_row = first_row + feature
+    weight_rows = weight_ptr + weight_row.to(tl.int64) * K
+    if GATED:
+        up_row = weight_row + (1 if INTERLEAVED else num_features)
+        up_rows = weight_ptr + up_row.to(tl.int64) * K
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + weight_row).to(tl.float32)
+        if GATED:
+            up_bias = tl.load(bias_ptr + up_row).to(tl.float32)
+    after_predecessor(DEPENDENT)
+
+    size = tl.load(sizes_ptr + expert)
+    pairs_ptr += expert * num_rows
+    place = tl.arange(0, BLOCK_M)
+    pair = tl.load(pairs_ptr + place, mask=place < num_rows, other=0)
+    inside = depth_of(0, BLOCK_K, 1)
+    for first in range(0, size, BLOCK_M):
+        live = first + place < size
+        x_row = tl.where(live, pair // PAIRS, 0)
+        x_rows = x_ptr + x_row.to(tl.int64) * x_stride
+        sums = zero_sums(BLOCK_M, BLOCK_N, 1, True)
+        sums_up = sums
+        for start in range(0, K, BLOCK_K):
+            k = start + inside
+            mask = (k < K)[None, :]
+            x = tl.load(tile_at(x_rows, k, 1), mask=live[:, None] & mask, other=0.0)
+            weight = load_weight(tile_at(weight_rows, k, 1), mask, EVEN)
+            sums = add_product(x, weight, sums, 1, True)
+            if GATED:
+                up = load_weight(tile_at(up_rows, k, 1), mask, EVEN)
+                sums_up = add_product(x, up, sums_up, 1, True)
+        sums, sums_up = whole_sums(sums, sums_up, 1, True)
+        if SCALED:
+            factor = tl.load(factors_ptr + x_row, mask=live, other=0.0)[:, None]
+            sums *= factor
+            sums_up *= factor
+        if bias_ptr is not None:
+            sums += bias[None, :]
+        if GATED:
+            if bias_ptr is not None:
+                sums_up += up_bias[None, :]
+            sums = gated(sums, sums_up, slope, limit, ACTIVATION)
+        at = pair.to(tl.int64)[:, None] * num_features + column[None, :]
+        out = sums.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + at, out, mask=live[:, None] & column_live[None, :])
+        following = first + BLOCK_M + place
+        pair = tl.load(pairs_ptr + following, mask=following < size, other=0)
+
+
+def grouped_gate_up(x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles) -> Tensor:
+    """Gated features of every pair, [T * C, F].
+
+    x: [T, K], rows contiguous; the groups' factors multiply the products of its rows.
+    """
+    assert len(x) == len(groups.weights)
+    return _grouped(x, groups, experts, tiles, is_gate=True)
+
+
+def grouped_down(x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles) -> Tensor:
+    """Each pair's output, without its weight: [T * C, N] from `grouped_gate_up`'s [T * C, F]."""
+    assert len(x) == groups.weights.numel()
+    return _grouped(x, groups._replace(factors=None), experts, tiles, is_gate=False)
+
+
+def _grouped(
+    x: Tensor, groups: Groups, experts: Experts, tiles: GroupTiles, is_gate: bool
+) -> Tensor:
+    (num_rows, num_chosen), width = groups.weights.shape, x.shape[1]
+    weight, bias = experts.down, experts.down_bias
+    if is_gate:
+        weight, bias = experts.gate_up, experts.gate_up_bias
+    num_features = experts.num_features if is_gate else weight.shape[1]
+    assert weight.shape == (experts.num_experts, num_features * (1 + is_gate), width)
+    assert weight.is_contiguous() and x.stride(1) == 1
+    out = torch.empty((num_rows * num_chosen, num_features), dtype=x.dtype, device=x.device)
+    grouped_linear_kernel[(triton.cdiv(num_features, tiles.block_n), experts.num_experts)](
+        *(x, groups.sizes, groups.pairs, groups.factors, weight, bias, out),
+        *(num_rows, num_features, x.stride(0), float(experts.slope), float(experts.limit)),
+        **grouped_constants(width, groups.factors is not None, experts, tiles, is_gate),
+        **dependence(x),
+    )
+    return out
+
+
+def grouped_constants(
+    width: int, scaled: bool, experts: Experts, tiles: GroupTiles, is_gate: bool
+) -> dict[str, Any]:
+    """Constants of the kernel and Triton's own options."""
+    return constants_of(tiles) | {
+        "K": width,
+        "PAIRS": experts.routing.num_chosen if is_gate else 1,
+        "SCALED": scaled,
+        "ACTIVATION": experts.activation if is_gate else "",
+        "INTERLEAVED": experts.interleaved and is_gate,
+    }
+
+
+def grouped_mixture_add_norm(
+    x: Normed,
+    groups: Groups,
+    experts: Experts,
+    tiles: tuple[GroupTiles, GroupTiles],
+    norm_weight: Tensor,
+    eps: float,
+) -> Normed:
+    """`ops.mixture_add_norm` after the router; tiles: of gate and up, and of down."""
+    inner = grouped_gate_up(x.scaled, groups, experts, tiles[0])
+    parts = grouped_down(inner, groups, experts, tiles[1])
+    return combine_triton(parts, None, groups.weights, x.hidden, norm_weight, eps)
