@@ -278,6 +278,8 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
     for mlp in (layer.mlp for layer in layers if not has_experts(layer)):
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
+    if model.parallel.size > 1:
+        streams += 2 * hidden  # a rank's own part of the experts' sum comes with a norm
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
         # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers. The

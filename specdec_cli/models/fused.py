@@ -5,8 +5,8 @@ merged q, k, v; rotary embedding, KV write and attention; output projection and 
 gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
 adding them have two more kernels. With experts, the MLP is three kernels. On CUDA the module keeps
 working: its weights become views of the merged ones. On a CPU large weights are packed, and the
-module gives up its own. With several ranks, the two projections that end in the residual stream are
-plain products, summed over ranks and then added once.
+module gives up its own. With several ranks, what ends in the residual stream (two projections, or
+one and the experts) is summed over ranks and then added once.
 Legend: T packed tokens, D features of a head.
 """
 
@@ -102,7 +102,7 @@ class FusedForward:
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
             if layer.experts is not None:
-                x = ops.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
+                x = self.split.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
                 continue
             inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
             x = self.split.add_norm(
