@@ -24,7 +24,7 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call, Recorder, attach
-from specdec_cli.models.fused_layer import FusedLayer, family_of, matrices, merged
+from specdec_cli.models.fused_layer import FusedLayer, family_of, has_experts, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of
 from specdec_cli.models.split_products import SplitProducts
 
@@ -38,6 +38,8 @@ class FusedForward:
     """A model's forward pass; made by `fuse`.
 
     max_len: positions that passes may use. parallel: the ranks that the module is split over.
+    experts_read: int32 [L], the distinct experts that the last pass read in each layer, 0 in one
+    without experts. num_mixtures: the number of layers with experts.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -45,9 +47,14 @@ class FusedForward:
         assert family is not None
         self.cos, self.sin, turns = turns_of(module, max_len)
         self.num_turns = len(set(turns))
+        layers = module.model.layers
+        # 16 bytes apart: Triton compiles a kernel again for an address that it knows less of.
+        read = torch.zeros(len(layers), 4, dtype=torch.int32, device=module.device)
+        self.experts_read = read[:, 0]
+        self.num_mixtures = sum(map(has_experts, layers))
         self.layers: list[FusedLayer] = []
         for index, (call, turn) in enumerate(zip(_recorded_calls(module), turns, strict=True)):
-            self.layers.append(FusedLayer.of(module, family, index, call, turn))
+            self.layers.append(FusedLayer.of(module, family, index, call, turn, read[index, :1]))
             if module.device.type == "cuda":
                 # As in the loader: fragments of freed memory would otherwise hold the next layer.
                 torch.cuda.empty_cache()

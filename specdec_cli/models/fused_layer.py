@@ -89,10 +89,10 @@ class ExpertSizes(NamedTuple):
         return cls(int(count), int(config.num_experts_per_tok), int(features))
 
 
-def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
-    """A layer's experts, which share the module's weights."""
+def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Experts:
+    """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
     if family.clamps_experts:
-        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config)
+        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),
         renormalise=bool(getattr(config, "norm_topk_prob", True)),
@@ -104,10 +104,11 @@ def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
         down=layer.mlp.experts.down_proj.data,
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
+        read=read,
     )
 
 
-def _clamped_experts(router: Any, experts: Any, config: Any) -> ops.Experts:
+def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor) -> ops.Experts:
     """The experts of gpt-oss; the module's weights become views of these."""
     return ops.Experts(
         router=router.weight.data,
@@ -121,6 +122,7 @@ def _clamped_experts(router: Any, experts: Any, config: Any) -> ops.Experts:
         interleaved=True,
         slope=float(experts.alpha),
         limit=float(experts.limit),
+        read=read,
     )
 
 
@@ -162,8 +164,13 @@ class FusedLayer:
     experts: ops.Experts | None = None
 
     @classmethod
-    def of(cls, module: Any, family: Family, index: int, call: Call, turn: int) -> Self:
-        """Layer `index` of a model, whose matrices become views of the merged ones."""
+    def of(
+        cls, module: Any, family: Family, index: int, call: Call, turn: int, read: Tensor
+    ) -> Self:
+        """Layer `index` of a model, whose matrices become views of the merged ones.
+
+        read: int32 [1], gets the number of experts that a pass reads, if the layer has experts.
+        """
         layers, config = module.model.layers, module.config
         layer = layers[index]
         is_last = index + 1 == len(layers)
@@ -178,7 +185,7 @@ class FusedLayer:
         following = module.model.norm if is_last else layers[index + 1].input_layernorm
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
-        experts = _experts(layer, config, family) if has_experts(layer) else None
+        experts = _experts(layer, config, family, read) if has_experts(layer) else None
         qkv, output, *mlp = map(merged, matrices(layer))
         gate_up, down = mlp if experts is None else (experts.gate_up, experts.down)
         return cls(
