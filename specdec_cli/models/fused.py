@@ -102,7 +102,7 @@ class FusedForward:
         for layer in self.layers:
             if layer.index in hidden_layers:
                 states[layer.index] = x.hidden
-            qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
+            qkv = layer.normed(ops.norm_linear(x, layer.qkv, layer.qkv_bias))
             mixed = attend(layer, qkv, cache, batch)
             x = self.split.add_norm(
                 *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
