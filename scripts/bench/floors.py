@@ -1,7 +1,8 @@
 """Time below which a pass cannot go: every weight that it needs is read once.
 
-Of experts only those are read that the tokens of the pass choose. With dummy weights tokens choose
-them uniformly at best; where routing is not uniform, fewer experts are read than are counted here.
+Of experts only those are read that the tokens of the pass choose. Engines count them where layers
+are fused. Elsewhere they are estimated as if each token chose uniformly; where routing is not
+uniform, fewer are read than that.
 """
 
 from typing import Any
@@ -14,11 +15,12 @@ def distinct_experts(num_experts: int, num_chosen: int, tokens: int) -> float:
     return num_experts * (1 - (1 - num_chosen / num_experts) ** tokens)
 
 
-def bytes_read(module: Any, tokens: int) -> float:
+def bytes_read(module: Any, tokens: int, read: float | None = None) -> float:
     """Bytes that a pass over `tokens` reads: no untied input embedding, and chosen experts alone.
 
     module: a transformers model, which needs no weights. Experts are the stacked parameters of
-    submodules named "experts"; others count whole.
+    submodules named "experts"; others count whole. read: experts that were read in a layer, as
+    counted; None for those of uniform choices.
     """
     table = module.get_input_embeddings().weight
     head = module.get_output_embeddings().weight
@@ -28,7 +30,7 @@ def bytes_read(module: Any, tokens: int) -> float:
         if ".experts." not in name:
             continue
         count, size = len(parameter), parameter.numel() * parameter.element_size()
-        chosen = distinct_experts(count, chosen_of(module), tokens)
+        chosen = distinct_experts(count, chosen_of(module), tokens) if read is None else read
         total -= size * (1 - chosen / count)
     return float(total)
 

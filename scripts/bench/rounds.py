@@ -4,7 +4,8 @@ Prompts are random ids, and only the recipe's models are read: with dummy weight
 acceptance every engine does the same work per round. Prints one Markdown row per setting:
 milliseconds a round (median over repeats, least to most), stage times, tokens per second, and the
 ratios to k = 0 and to the floor. The floor reads every weight once per pass at the bandwidth of a
-device copy; of experts, those that tokens choose if each chooses uniformly, as with dummy weights.
+device copy; of experts, those that the target's rounds read, which the engine counts. Experts of a
+draft, and of layers that are not fused, count as if each token chose uniformly.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
 """
@@ -49,9 +50,9 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def weight_ms(planned: Plan, k: int, batch_size: int) -> float:
-    """The floor of a round in ms: each pass reads its weights once."""
-    total = bytes_read(planned.target.module, batch_size * (k + 1))
+def weight_ms(planned: Plan, k: int, batch_size: int, read: float | None) -> float:
+    """The floor of a round in ms: each pass reads its weights once. read: as in `bytes_read`."""
+    total = bytes_read(planned.target.module, batch_size * (k + 1), read)
     draft = planned.draft
     if k and isinstance(draft, Description):
         total += k * bytes_read(draft.module, batch_size)
@@ -63,8 +64,8 @@ def weight_ms(planned: Plan, k: int, batch_size: int) -> float:
 
 
 def over_floor(ms: float, floor: float) -> str:
-    """The ratio to the floor. Below 1 the floor is not one: tokens chose fewer experts than it
-    counts, as those of dummy weights may."""
+    """The ratio to the floor. Below 1 the floor is not one: it estimates experts, and tokens chose
+    fewer."""
     return f"{ms / floor:.2f}" if ms >= floor else "fewer experts read"
 
 
@@ -128,9 +129,11 @@ def main() -> None:
     )
     print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}")
     if any(has_experts(m.module) for m in planned.modules):
-        print("floors count the experts that are read if tokens choose uniformly")
+        is_counted = built.target.mixtures is not None
+        how = "that the target's rounds read" if is_counted else "of uniform choices"
+        print(f"floors count the experts {how}")
     columns = "| batch | k | rounds | tokens a round | draft ms | verify ms | sample ms "
-    columns += "| round ms | tokens/s | x k = 0 | x floor |"
+    columns += "| round ms | tokens/s | x k = 0 | experts | x floor |"
     print(columns)
     print("|" + "---|" * columns.count(" |"))
     rows = []
@@ -149,12 +152,15 @@ def main() -> None:
             plain = speed if k == 0 else plain
             middle = found[len(found) // 2]
             length = statistics.mean(tokens_a_round(m) for m in found)
+            read = middle.distinct_experts
+            floor = weight_ms(planned, k, batch_size, read)
             print(
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
                 f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
                 f"| {speed / plain if plain else 0:.2f} "
-                f"| {over_floor(statistics.median(ms), weight_ms(planned, k, batch_size))} |"
+                f"| {'' if read is None else f'{read:.1f}'} "
+                f"| {over_floor(statistics.median(ms), floor)} |"
                 f" (captured in {capture:.1f} s)",
                 flush=True,
             )

@@ -155,10 +155,12 @@ class Metrics(Acceptance, Times):
     token after the first. num_rounds: engine rounds, each of which serves several sequences.
     num_rounds_without_proposal: sequence-rounds, as drafts are. output_tokens_per_second counts
     prefill and decode time, decode_tokens_per_second decode time only. peak_memory_bytes: of
-    points only.
+    points only. distinct_experts: experts that a round's scoring pass reads in a layer, the mean
+    over rounds and over layers with experts; absent where none are counted.
     """
 
     peak_memory_bytes: Count | None = None
+    distinct_experts: Figure = None
 
     @model_validator(mode="after")
     def _has_k_positions(self) -> Self:

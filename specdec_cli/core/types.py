@@ -60,6 +60,7 @@ class Sequence:
     decode_seconds: float = 0.0
     round_share: float = 0.0  # likewise, of the number of engine rounds
     stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
+    experts_share: float | None = None  # likewise, of the distinct experts that rounds read
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -85,6 +86,13 @@ class Sequence:
         if self.first_token_at is None or self.finished_at is None or self.num_new_tokens < 2:
             return None
         return (self.finished_at - self.first_token_at) * 1e3 / (self.num_new_tokens - 1)
+
+    @property
+    def distinct_experts(self) -> float | None:
+        """Distinct experts that its rounds read in a layer, on average; None where not counted."""
+        if self.experts_share is None or not self.round_share:
+            return None
+        return self.experts_share / self.round_share
 
     def room(self, draft_max_len: int) -> int:
         """Most tokens that may be proposed now.

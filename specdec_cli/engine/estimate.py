@@ -259,13 +259,15 @@ def _fused_layer(model: Description, tokens: int) -> _LayerNumbers:
     mixed = int(layer.self_attn.q_proj.out_features)
     shape = model.layers[0]
     qkv = mixed + shape.num_kv_heads * (shape.key_dim + shape.value_dim)
+    # Norms over all heads leave query and key beside their joined form.
+    normed = 2 * qkv if family.norms_all_heads else 0
     # A post-norm's output is alive beside the sum that it is added to.
     streams = hidden * (4 if family.has_post_norms else 3)
     return _LayerNumbers(
         common=2 * num_turns(model.module) * shape.key_dim + hidden,
-        attention=max(hidden + qkv + 2 * mixed, mixed + streams),
+        attention=max(hidden + qkv + max(2 * mixed, normed), mixed + streams),
         # Rotated qkv; then queries, keys, values and result at the width of all query heads, twice.
-        gathered=hidden + 2 * qkv + 5 * mixed,
+        gathered=hidden + 2 * qkv + max(5 * mixed, normed),
         mlp=_mlp_numbers(model, tokens, streams, family),
     )
 
@@ -278,6 +280,8 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
     for mlp in (layer.mlp for layer in layers if not has_experts(layer)):
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
+    if model.parallel.size > 1:
+        streams += 2 * hidden  # a rank's own part of the experts' sum comes with a norm
     for layer in filter(has_experts, layers):
         count, chosen, inner = ExpertSizes.of(layer, config, family)
         # Rows of every choice: as they come, gated and not, and results; fp32 is two numbers. The

@@ -27,6 +27,8 @@ class Outcome:
     round, and its entries mean nothing. tokens: k + 1 a slot, of which accepted + 1 count. lens:
     proposal lengths. stage_ms: by stage, on the device's clock. seconds: since the previous round
     was read, or since this one's launch if that was later. read_at: on the host's clock.
+    distinct_experts: those that scoring read in a layer, the mean over layers that have experts;
+    None where none are counted.
     """
 
     seqs: list[Sequence]
@@ -37,6 +39,7 @@ class Outcome:
     stage_ms: dict[str, float]
     seconds: float
     read_at: float
+    distinct_experts: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +168,12 @@ class Rounds:
             stage_ms=flight.record.stage_ms(),
             seconds=seconds,
             read_at=now,
+            distinct_experts=self._distinct_experts(flight.record),
         )
+
+    def _distinct_experts(self, record: Record) -> float | None:
+        mixtures = self.parts.target.mixtures
+        return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
     def discard(self) -> None:
         """Wait for the rounds in flight to end, without reading them."""

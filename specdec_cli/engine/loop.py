@@ -309,7 +309,7 @@ class Engine:
 
         live: the slots whose sequences count.
         """
-        run.clock.add_round(done.seconds)
+        run.clock.add_round(done.seconds, done.distinct_experts)
         run.last.trials.append([(done.lens[b], done.accepted[b]) for b in live])
         emissions = []
         for seq, k, accepted, row in (
@@ -332,6 +332,9 @@ class Engine:
             seq.round_share += 1 / len(live)
             for stage, spent in done.stage_ms.items():
                 seq.stage_ms[stage] = seq.stage_ms.get(stage, 0.0) + spent / len(live)
+            if done.distinct_experts is not None:
+                share = done.distinct_experts / len(live)
+                seq.experts_share = (seq.experts_share or 0.0) + share
             seq.first_token_at = seq.first_token_at or done.read_at
             emissions.append(Emission(seq, tokens[:keep], kept))
             if seq.finish_reason is not None:

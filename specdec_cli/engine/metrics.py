@@ -16,23 +16,29 @@ from specdec_cli.core.types import Sequence
 
 @dataclass(slots=True)
 class RunClock:
-    """Sums of one run's times: by stage on the device's clock, by round on the host's."""
+    """Sums of one run's times: by stage on the device's clock, by round on the host's.
+
+    distinct_experts: likewise a sum over rounds, of `Outcome.distinct_experts`; None without any.
+    """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_rounds: float = 0  # a fraction, if it is the share of some prompts in rounds
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    distinct_experts: float | None = None
 
     def add_stages(self, milliseconds: dict[str, float]) -> None:
         """Add the times of one round's stages."""
         for name, spent in milliseconds.items():
             self.stage_ms[name] += spent
 
-    def add_round(self, seconds: float) -> None:
+    def add_round(self, seconds: float, distinct_experts: float | None = None) -> None:
         """Record a finished round and its time on the host's clock."""
         self.num_rounds += 1
         self.decode_seconds += seconds
+        if distinct_experts is not None:
+            self.distinct_experts = (self.distinct_experts or 0.0) + distinct_experts
 
     def finish(self) -> None:
         """Wait for the last round."""
@@ -73,7 +79,9 @@ def metrics_of(
     """The metrics of prompts that could run. others: figures that do not follow from the rest."""
     rounds = clock.num_rounds or 1
     seconds = clock.prefill_seconds + clock.decode_seconds
-    times = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
+    means = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
+    if clock.distinct_experts is not None:
+        means["distinct_experts"] = clock.distinct_experts / rounds
     return Metrics(
         k=k,
         num_prompts=len(done),
@@ -89,7 +97,7 @@ def metrics_of(
         decode_tokens_per_second=(
             num_output_tokens / clock.decode_seconds if clock.decode_seconds else 0.0
         ),
-        **times | others | acceptance_of(done, k).as_dict(),
+        **means | others | acceptance_of(done, k).as_dict(),
     )
 
 

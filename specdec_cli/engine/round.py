@@ -55,7 +55,7 @@ class RoundParts:
 class Record:
     """A round's results for the host, in one tensor so that one copy brings them.
 
-    flat: int64 [B * (K + 3) + NUM_STAMPS].
+    flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
     """
 
     flat: torch.Tensor
@@ -64,18 +64,23 @@ class Record:
 
     @classmethod
     def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
-        count = batch_size * (k + 3) + NUM_STAMPS
+        count = batch_size * (k + 3) + NUM_STAMPS + 1
         return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
 
     @property
     def rows(self) -> torch.Tensor:
         """[B, K + 3]: K + 1 tokens, the number of accepted proposals, and that of all proposals."""
-        return self.flat[:-NUM_STAMPS].view(self.batch_size, self.k + 3)
+        return self.flat[: -NUM_STAMPS - 1].view(self.batch_size, self.k + 3)
 
     @property
     def stamps(self) -> torch.Tensor:
         """[NUM_STAMPS] nanoseconds on the device's clock; 0 for a stamp that was not taken."""
-        return self.flat[-NUM_STAMPS:]
+        return self.flat[-NUM_STAMPS - 1 : -1]
+
+    @property
+    def experts_read(self) -> torch.Tensor:
+        """[1], distinct experts that scoring read, summed over layers; 0 where none are counted."""
+        return self.flat[-1:]
 
     def stage_ms(self) -> dict[str, float]:
         """Milliseconds of each stage; read on the host."""
@@ -120,6 +125,8 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> N
         record.rows,
         *((state.texts.tokens, state.row) if state.texts is not None else ()),
     )
+    if (mixtures := parts.target.mixtures) is not None:
+        torch.sum(mixtures.experts_read, 0, True, dtype=torch.int64, out=record.experts_read)
     ops.stamp(stamps, 6)
 
 

@@ -143,6 +143,8 @@ def sample_of(
     if any(other.tokens != seq.tokens for other in runs):
         _log.warning("prompt %d at k = %d: repeats wrote different tokens", seq.index, key.k)
     stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
+    experts = [s.distinct_experts for s in runs if s.distinct_experts is not None]
+    are_counted = len(experts) == len(runs)
     assert seq.finish_reason is not None
     return Sample(
         **asdict(key),
@@ -163,7 +165,7 @@ def sample_of(
         ttft_ms=[t for s in runs if (t := s.ttft_ms) is not None],
         tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
         peak_memory_bytes=peak_memory_bytes,
-        **given(error=seq.error),
+        **given(error=seq.error, distinct_experts=experts if are_counted else None),
     )
 
 

@@ -131,6 +131,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         prefill_seconds=sum(_mean(s.seconds) for s in done) - decode,
         decode_seconds=decode,
         stage_ms={x: sum(_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+        distinct_experts=_experts_read(done),
     )
     return metrics_of(
         done,
@@ -142,6 +143,17 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         tpot_ms=Spread.of([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
     )
+
+
+def _experts_read(done: Sequence[Sample]) -> float | None:
+    """The sum over rounds of the distinct experts that each read; None where not all counted."""
+    found = 0.0
+    for sample in done:
+        if sample.distinct_experts is None:
+            return None
+        shares = zip(sample.distinct_experts, sample.round_share, strict=True)
+        found += _mean([count * share for count, share in shares])
+    return found if done else None
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:

@@ -28,7 +28,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.text import one_line
 
 _LONGEST = 1e12  # milliseconds: 30 years
-Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # seconds, milliseconds or a share of a round
+Time = Annotated[float, Field(ge=0, lt=_LONGEST)]  # also a share of a round, or a mean count
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class Sample(TextSample):
 
     Lists of times have a number for each repeat. Shares add up over prompts to the engine's time,
     rounds and stages. error: the reason a prompt could not run, if `finish_reason` is "error".
+    distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None where none
+    are counted.
     """
 
     proposed_per_round: list[Count]
@@ -80,6 +82,7 @@ class Sample(TextSample):
     stage_ms: dict[str, list[Time]]
     ttft_ms: list[Time]
     tpot_ms: list[Time]
+    distinct_experts: list[Time] | None = None
     error: Name | None = None
     peak_memory_bytes: Count
 
@@ -186,7 +189,8 @@ class Point(Record):
 class CurvePart(StageTimes):
     """A line of curve.jsonl: one part of the time curve at one k.
 
-    shard: the shard that measured the part, in merged folders.
+    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
+    over rounds.
     """
 
     draft: Name | None
@@ -200,6 +204,7 @@ class CurvePart(StageTimes):
     broadcast_ms: float = 0.0  # folders of earlier versions have none
     verify_ms: float
     sample_ms: float
+    distinct_experts: Figure = None
     shard: Count | None = None
 
 
@@ -285,8 +290,9 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     """The reason that a run with these numbers cannot have the sample, or None."""
     if sample.index >= num_prompts:
         return f"its index is {sample.index}, of {num_prompts} prompts"
-    for name in ("seconds", "decode_seconds", "round_share"):
-        if len(getattr(sample, name)) != repeats:
+    for name in ("seconds", "decode_seconds", "round_share", "distinct_experts"):
+        found = getattr(sample, name)
+        if found is not None and len(found) != repeats:
             return f"{name} has not {repeats} numbers, one a repeat"
     return None
 

@@ -5,8 +5,8 @@ merged q, k, v; rotary embedding, KV write and attention; output projection and 
 gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
 adding them have two more kernels. With experts, the MLP is three kernels. On CUDA the module keeps
 working: its weights become views of the merged ones. On a CPU large weights are packed, and the
-module gives up its own. With several ranks, the two projections that end in the residual stream are
-plain products, summed over ranks and then added once.
+module gives up its own. With several ranks, what ends in the residual stream (two projections, or
+one and the experts) is summed over ranks and then added once.
 Legend: T packed tokens, D features of a head.
 """
 
@@ -24,7 +24,7 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call, Recorder, attach
-from specdec_cli.models.fused_layer import FusedLayer, family_of, matrices, merged
+from specdec_cli.models.fused_layer import FusedLayer, family_of, has_experts, matrices, merged
 from specdec_cli.models.rotary_tables import turns_of
 from specdec_cli.models.split_products import SplitProducts
 
@@ -38,6 +38,8 @@ class FusedForward:
     """A model's forward pass; made by `fuse`.
 
     max_len: positions that passes may use. parallel: the ranks that the module is split over.
+    experts_read: int32 [L], the distinct experts that the last pass read in each layer, 0 in one
+    without experts. num_mixtures: the number of layers with experts.
     """
 
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
@@ -45,9 +47,14 @@ class FusedForward:
         assert family is not None
         self.cos, self.sin, turns = turns_of(module, max_len)
         self.num_turns = len(set(turns))
+        layers = module.model.layers
+        # 16 bytes apart: Triton compiles a kernel again for an address that it knows less of.
+        read = torch.zeros(len(layers), 4, dtype=torch.int32, device=module.device)
+        self.experts_read = read[:, 0]
+        self.num_mixtures = sum(map(has_experts, layers))
         self.layers: list[FusedLayer] = []
         for index, (call, turn) in enumerate(zip(_recorded_calls(module), turns, strict=True)):
-            self.layers.append(FusedLayer.of(module, family, index, call, turn))
+            self.layers.append(FusedLayer.of(module, family, index, call, turn, read[index, :1]))
             if module.device.type == "cuda":
                 # As in the loader: fragments of freed memory would otherwise hold the next layer.
                 torch.cuda.empty_cache()
@@ -95,14 +102,14 @@ class FusedForward:
         for layer in self.layers:
             if layer.index in hidden_layers:
                 states[layer.index] = x.hidden
-            qkv = ops.norm_linear(x, layer.qkv, layer.qkv_bias)
+            qkv = layer.normed(ops.norm_linear(x, layer.qkv, layer.qkv_bias))
             mixed = attend(layer, qkv, cache, batch)
             x = self.split.add_norm(
                 *(0, mixed, layer.output, layer.output_bias, layer.post_attention_norm),
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
             if layer.experts is not None:
-                x = ops.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
+                x = self.split.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
                 continue
             inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
             x = self.split.add_norm(

@@ -28,7 +28,8 @@ class Family:
     embedding. halves_turns: rotary tables have each angle once, although heads use it twice.
     caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of experts are
     rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped activation,
-    biases, and weights that are stored transposed.
+    biases, and weights that are stored transposed. norms_all_heads: query and key are normed over
+    all heads together.
     """
 
     activation: str = "hidden_act"
@@ -39,6 +40,7 @@ class Family:
     caps_logits: bool = False
     rounds_routes: bool = True
     clamps_experts: bool = False
+    norms_all_heads: bool = False
 
 
 _GEMMA_2 = Family("hidden_activation", is_gemma=True, has_post_norms=True, caps_logits=True)
@@ -49,6 +51,7 @@ _FAMILIES = {
     "Qwen3DecoderLayer": Family(),
     "Qwen3MoeDecoderLayer": Family(),
     "MixtralDecoderLayer": Family(rounds_routes=False),
+    "OlmoeDecoderLayer": Family(norms_all_heads=True),
     "GptOssDecoderLayer": Family(halves_turns=True, clamps_experts=True),
     "GemmaDecoderLayer": Family(is_gemma=True),
     "Gemma2DecoderLayer": _GEMMA_2,
@@ -64,6 +67,8 @@ def family_of(module: Any) -> Family | None:
     if family is None or getattr(module.config, family.activation, None) not in _ACTIVATIONS:
         return None
     if any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in rope_settings(module.config)):
+        return None
+    if getattr(module.config, "clip_qkv", None) is not None:
         return None
     mlps = [layer.mlp for layer in layers if not has_experts(layer)]
     has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
@@ -89,10 +94,10 @@ class ExpertSizes(NamedTuple):
         return cls(int(count), int(config.num_experts_per_tok), int(features))
 
 
-def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
-    """A layer's experts, which share the module's weights."""
+def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Experts:
+    """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
     if family.clamps_experts:
-        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config)
+        return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),
         renormalise=bool(getattr(config, "norm_topk_prob", True)),
@@ -104,10 +109,11 @@ def _experts(layer: Any, config: Any, family: Family) -> ops.Experts:
         down=layer.mlp.experts.down_proj.data,
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
+        read=read,
     )
 
 
-def _clamped_experts(router: Any, experts: Any, config: Any) -> ops.Experts:
+def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor) -> ops.Experts:
     """The experts of gpt-oss; the module's weights become views of these."""
     return ops.Experts(
         router=router.weight.data,
@@ -121,6 +127,7 @@ def _clamped_experts(router: Any, experts: Any, config: Any) -> ops.Experts:
         interleaved=True,
         slope=float(experts.alpha),
         limit=float(experts.limit),
+        read=read,
     )
 
 
@@ -138,7 +145,8 @@ class FusedLayer:
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
     weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
     the weight of the next layer's first norm, or of the final norm. experts: what the layer has in
-    place of an MLP, if it has; gate_up and down are then the weights of all.
+    place of an MLP, if it has; gate_up and down are then the weights of all. query_norm, key_norm:
+    of each head; all_heads_norms: of query and key as a whole, in their place.
     """
 
     index: int
@@ -160,10 +168,16 @@ class FusedLayer:
     gate_up: ops.Weight
     down: ops.Weight
     experts: ops.Experts | None = None
+    all_heads_norms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(cls, module: Any, family: Family, index: int, call: Call, turn: int) -> Self:
-        """Layer `index` of a model, whose matrices become views of the merged ones."""
+    def of(
+        cls, module: Any, family: Family, index: int, call: Call, turn: int, read: Tensor
+    ) -> Self:
+        """Layer `index` of a model, whose matrices become views of the merged ones.
+
+        read: int32 [1], gets the number of experts that a pass reads, if the layer has experts.
+        """
         layers, config = module.model.layers, module.config
         layer = layers[index]
         is_last = index + 1 == len(layers)
@@ -178,7 +192,11 @@ class FusedLayer:
         following = module.model.norm if is_last else layers[index + 1].input_layernorm
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
-        experts = _experts(layer, config, family) if has_experts(layer) else None
+        all_heads_norms = None
+        if family.norms_all_heads:
+            assert query_norm is not None and key_norm is not None
+            all_heads_norms, query_norm, key_norm = (query_norm, key_norm), None, None
+        experts = _experts(layer, config, family, read) if has_experts(layer) else None
         qkv, output, *mlp = map(merged, matrices(layer))
         gate_up, down = mlp if experts is None else (experts.gate_up, experts.down)
         return cls(
@@ -194,6 +212,7 @@ class FusedLayer:
             following_norm=_norm(following, family),
             query_norm=query_norm,
             key_norm=key_norm,
+            all_heads_norms=all_heads_norms,
             qkv=qkv,
             qkv_bias=None if biases[0] is None else torch.cat(biases),
             output=output,
@@ -202,6 +221,18 @@ class FusedLayer:
             down=down,
             experts=experts,
         )
+
+    def normed(self, qkv: Tensor) -> Tensor:
+        """qkv [T, (H + 2 Hkv) * D] after the norms over all heads, if the layer has them."""
+        if self.all_heads_norms is None:
+            return qkv
+        query_norm, key_norm = self.all_heads_norms
+        rest = qkv.shape[1] - len(query_norm) - len(key_norm)
+        query, key, value = qkv.split((len(query_norm), len(key_norm), rest), dim=1)
+        query, key = (
+            ops.rms_norm(x, norm, self.eps) for x, norm in ((query, query_norm), (key, key_norm))
+        )
+        return torch.cat((query, key, value), dim=1)
 
 
 def _norm(norm: Any, family: Family) -> Tensor:

@@ -199,7 +199,8 @@ def _fill(
                 owner._parameters[leaf]._is_hf_initialized = True
                 continue
             if id(meta) not in done:
-                value = source(origin, meta, part)
+                is_zero = name in shards.zero
+                value = torch.zeros(()) if is_zero else source(origin, meta, part)
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
                 # Zeros, since that initialisation misses some tensors (activations of apertus).
                 make = torch.zeros if value is None else torch.empty
@@ -339,12 +340,14 @@ def _dummy_source(module: Any, device: torch.device) -> Source:
     """Random matrices, seeded by parameter name; each rank takes its part of them.
 
     Norms and biases are left to transformers' initialisation, which makes them neutral and zero.
-    (Norms of heads and biases of experts are stacked, as matrices.)
+    (Norms of heads and biases of experts are stacked, as matrices.) It would draw each rank's sinks
+    of attention anew, so they are drawn here.
     """
     std = float(getattr(module.config, "initializer_range", 0.02))
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor | None:
-        if meta.dim() < 2 or "norm" in name or "bias" in name:
+        is_vector = meta.dim() < 2 and not name.endswith(".sinks")
+        if is_vector or "norm" in name or "bias" in name:
             return None
         shape = meta.shape if part is None else part.shape
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "big")
@@ -368,7 +371,7 @@ def _restore_buffers(module: Any, device: torch.device) -> None:
 
     They are computed in code, not stored, and a build on meta leaves them empty. transformers'
     `initialize_weights` skips tensors that are marked as initialised. The seed is fixed because
-    some families draw vectors at random (attention sinks).
+    some families draw vectors at random (biases of routers).
     """
     for owner in module.modules():
         for name, buffer in list(owner._buffers.items()):

@@ -80,6 +80,11 @@ class PagedModel:
         self.cache = self._attention.cache = cache
 
     @property
+    def mixtures(self) -> FusedForward | None:
+        """The fused form, if it has layers with experts and so counts those it reads."""
+        return self.fused if self.fused is not None and self.fused.num_mixtures else None
+
+    @property
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that holds weights and tables, by its address."""
         held = [*self.module.parameters(), *self.module.buffers()]

@@ -9,17 +9,20 @@ block is smaller, and does not notice scales that lack rows.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.weights import Part, Read
+from specdec_cli.models.weights import Part, Read, WrongShape
 
 # Endings of a scale's name, and of its matrix's.
 _FP8_SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
 _FP8_SCALES |= {"_scale_inv": ""}  # of experts that the file stacks
+_BLOCK = 32  # codes of mxfp4, two in a byte
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -39,8 +42,7 @@ def dequantised(
             scales = plain.pop(f"{name}_scales", None)
             if scales is None:
                 raise SetupError(f"{blocks} of {model} lacks {name}_scales", _DAMAGED)
-            undo = partial(_from_mxfp4, dtype=dtype)
-            plain[name] = _reader(f"{name} of {model}", plain.pop(blocks), scales, undo)
+            plain[name] = _mxfp4_reader(f"{name} of {model}", plain.pop(blocks), scales, dtype)
         return plain
     undo = partial(_from_fp8, dtype=dtype, block=_block_size(settings, model))
     for name in tensors:
@@ -110,6 +112,41 @@ def _from_fp8(
 
 def _without_ones(shape: Sequence[int]) -> list[int]:
     return [size for size in shape if size != 1]
+
+
+def _mxfp4_reader(told: str, blocks: Read, scales: Read, dtype: torch.dtype) -> Read:
+    """Reads and undoes the blocks that a part touches, since undoing all can take minutes.
+
+    A part need not begin or end at a block's edge, because it is cut after that.
+    """
+
+    def read(part: Part | None = None) -> torch.Tensor:
+        if part is None:
+            return undone(None)
+        # A file of another shape is read whole, which shows its shape.
+        with suppress(WrongShape):
+            return cut(part)
+        return part.of(undone(None))
+
+    def cut(part: Part) -> torch.Tensor:
+        """part: of [experts, in, out]. The file has [experts, out, blocks of in]."""
+        experts, width, out = part.shape
+        stored = experts, out, width // _BLOCK
+        if part.dim == 2:
+            return undone(replace(part, dim=1, shape=stored))
+        assert part.dim == part.blocks == 1
+        first, last = part.start // _BLOCK, -(-part.stop // _BLOCK)
+        found = undone(Part(2, first, last, stored))
+        return found.narrow(1, part.start - first * _BLOCK, part.stop - part.start)
+
+    def undone(part: Part | None) -> torch.Tensor:
+        codes = part and replace(part, shape=(*part.shape, _BLOCK // 2))
+        try:
+            return _from_mxfp4(blocks(codes), scales(part), dtype)
+        except ValueError as problem:
+            raise SetupError(f"{told} {problem}", _DAMAGED) from None
+
+    return read
 
 
 def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

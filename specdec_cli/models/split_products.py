@@ -15,21 +15,27 @@ from torch import Tensor
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.peers import Shared, shared_memory
 
+_OF_MLP = 1  # the place of sums that end a layer
+
 
 @dataclass(frozen=True, slots=True)
 class SplitProducts:
-    """vocab_size: V, of the whole head. shared: None if the ranks share no memory."""
+    """vocab_size: V, of the whole head. shared: None if the ranks share no memory. nothing: zeros
+    [1, N] of the residual stream's width."""
 
     parallel: TensorParallel
     vocab_size: int
     shared: Shared | None
+    nothing: Tensor
 
     @classmethod
     def over(
         cls, parallel: TensorParallel, width: int, vocab_size: int, dtype: torch.dtype
     ) -> Self:
         """Every rank of the group has to call this. width: of the residual stream."""
-        return cls(parallel, vocab_size, shared_memory(parallel, width, vocab_size, dtype))
+        shared = shared_memory(parallel, width, vocab_size, dtype)
+        nothing = torch.zeros(1, width, dtype=dtype, device=parallel.device)
+        return cls(parallel, vocab_size, shared, nothing)
 
     def add_norm(
         self,
@@ -49,16 +55,50 @@ class SplitProducts:
         """
         if self.parallel.size == 1 and post_norm is None:
             return ops.linear_add_norm(x, weight, residual, norm_weight, eps, bias)
-        if self.shared is not None and len(residual) <= self.shared.sum_rows:
-            peers = self.shared.sums
-            room = peers.take(place, *residual.shape)
-            assert room is not None
+        if (room := self._room(place, residual)) is not None:
             ops.linear(x, weight, bias, into=room)
-            if post_norm is None:
-                return ops.reduce_add_norm(peers, place, residual, norm_weight, eps)
-            whole = ops.reduce_parts(peers, place, len(residual))
-        else:
-            whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
+            return self._add_shared(place, residual, norm_weight, eps, post_norm)
+        whole = self.parallel.all_reduce(ops.linear(x, weight, bias))
+        return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
+
+    def mixture_add_norm(
+        self, x: Normed, experts: ops.Experts, norm_weight: Tensor, eps: float
+    ) -> Normed:
+        """`ops.mixture_add_norm` of experts that are split by their inner features.
+
+        It takes the place of the MLP's product in a layer.
+        """
+        if self.parallel.size == 1:
+            return ops.mixture_add_norm(x, experts, norm_weight, eps)
+        # The stream is added once, to the sum of all ranks.
+        alone = x._replace(hidden=self.nothing.expand_as(x.hidden))
+        part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
+        if (room := self._room(_OF_MLP, x.hidden)) is not None:
+            room.copy_(part)
+            return self._add_shared(_OF_MLP, x.hidden, norm_weight, eps)
+        return ops.add_norm(self.parallel.all_reduce(part), x.hidden, norm_weight, eps)
+
+    def _room(self, place: int, residual: Tensor) -> Tensor | None:
+        """Shared memory for this rank's part of a sum, or None where NCCL sums faster."""
+        if self.shared is None or len(residual) > self.shared.sum_rows:
+            return None
+        room = self.shared.sums.take(place, *residual.shape)
+        assert room is not None
+        return room
+
+    def _add_shared(
+        self,
+        place: int,
+        residual: Tensor,
+        norm_weight: Tensor,
+        eps: float,
+        post_norm: Tensor | None = None,
+    ) -> Normed:
+        """The residual stream plus the sum of all ranks' parts in shared memory."""
+        assert self.shared is not None
+        if post_norm is None:
+            return ops.reduce_add_norm(self.shared.sums, place, residual, norm_weight, eps)
+        whole = ops.reduce_parts(self.shared.sums, place, len(residual))
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def logits(self, x: Normed, head: ops.Weight, bias: Tensor | None = None) -> Tensor:

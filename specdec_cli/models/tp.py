@@ -3,8 +3,9 @@
 transformers' plan for a family (`_tp_plan`) says which products are split by the features they
 write (colwise) and which by those they read (rowwise). Its own machinery splits over the whole
 world, so the splitting and the collectives here are ours, over a given group. Attention is split by
-whole heads; key and value heads are replicated where there are fewer than ranks. Embeddings are
-whole on every rank. Works on a module on the meta device.
+whole heads; key and value heads are replicated where there are fewer than ranks. Experts are split
+by the features inside them (`models.tp_experts`). Embeddings and routers are whole on every rank.
+Works on a module on the meta device.
 """
 
 import re
@@ -17,6 +18,7 @@ from specdec_cli.core.kv_cache import LayerShape
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.models.gate import probe
 from specdec_cli.models.refusals import Indivisible, Unsupported
+from specdec_cli.models.tp_experts import ADDED_ONCE, parts_of_experts
 from specdec_cli.models.weights import Part
 
 _COLUMNS = "colwise"
@@ -24,17 +26,29 @@ _ROWS = "rowwise"
 _GATHERED = {"colwise_gather_output", "colwise_rep"}
 _SPLIT_INPUT = {"rowwise_split_input", "rowwise_rep"}
 _SPLIT = {_COLUMNS, _ROWS} | _GATHERED | _SPLIT_INPUT
+_EXPERTS = "moe_tp_experts"
 # Every rank holds these whole. (Splitting the embedding would cost an all-reduce a pass.)
 _WHOLE = {"replicated", "replicated_with_grad_allreduce", "embedding_rowwise"}
 _KEYS_AND_VALUES = {"k_proj", "v_proj"}
+_SINKS = ".sinks"  # a number for each head, beside its keys
+# Plans that transformers lacks, for the layers of a family.
+_OWN_PLANS = {
+    "gpt_oss": {
+        "model.layers.*.self_attn.q_proj": _COLUMNS,
+        "model.layers.*.self_attn.k_proj": _COLUMNS,
+        "model.layers.*.self_attn.v_proj": _COLUMNS,
+        "model.layers.*.self_attn.o_proj": _ROWS,
+        "model.layers.*.mlp.experts": _EXPERTS,
+    }
+}
 # A plan does not show that a family uses statistics over all of a layer's features (gemma3n does,
 # for sparse activations), which would silently change its text when split. So these are the
 # families whose logits the tests compare, split over 4 ranks.
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4
-    gpt_neox granite helium llama ministral ministral3 mistral olmo olmo2 olmo3 phi phi3
-    qwen2 qwen3 seed_oss smollm3 starcoder2 vaultgemma youtu
+    gpt_neox gpt_oss granite helium llama ministral ministral3 mistral mixtral olmo olmo2 olmo3 phi
+    phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
     """.split()
 )
 
@@ -44,10 +58,12 @@ class Shards:
     """The parts of a module's stored tensors that a rank holds; tensors not named are whole.
 
     parts: by parameter name. tied: parameters that are a part of another one, with that one's name.
+    zero: parameters that another rank adds; their values here are zeros.
     """
 
     parts: dict[str, Part]
     tied: dict[str, str]
+    zero: frozenset[str] = frozenset()
 
 
 WHOLE = Shards({}, {})
@@ -65,8 +81,13 @@ def shard(
     of splitting that are not built here, and where heads or features do not divide.
     """
     kind, size = module.config.model_type, parallel.size
-    plan = {k: v for k, v in (module._tp_plan or {}).items() if v not in _WHOLE}
+    whole_plan = (module._tp_plan or {}) | _OWN_PLANS.get(kind, {})
+    plan = {k: v for k, v in whole_plan.items() if v not in _WHOLE}
     styles = {n: plan[p] for n in _names(module) if (p := _pattern(n)) in plan}
+    experts = [path for path, style in styles.items() if style == _EXPERTS]
+    # Their tensors are planned too, in words that do not tell the layout.
+    inside = tuple(f"{path}." for path in experts)
+    styles = {n: s for n, s in styles.items() if n not in experts and not n.startswith(inside)}
     unknown = sorted({style for style in styles.values() if style not in _SPLIT})
     if unknown:
         raise Unsupported(
@@ -85,7 +106,8 @@ def shard(
             name,
             f"it is not known that {kind} stays the same when it is split over ranks",
             "tensor_parallel_size: 1 works; of the common families llama, qwen2, qwen3, mistral, "
-            "gemma, phi3 and olmo2 can be split",
+            "gemma, phi3 and olmo2 can be split, and of those with experts qwen3_moe, mixtral and "
+            "gpt_oss",
         )
     tied = _tied_head(module)
     parts: dict[str, Part] = {}
@@ -94,12 +116,26 @@ def shard(
         assert isinstance(linear, nn.Linear), f"{path} is planned as {style}"
         share = _share(module.config, layers, path, linear, style, parallel, name)
         parts |= _split(path, linear, style, share, parallel)
+    zero: set[str] = set()
+    for path in experts:
+        held = module.get_submodule(path)
+        found = parts_of_experts(held, parallel, name)
+        parts |= _narrow(path, held, found)
+        held.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
+        if held.has_bias and not parallel.is_first:
+            zero.add(f"{path}.{ADDED_ONCE}")
+    for path, sinks in list(module.named_parameters()):
+        if path.endswith(_SINKS):
+            owner, shape = path.removesuffix(_SINKS), tuple(sinks.shape)
+            part = Part(0, *parallel.share(len(sinks)), shape)
+            parts |= _narrow(owner, module.get_submodule(owner), {_SINKS[1:]: part})
     try:
         local = probe(module, name)
     except Unsupported as problem:
         reason = f"its layers do not run in {size} parts"
         raise Unsupported(name, reason, "tensor_parallel_size: 1 works") from problem
-    return Shards(parts, tied if tied.keys() <= parts.keys() else {}), local
+    tied = tied if tied.keys() <= parts.keys() else {}
+    return Shards(parts, tied, frozenset(zero)), local
 
 
 def _pattern(name: str) -> str:
@@ -182,6 +218,13 @@ def _split(
         linear.register_forward_hook(lambda _, args, out: _reduced(out, parallel))
     linear.weight = _narrowed(linear.weight, weight)
     return parts
+
+
+def _narrow(path: str, owner: Any, parts: dict[str, Part]) -> dict[str, Part]:
+    """Cut tensors of a module down to `parts`, which are by its own names; returns them by path."""
+    for leaf, part in parts.items():
+        setattr(owner, leaf, _narrowed(getattr(owner, leaf), part))
+    return {f"{path}.{leaf}": part for leaf, part in parts.items()}
 
 
 def _narrowed(whole: Tensor, part: Part) -> nn.Parameter:

@@ -26,22 +26,32 @@ _INDEX_BYTES = 128 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Entries start..stop of dimension `dim` of a tensor of `shape`."""
+    """Entries start..stop of dimension `dim` of a tensor of `shape`.
+
+    blocks: the dimension is so many blocks of equal size, and the part has these entries of each.
+    """
 
     dim: int
     start: int
     stop: int
     shape: tuple[int, ...]
+    blocks: int = 1
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        return (*self.shape[: self.dim], self.stop - self.start, *self.shape[self.dim + 1 :])
+        width = self.blocks * (self.stop - self.start)
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of `whole`. Raises `WrongShape` when that has another shape."""
+        """This part of `whole`, a view of it unless there are several blocks.
+
+        Raises `WrongShape` when `whole` has another shape.
+        """
         if tuple(whole.shape) != self.shape:
             raise WrongShape(tuple(whole.shape))
-        return whole.narrow(self.dim, self.start, self.stop - self.start)
+        width = self.stop - self.start
+        found = [b.narrow(self.dim, self.start, width) for b in whole.chunk(self.blocks, self.dim)]
+        return found[0] if self.blocks == 1 else torch.cat(found, self.dim)
 
 
 class WrongShape(Exception):
@@ -151,8 +161,8 @@ def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:
         def read(part: Part | None = None) -> torch.Tensor:
             try:
                 tensor: torch.Tensor
-                if part is None:
-                    tensor = handle.get_tensor(name)
+                if part is None or part.blocks > 1:
+                    tensor = _same(handle.get_tensor(name), part)
                 else:
                     stored = handle.get_slice(name)
                     if tuple(stored.get_shape()) != part.shape:

@@ -9,10 +9,12 @@ from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
 from specdec_cli.report.drawings.canvas import STYLE, png_of, svg_of, without_talk
 from specdec_cli.report.drawings.categories import draw_categories
+from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
 from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.folder import ReportedRun
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,13 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             lambda figure: draw_rounds(figure, run),
         ),
         (
+            "experts",
+            "Experts that scoring reads",
+            "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
+            f"the tokens scored for each sequence.{_routing_of(run)}",
+            lambda figure: draw_experts(figure, run),
+        ),
+        (
             "categories",
             "By category",
             "Mean tokens a round by category of prompt, the target's own token included.",
@@ -81,3 +90,9 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
                     Plot(name, title, caption, picture, svg_of(figure, name) if svg else "")
                 )
     return found
+
+
+def _routing_of(run: ReportedRun) -> str:
+    if run.setting("target", "load_format") != "dummy":
+        return ""
+    return " The weights are random and choose evenly, which trained routers do not."

@@ -116,8 +116,14 @@ def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
     cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*STAGES, "round")]
     cells.append(_figure("prefill", 2, "ms", "prefill_ms"))
+    if _counts_experts(run):
+        cells.append(_figure("experts", 1, "a layer", "distinct_experts"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
     return _by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
+
+
+def _counts_experts(run: ReportedRun) -> bool:
+    return any(point.number("distinct_experts") is not None for point in run.points)
 
 
 def latencies(run: ReportedRun) -> Table:
@@ -207,7 +213,7 @@ def _setting(point: Point) -> tuple[Value, ...]:
 
 def raw_points(run: ReportedRun) -> Table:
     """One row a point with every figure of it."""
-    names = (
+    names: tuple[str, ...] = (
         "decode_tokens_per_second",
         "output_tokens_per_second",
         "mean_acceptance_length",
@@ -223,6 +229,8 @@ def raw_points(run: ReportedRun) -> Table:
         "prefill_ms",
         "predicted_speedup",
     )
+    if _counts_experts(run):
+        names = (*names, "distinct_experts")
     spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *_PERCENTILES)]
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
     if run.is_comparison:

@@ -26,6 +26,7 @@ from tests.cli.sweep_helpers import (
     sweep_process,
     without_times,
 )
+from tests.support import tiny_config
 
 # Short prompts: reading the bundled ones would take longer than all rounds.
 PROMPTS = Path(__file__).parents[1] / "short_prompts.jsonl"
@@ -675,6 +676,38 @@ def test_random_weights_are_warned_about(capsys: Capture) -> None:
     length = ["--synthetic-acceptance-length", "2"]
     given = specdec(capsys, *SWEEP, *dummy, *length, "--dry-run")
     assert given.code == 0 and "the weights are random" not in given.out
+
+
+def test_distinct_experts(tmp_path: Path, capsys: Capture) -> None:
+    """One token reads the 2 experts that it chooses in each layer; several read more, of 4."""
+    tiny_config("mixtral").save_pretrained(tmp_path / "model")
+    prompts = tmp_path / "prompts.jsonl"
+    lines = [json.dumps({"prompt_token_ids": [3 + i, 50, 7, 3 + i, 50, 7]}) for i in range(2)]
+    prompts.write_text("\n".join(lines))
+    sets = [f"target.model={tmp_path / 'model'}", "target.load_format=dummy", "run.warmup=0"]
+    sets += ["speculation.method=ngram", f"data.path={prompts}", "run.repeats=2"]
+    options = [part for key in sets for part in ("--set", key)]
+    folder = tmp_path / "run"
+    result = specdec(
+        capsys, "sweep-k", "demo-ngram", "--device", "cpu", "--max-new-tokens", "8", "--k", "0,3",
+        *options, "--json", "-o", folder,
+    )  # fmt: skip
+    document = json.loads(result.out)
+    assert any("and so are routers" in warning for warning in document["warnings"])
+    by_k: dict[int, list[Sample]] = {0: [], 3: []}
+    for sample in samples(folder):
+        assert len(sample["distinct_experts"]) == 2
+        by_k[sample["k"]].append(sample)
+    assert all(sample["distinct_experts"] == [2.0, 2.0] for sample in by_k[0])
+    assert all(2.0 < min(sample["distinct_experts"]) <= 4.0 for sample in by_k[3])
+    rounds = sum(sample["round_share"][0] for sample in by_k[3])
+    counts = [s["distinct_experts"][0] * s["round_share"][0] for s in by_k[3]]
+    plain, wide = (point["metrics"]["distinct_experts"] for point in document["points"])
+    assert plain == 2.0 and wide == pytest.approx(sum(counts) / rounds)
+    # The curve has one part, on the first prompt.
+    plain, wide = (entry["distinct_experts"] for entry in document["time_curve"])
+    first = next(sample for sample in by_k[3] if sample["index"] == 0)
+    assert plain == 2.0 and wide == pytest.approx(first["distinct_experts"][0])
 
 
 def test_ngram(capsys: Capture) -> None:

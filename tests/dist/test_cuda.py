@@ -25,8 +25,9 @@ PAIRS = [(2, 1), (2, 2)] + ([(4, 1), (4, 2), (4, 4)] if GPUS >= 4 else [])
 RUNS = [(3, GREEDY), (4, SAMPLED), (0, GREEDY), (3, GREEDY)]
 
 
-# Three families with fused layers (gemma2 has norms before sums), and one with transformers' own.
-FAMILIES = ["llama", "qwen3", "gemma2", "olmo2"]
+# Five families with fused layers (gemma2 has norms before sums, two have experts), and one with
+# transformers' own.
+FAMILIES = ["llama", "qwen3", "gemma2", "qwen3_moe", "gpt_oss", "olmo2"]
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=str)

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from specdec_cli.core.parallel import ALONE, TensorParallel, make_groups
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import tp, weights
 from specdec_cli.models.loader import load
 from tests.dist import cases
 from tests.dist.world import World
 from tests.engine.test_families import TOLERANCE
+from tests.engine.test_loading import to_mxfp4
 from tests.support import CPU, description, save_tiny, tiny_config
 
 pytestmark = pytest.mark.dist
@@ -29,14 +30,17 @@ SPLIT: dict[str, dict[str, Any]] = {
     "gemma3": {"num_key_value_heads": 4},
     "phi3": {},
     "olmo2": {},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "mixtral": {},
+    "gpt_oss": {},
 }
 # Families that are tested at 4 ranks only.
 ALSO_SPLIT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         """
-        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 glm glm4 gpt_neox granite helium
-        llama3-rope ministral ministral3 olmo olmo3 phi qwen2-window seed_oss smollm3
-        starcoder2 vaultgemma youtu
+        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4 gpt_neox granite
+        helium llama3-rope ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
+        smollm3 starcoder2 vaultgemma youtu
         """.split(),
         {},
     ),
@@ -50,6 +54,9 @@ FUSED: dict[str, dict[str, Any]] = {
     "gemma": {},
     "gemma2": {},
     "gemma3": {"num_key_value_heads": 1},
+    "qwen3_moe": {"mlp_only_layers": [0]},
+    "mixtral": {},
+    "gpt_oss": {"num_key_value_heads": 4},
 }
 
 
@@ -113,7 +120,9 @@ def ranks(size: int) -> list[TensorParallel]:
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-@pytest.mark.parametrize("family", ["llama-tied", "qwen2", "phi3", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["llama-tied", "qwen2", "phi3", "gpt_neox", "qwen3_moe", "gpt_oss"]
+)
 def test_ranks_hold_the_parts_of_what_one_would(
     family: str, load_format: str, tmp_path: Path
 ) -> None:
@@ -125,16 +134,27 @@ def test_ranks_hold_the_parts_of_what_one_would(
     split = 0
     for name, expected in whole.items():
         tensors = [own[name] for own in held if name in own]
-        parts = [found.shards.parts.get(name) for found in shards]
-        if parts[0] is None:
+        part = shards[0].shards.parts.get(name)
+        if name.endswith("experts.down_proj_bias"):
+            # So is this one, but transformers' experts have no form without it.
+            assert torch.equal(tensors[0], expected) and len(tensors) == 4
+            assert not any(t.any() for t in tensors[1:])
+        elif part is None:
             assert all(torch.equal(t, expected) for t in tensors), name
             # A bias that is added once is held by one rank.
-            once = name.endswith(("attention.dense.bias", "dense_4h_to_h.bias"))
+            once = name.endswith(("attention.dense.bias", "dense_4h_to_h.bias", "o_proj.bias"))
             assert len(tensors) == (1 if once else 4), name
         else:
-            assert torch.equal(torch.cat(tensors, parts[0].dim), expected), name
+            # Gate and up of experts are one tensor, and each rank has a part of both.
+            halves = zip(*(t.chunk(part.blocks, part.dim) for t in tensors), strict=True)
+            whole_again = torch.cat([torch.cat(half, part.dim) for half in halves], part.dim)
+            assert torch.equal(whole_again, expected), name
             split += 1
     assert split >= 2 * 4 + 1
+    sums = [sum(t.numel() * t.element_size() for t in own.values()) for own in held]
+    tied = [sum(own[name].numel() * 4 for name in f.shards.tied) for own, f in zip(held, shards)]
+    bytes_held = [whole - again for whole, again in zip(sums, tied, strict=True)]
+    assert [found.weight_bytes for found in shards] == bytes_held
 
 
 def test_heads_that_are_held_twice(tmp_path: Path) -> None:
@@ -146,6 +166,19 @@ def test_heads_that_are_held_twice(tmp_path: Path) -> None:
         own = load(found, CPU).state_dict()[name]
         assert torch.equal(own, whole[name].chunk(2)[place.rank // 2])
         assert {s.num_kv_heads for s in found.layers} == {1}
+
+
+def test_experts_in_four_bits_are_split_anywhere(tmp_path: Path) -> None:
+    """4 ranks have 24 of 96 features each, and a block of codes has 32."""
+    folder = save_tiny(tmp_path, "gpt_oss", intermediate_size=96)
+    to_mxfp4(folder)
+    whole = load(description(folder), CPU).state_dict()
+    for place in ranks(4):
+        found = description(folder, parallel=place)
+        own = load(found, CPU).state_dict()
+        for leaf, dim in {"gate_up_proj": 2, "down_proj": 1}.items():
+            name = f"model.layers.1.mlp.experts.{leaf}"
+            assert torch.equal(own[name], whole[name].chunk(4, dim)[place.rank])
 
 
 def test_a_tied_head_is_a_view_of_the_embedding(tmp_path: Path) -> None:
@@ -203,8 +236,14 @@ def test_a_checkpoint_of_another_shape(tmp_path: Path) -> None:
 
 REFUSED: dict[str, tuple[str, int, dict[str, Any], str]] = {
     "no plan": ("gpt2", 2, {}, "no tensor parallel plan for the layers of gpt2"),
-    "a plan for the head alone": ("gpt_oss", 2, {}, "no tensor parallel plan for the layers of"),
-    "experts": ("mixtral", 2, {}, r"not built \(moe_tp_experts, packed_colwise\)"),
+    "experts": (
+        "mixtral",
+        4,
+        {"intermediate_size": 90},
+        "its 90 features inside an expert cannot be divided among 4 ranks",
+    ),
+    "another kind of splitting": ("deepseek_v2", 2, {}, r"not built \(mla_kv_a_proj\)"),
+    "other experts": ("olmoe", 2, {}, "not known that olmoe stays the same"),
     "heads": ("llama", 3, {}, "its 4 attention heads cannot be divided among 3 ranks"),
     "more ranks than heads": ("llama", 8, {}, "its 4 attention heads cannot be divided among 8"),
     "key and value heads": (
@@ -235,8 +274,11 @@ def test_what_cannot_be_split_is_refused(case: str, tmp_path: Path) -> None:
     """The refusal comes before weights are read; the folder has none."""
     family, size, changes, reason = REFUSED[case]
     tiny_config(family, **changes).save_pretrained(tmp_path)
-    with pytest.raises(SetupError, match=reason):
+    with pytest.raises(SetupError, match=reason) as raised:
         description(tmp_path, parallel=TensorParallel(0, size))
+    # The recipe's degree is at fault, or the family cannot be split at all.
+    is_degree = "cannot be divided" in reason
+    assert (raised.value.code == ExitCode.USAGE) == is_degree and "\n" not in raised.value.message
 
 
 def test_a_draft_that_does_not_divide_the_target() -> None:

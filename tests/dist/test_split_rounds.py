@@ -39,6 +39,7 @@ SAMPLED = {"max_new_tokens": NEW, "temperature": 0.8, "seed": 5}
 MASKED = {"max_new_tokens": NEW, "temperature": 1.1, "top_k": 20, "top_p": 0.9, "seed": 2**40 + 1}
 RUNS = [(3, GREEDY), (4, SAMPLED), (2, MASKED)]
 Pair = tuple[Path, Path]
+FAMILIES = ["llama", "qwen3", "gemma3", "qwen3_moe", "mixtral", "gpt_oss"]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Pair]:
     time."""
     folder = tmp_path_factory.mktemp("pairs")
     found = {}
-    for family in ("llama", "qwen3", "gemma3"):
+    for family in FAMILIES:
         # A tied tiny Gemma repeats its last token even with noise.
         target = save_tiny(folder / family, family, tie_word_embeddings=False)
         found[family] = (target, save_noised(folder / f"{family}-draft", target))
@@ -75,11 +76,17 @@ def agreed(found: list[Any], size: int) -> dict[str, Any]:
         ("llama", (2, 1), "at once"),
         ("qwen3", (4, 2), "ahead"),
         ("gemma3", (2, 2), "at once"),
+        ("qwen3_moe", (2, 1), "ahead"),
+        ("mixtral", (2, 2), "at once"),
+        ("gpt_oss", (2, 1), "ahead"),
         *[pytest.param("llama", tps, "at once", marks=SLOW) for tps in PAIRS[1:]],
         *[pytest.param("qwen3", tps, "ahead", marks=SLOW) for tps in PAIRS if tps != (4, 2)],
         pytest.param("llama", (4, 2), "ahead", marks=SLOW),
         pytest.param("qwen3", (4, 2), "at once", marks=SLOW),
         pytest.param("gemma3", (4, 2), "ahead", marks=SLOW),
+        pytest.param("qwen3_moe", (4, 4), "at once", marks=SLOW),
+        pytest.param("mixtral", (4, 1), "ahead", marks=SLOW),
+        pytest.param("gpt_oss", (4, 2), "at once", marks=SLOW),
     ],
     ids=str,
 )
@@ -120,7 +127,7 @@ def test_plain_decoding_and_single_proposals(
     assert agreed(found, 4)["seqs"] == want["seqs"]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_transformers(pairs: dict[str, Pair], alone: dict[str, Any], family: str) -> None:
     """With the test above this holds at every degree."""
     model = reference(pairs[family][0])

@@ -97,6 +97,7 @@ class FakeModel:
 
     device = CPU
     vocab_size = VOCAB
+    mixtures = None
 
     def __init__(self, rule: Rule = target_rule, block_size: int = BLOCK) -> None:
         self.rule = rule

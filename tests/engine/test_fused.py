@@ -57,6 +57,8 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral-window", {}),
     "gpt_oss": ("gpt_oss", {}),  # with sinks, windows, biases and a clamped activation
     "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "num_local_experts": 9}),
+    "olmoe": ("olmoe", {}),  # with norms over all heads
+    "olmoe-renormalised": ("olmoe", {"norm_topk_prob": True, "num_experts": 9}),
     # Wide enough for every form that a weight has on a CPU.
     "llama-wide": ("llama", WIDE),
     "llama-wide-tied": ("llama-tied", WIDE),
@@ -103,7 +105,7 @@ def test_hidden_states_where_products_finish_norms(
     "family, changes",
     [
         ("olmo2", {}),
-        ("olmoe", {}),
+        ("olmoe", {"clip_qkv": 3.0}),
         ("gpt2", {}),
         ("gemma", {"hidden_act": "relu"}),
         ("gemma3", {"hidden_activation": "gelu"}),

@@ -101,6 +101,36 @@ def test_the_split_of_a_pair_by_hand(tmp_path: Path) -> None:
     assert split.stranded_bytes(idle) == stranded > GIB
 
 
+# Numbers that each rank holds of a model with 2 layers, 64 wide, by hand. The embedding is whole,
+# and the last rank has fewest of the head's 97 rows. There are 4 heads 16 wide, and 2 of keys.
+EMBEDDING, NORMS = 97 * 64, (2 * 2 + 1) * 64
+
+
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_experts_of_every_rank_by_hand(family: str, size: int, tmp_path: Path) -> None:
+    """4 experts of 32 or 128 features, each rank with an equal part of all of them."""
+    inner = 32 if family == "qwen3_moe" else 128
+    attention = 64 * (4 * 16 * 2 // size + 2 * 16 * max(1, 2 // size))
+    layer = attention + 4 * 64 + 4 * 3 * 64 * inner // size
+    layer += 2 * 16 if family == "qwen3_moe" else 0  # norms of heads
+    if family == "gpt_oss":
+        queries, keys = 64 // size, 16 * max(1, 2 // size)
+        # Biases of attention, of the router, of gate and up and of down; and sinks.
+        layer += queries + 2 * keys + 4 + 4 * 2 * inner // size + 4 * 64 + 4 // size
+    plans = plan_all_ranks(pair(tmp_path, family, None, (size, 1)), Permissions(), CPU)
+    need, machine = CacheNeed(1, 64, 0, 8), this_machine(CPU, size)
+    tables = 2 * plans[0].max_model_len * 16
+    for rank, planned in enumerate(plans):
+        head = 64 * len(range(97)[rank * -(-97 // size) :][: -(-97 // size)])
+        # The bias of an output projection is the first rank's.
+        once = 2 * 64 if family == "gpt_oss" and rank == 0 else 0
+        found = estimate_rank(planned, need, machine).target_weight_bytes
+        assert found == 2 * (EMBEDDING + NORMS + 2 * layer + head + once + tables), rank
+        held, _ = weight_bytes(load_models(planned))
+        assert held == pytest.approx(found, abs=512), "inverse frequencies are not counted"
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_live_bytes_are_those_alive_at_once(device: str) -> None:
     weight = torch.empty(100, 100, device=device)  # made before, so not counted

@@ -453,6 +453,29 @@ def test_layer_of_many_tokens(routing, biases, way, dtype, device):
     assert_close("scaled", normed, out.scaled, TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize(
+    "rows, way",
+    [
+        (3, mixture_add_norm_triton),
+        (120, mixture_add_norm_triton),
+        (120, sorted_mixture_add_norm),
+    ],
+)
+def test_experts_are_counted_and_the_stream_may_be_zeros(rows, way, device):
+    """Every way. A rank's part of a sum is added to zeros, one row of them for all."""
+    kind = {"dtype": torch.float32, "device": device}
+    read = torch.full((3,), -1, dtype=torch.int32, device=device)
+    experts = make_experts(200, 32, 16, kind, MIXTRAL)._replace(read=read[1:2])
+    x, norm = make_stream(rows, 32, kind, parts=3 if rows < 120 else 0), normal(32, kind=kind)
+    nothing = torch.zeros(1, 32, device=device).expand(rows, 32)
+    out = way(x._replace(hidden=nothing), experts, norm, EPS)
+    routes = routes_of(F.linear(rows_of(x), experts.router.double()), MIXTRAL)
+    expected = mixture_reference(rows_of(x), routes, wide(experts))
+    assert_close("hidden", expected, out.hidden, TOLERANCE[torch.float32])
+    assert read.tolist() == [-1, len(routes.experts.unique()), -1]
+    assert 4 <= read[1] < 200
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("size", [(1, 2, 64), (5, 3, 100)], ids=str)
 @pytest.mark.parametrize("is_placed", [True, False])
@@ -475,17 +498,20 @@ def test_combine(size, is_placed, dtype, device):
 def test_reference_runs_on_a_cpu():
     """The public function, token by token and expert by expert."""
     kind = {"dtype": torch.float64, "device": torch.device("cpu")}
-    experts = make_experts(7, 24, 20, kind, QWEN, biases=True)
+    read, chosen = torch.zeros(1, dtype=torch.int32), set()
+    experts = make_experts(7, 24, 20, kind, QWEN, biases=True)._replace(read=read)
     x, norm = make_stream(5, 24, kind, parts=0), 1 + normal(24, kind=kind, scale=0.3)
     out = ops.mixture_add_norm(x, experts, norm, EPS)
     expected = x.hidden.clone()
     for token in range(5):
         logits = experts.router @ x.scaled[token] + experts.router_bias
         top = torch.softmax(logits, 0).topk(3)
+        chosen |= set(top.indices.tolist())
         for weight, expert in zip(top.values / top.values.sum(), top.indices, strict=True):
             both = experts.gate_up[expert] @ x.scaled[token] + experts.gate_up_bias[expert]
             inner = F.silu(both[:20]) * both[20:]
             expected[token] += weight * (experts.down[expert] @ inner + experts.down_bias[expert])
+    assert int(read) == len(chosen)
     assert_close("hidden", expected, out.hidden, 1e-12)
     assert_close("scaled", rms_norm_reference(expected, norm, EPS), out.scaled, 1e-12)
 

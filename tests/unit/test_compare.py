@@ -397,6 +397,14 @@ def test_worlds_are_merged_as_repeats() -> None:
     assert one[0].decode_seconds == [0.3]  # the merged samples are not changed
 
 
+def test_merged_worlds_counted_experts_if_all_of_them_did() -> None:
+    none = sample(Pair(2, 1), 1, 0, 0)
+    one, other = (changed(none, distinct_experts=[count]) for count in (8.0, 10.0))
+    assert merge_repeats([{0: one}, {0: other}])[0].distinct_experts == [8.0, 10.0]
+    for worlds in ([one, none], [none, one], [none, none], [one, none, other]):
+        assert merge_repeats([{0: world} for world in worlds])[0].distinct_experts is None
+
+
 def test_merged_worlds_held_as_much_memory_as_the_one_that_held_most() -> None:
     worlds = [{0: changed(sample(Pair(2, 1), 1, 0, 0), peak_memory_bytes=n)} for n in (5, 9, 7)]
     assert merge_repeats(worlds)[0].peak_memory_bytes == 9

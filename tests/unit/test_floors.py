@@ -28,5 +28,6 @@ def test_bytes_that_are_read(family: str) -> None:
     rest = sum(sizes.values()) - experts - sizes["model.embed_tokens.weight"]
     assert has_experts(module) == (experts > 0) == (family != "llama")
     assert bytes_read(module, 1) == pytest.approx(rest + experts / 2)  # 2 of 4 are chosen
+    assert bytes_read(module, 10_000, read=3.0) == pytest.approx(rest + experts * 3 / 4)
     assert bytes_read(module, 10_000) == pytest.approx(rest + experts)
     assert chosen_of(module) == (0 if family == "llama" else 2)

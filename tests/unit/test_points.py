@@ -78,6 +78,7 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
             tpot_ms=[2.0, 6.0],
             num_preemptions=2,
             peak_memory_bytes=memory,
+            distinct_experts=[8.0 + index, 10.0 + index],
         )
     failed = {"finish_reason": "error", "token_ids": [], "round_share": [0.0, 0.0], "category": "x"}
     failed |= {"rounds_without_proposal": 0, "peak_memory_bytes": 99}
@@ -96,6 +97,7 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     assert metrics.decode_tokens_per_second == pytest.approx(24 / 4)
     assert (metrics.ttft_ms.mean, metrics.tpot_ms.mean) == (20.0, 4.0)
     assert metrics.peak_memory_bytes == 9, "of the prompts that ran"
+    assert metrics.distinct_experts == pytest.approx(9.5), "both prompts have half of the rounds"
     assert point.per_category.keys() == {"all"}
     assert point.per_category["all"].num_output_tokens == 24
     found[1] = found[1].model_copy(update={"category": None})
@@ -214,7 +216,19 @@ def test_the_stages_of_the_time_curve() -> None:
     found = curve_point(Key("d", 1, 3), parts)
     assert (found["draft_ms_per_step"], found["broadcast_ms"]) == (2.0, 2.0)
     assert (found["verify_ms"], found["sample_ms"], found["round_ms"]) == (20.0, 1.0, 50.0)
-    assert curve_point(Key("d", 1, 3), {0: CurvePart(**part)})["broadcast_ms"] == 0.0
+    old = curve_point(Key("d", 1, 3), {0: CurvePart(**part)})
+    assert old["broadcast_ms"] == 0.0 and "distinct_experts" not in old
+
+
+def test_experts_of_the_time_curve() -> None:
+    """The mean per round, if all parts counted them."""
+    part: dict[str, Any] = dict(draft="d", batch_size=1, k=3, sequence_rounds=2, decode_seconds=0.1)
+    part |= dict(draft_ms=12.0, verify_ms=40.0, sample_ms=2.0)
+    first = CurvePart(**part, part=0, rounds=2, distinct_experts=40.0)
+    second = CurvePart(**part, part=1, rounds=8, distinct_experts=240.0)
+    assert curve_point(Key("d", 1, 3), {0: first, 1: second})["distinct_experts"] == 28.0
+    older = CurvePart(**part, part=1, rounds=8)
+    assert "distinct_experts" not in curve_point(Key("d", 1, 3), {0: first, 1: older})
 
 
 NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts, in one's favour

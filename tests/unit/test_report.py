@@ -13,6 +13,7 @@ import pytest
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.report.content import Content
+from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.export import csv_tables, markdown
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.page import page
@@ -441,6 +442,32 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
     speed = pictures[0].svg
     for words in ("speed-up over k = 0 (×)", "draft TP (ranks)", "batch size 32", "target TP 4"):
         assert words in speed
+
+
+def test_experts_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
+    points = sweep_points((0, 1, 3), (1, 8))
+    for point in points:
+        tokens = point["batch_size"] * (point["k"] + 1)
+        point["metrics"]["distinct_experts"] = 128 * (1 - (1 - 8 / 128) ** tokens)
+    random = RECIPE | {"target": RECIPE["target"] | {"load_format": "dummy"}}
+    content = read(write_folder(tmp_path, points, recipe=random))
+    named = {plot.name: plot for plot in plots(content, png=False, svg=False)}
+    assert "The weights are random and choose evenly" in named["experts"].caption
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    assert draw_experts(figure, content.run)
+    times, _, _, counts = figure.axes
+    assert (times.get_ylabel(), counts.get_ylabel()) == (
+        "verify time (ms)",
+        "distinct experts a layer",
+    )
+    slowest = max(point["metrics"]["verify_ms"] for point in points)
+    assert times.get_ylim()[0] == 0 and slowest < times.get_ylim()[1] < 1.2 * slowest
+    widths, experts = counts.lines[0].get_data()
+    assert list(widths) == [1, 2, 4] and experts[0] == pytest.approx(51.6, abs=0.05)
+    table = content.tables["rounds"]
+    assert table is not None and table.columns[-1].title == "experts"
+    assert {f"{row[-1]:.1f}" for row in table.rows if row[1] == 1} == {"8.0", "15.5", "29.1"}
+    assert float(csv_rows(content, "points.csv")[0]["distinct_experts"]) == 8.0
 
 
 def test_pages_plots_do_not_share_ids(sweep: Content) -> None:

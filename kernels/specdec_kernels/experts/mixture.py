@@ -14,7 +14,7 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
 
     Args:
         x: [T, K], all rows as `linear_add_norm` or `add_norm` returned them.
-        experts: The layer's weights, contiguous.
+        experts: The layer's weights, contiguous. Its `read` is written.
         norm_weight: [K], and `eps`: of the next layer's norm, or of the last one.
 
     Returns:
@@ -24,5 +24,7 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
     routes = routes_of(
         linear.reference(x.scaled, experts.router, experts.router_bias), experts.routing
     )
+    if experts.read is not None:
+        experts.read.fill_(len(routes.experts.unique()))
     mixed = mixture_reference(x.scaled, routes, experts)
     return normed(x.hidden + mixed, norm_weight, eps)

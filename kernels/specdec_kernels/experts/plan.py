@@ -46,7 +46,7 @@ def empty_plan(num_rows: int, experts: Experts, scaled: bool, device: torch.devi
         return torch.empty(size, dtype=dtype, device=device)
 
     return Plan(
-        used=empty(1),
+        used=empty(1) if experts.read is None else experts.read,
         experts=empty(slots),
         chosen=empty(slots, dtype=torch.int64),
         weights=empty(slots, num_rows, dtype=torch.float32),

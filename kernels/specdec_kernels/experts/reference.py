@@ -56,6 +56,8 @@ class Experts(NamedTuple):
     """CLAMPED: of the sigmoid."""
     limit: float = 7.0
     """CLAMPED: of the gate and of the absolute value of up."""
+    read: Tensor | None = None
+    """[1] int32, out: the number of experts that the last call has read."""
 
     @property
     def num_experts(self) -> int:

@@ -88,6 +88,9 @@ def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, ep
     """`ops.mixture_add_norm` of x that is normed, [T, K]; reads nothing on the host."""
     logits = norm_linear_reference(x, experts.router, experts.router_bias)
     routes = routes_of(logits, experts.routing)
+    if experts.read is not None:
+        used = experts.read.new_zeros(experts.num_experts).scatter_(0, routes.experts.flatten(), 1)
+        torch.sum(used, 0, keepdim=True, dtype=torch.int32, out=experts.read)
     parts, places = sorted_parts(x.scaled, routes, experts)
     return combine_triton(parts, places, routes.weights, x.hidden, norm_weight, eps)
 

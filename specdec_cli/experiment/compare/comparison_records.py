@@ -203,6 +203,10 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
                     stage: spent + sample.stage_ms.get(stage, [])
                     for stage, spent in known.stage_ms.items()
                 }
+                if known.distinct_experts and sample.distinct_experts:
+                    update["distinct_experts"] = known.distinct_experts + sample.distinct_experts
+                elif known.distinct_experts:  # the other world did not count them
+                    update["distinct_experts"] = None
                 update["peak_memory_bytes"] = max(known.peak_memory_bytes, sample.peak_memory_bytes)
                 merged[index] = known.model_copy(update=update)
     return merged

@@ -24,7 +24,7 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, turned, units_of
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, given
 from specdec_cli.experiment.sweep.document import points_of_block
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
@@ -178,6 +178,7 @@ class Sweep:
                 rounds=m.num_rounds,
                 decode_seconds=m.decode_seconds,
                 **stages,
+                **given(distinct_experts=m.distinct_experts and m.distinct_experts * m.num_rounds),
             )
         )
 

@@ -137,6 +137,12 @@ def warnings_of(plan: SweepPlan) -> list[str]:
             "the weights are random, and so is what is accepted: give acceptance with "
             "--synthetic-acceptance-length or -rates"
         )
+    target = plan.jobs[0].plan.target
+    if target.spec.load_format == "dummy" and target.has_experts:
+        found.append(
+            "the weights are random, and so are routers: tokens choose experts about evenly, and "
+            "those of a trained model do not, so its rounds read other numbers of experts"
+        )
     if (remark := plan.jobs[0].plan.remark) is not None:
         found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
     for job in plan.jobs:

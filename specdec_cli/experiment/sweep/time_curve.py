@@ -8,7 +8,7 @@ from typing import Any
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
-from specdec_cli.experiment.records import CurvePart, Key
+from specdec_cli.experiment.records import CurvePart, Key, given
 
 # The parts of the time curve are spread over the sweep.
 _MOST_CURVE_PARTS = 16
@@ -31,7 +31,10 @@ def curve_unit(job: Job, batch_size: int, part: int) -> int:
 
 
 def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
-    """The cost of a round at one point, from the parts of the time curve."""
+    """The cost of a round at one point, from the parts of the time curve.
+
+    With `distinct_experts` if all parts counted them.
+    """
     total = sum(part.rounds for part in parts.values())
     rounds = max(1, total)
     stage_ms = {
@@ -39,12 +42,15 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
         for stage in STAGES
     }
     draft = stage_ms.pop("draft_ms")
+    experts = [p.distinct_experts for p in parts.values() if p.distinct_experts is not None]
+    are_counted = bool(experts) and len(experts) == len(parts)
     return asdict(key) | {
         "rounds": total,
         "draft_ms_per_step": draft / key.k if key.k else None,
         **stage_ms,
         "round_ms": sum(part.decode_seconds for part in parts.values()) * 1e3 / rounds,
         "seconds_per_sequence_round": seconds_per_round(parts.values()),
+        **given(distinct_experts=sum(experts) / rounds if are_counted else None),
     }
 
 

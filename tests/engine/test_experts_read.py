@@ -1,0 +1,84 @@
+"""Distinct experts that rounds read, against the routers of transformers' model."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.run import Request
+from tests.support import make_engine, reference, save_tiny
+
+PROMPTS = [[5, 17, 31, 60, 8], [9, 44, 3]]
+NEW = 16  # whole rounds of 4, so that no row of a captured round is padding
+
+
+def choices(model: Any, tokens: list[int]) -> list[torch.Tensor]:
+    """The experts [T, C] of each token in each layer that has experts."""
+    found: list[torch.Tensor] = []
+    hooks = [
+        module.register_forward_hook(lambda _, args, out: found.append(out[2]))
+        for module in model.modules()
+        if type(module).__name__.endswith("TopKRouter")
+    ]
+    with torch.inference_mode():
+        model(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def rounds_of(seq: Sequence, k: int) -> list[slice]:
+    """The tokens that each round scored, when all proposals stood."""
+    assert seq.accepted_per_round == seq.proposed_per_round
+    lengths = seq.proposed_per_round + [0] * seq.rounds_without_proposal
+    spans, n = [], seq.num_prompt_tokens
+    for proposed in lengths:
+        spans.append(slice(n - 1, n + proposed))
+        n += proposed + 1
+    assert n == len(seq.tokens)
+    return spans
+
+
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize(
+    ("family", "changes", "layers"),
+    [
+        ("qwen3_moe", {"num_experts": 17}, 2),
+        ("qwen3_moe", {"num_experts": 17, "mlp_only_layers": [0]}, 1),
+        ("gpt_oss", {"num_local_experts": 17}, 2),
+    ],
+)
+def test_experts_of_rounds(
+    family: str,
+    changes: dict[str, Any],
+    layers: int,
+    k: int,
+    device: torch.device,
+    tmp_path: Path,
+) -> None:
+    """A model that is its own draft, so that every token scored is in the text."""
+    folder = save_tiny(tmp_path, family, **changes)
+    engine = make_engine(folder, folder, batch_size=2, device=device, runs_ahead=True)
+    requests = [Request(i, tuple(p)) for i, p in enumerate(PROMPTS)]
+    found = engine.run(requests, k, SamplingParams(max_new_tokens=NEW, ignore_eos=True))
+    model = reference(folder)
+    chosen = [choices(model, seq.tokens) for seq in found.seqs]
+    assert {len(by_layer) for by_layer in chosen} == {layers}
+    counts = []
+    for spans in zip(*(rounds_of(seq, k) for seq in found.seqs), strict=True):
+        for layer in range(layers):
+            both = [own[layer][span] for own, span in zip(chosen, spans, strict=True)]
+            counts.append(len(torch.cat(both).unique()))
+    want = sum(counts) / len(counts)
+    assert found.metrics.distinct_experts == pytest.approx(want)
+    assert [seq.distinct_experts for seq in found.seqs] == pytest.approx([want] * 2)
+    assert len(set(counts)) > 1 and want < 17
+
+
+def test_dense_models_count_none(tmp_path: Path) -> None:
+    engine = make_engine(save_tiny(tmp_path, "llama"), None)
+    found = engine.run([Request(0, (5, 6))], 0, SamplingParams(max_new_tokens=3))
+    assert "distinct_experts" not in found.metrics.as_dict()
+    assert found.seqs[0].distinct_experts is None
