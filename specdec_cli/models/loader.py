@@ -105,11 +105,11 @@ def describe(
         allow_pickle=spec.allow_pickle,
     )
     config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
-    check_config(config, spec.name)
-    if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
-        check_layers(config, spec.name, held)
-    dtype = dtype_of(spec.dtype, config, device)
     try:
+        check_config(config, spec.name)
+        if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
+            check_layers(config, spec.name, held)
+        dtype = dtype_of(spec.dtype, config, device)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
                 config,

@@ -1,6 +1,9 @@
 """Tokenizers that panic, take minutes or multiply text: one line and exit code 5."""
 
 import json
+import os
+import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from transformers import PreTrainedTokenizerFast
 
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.models import tokenizer as module
+from specdec_cli.models import tokenizer_limits as limits
 from specdec_cli.models.tokenizer import load_tokenizer
 
 
@@ -37,18 +40,63 @@ def explodes(pattern: str = r"(a+)+$") -> Any:
 
 
 def test_a_panic_is_an_error_of_the_tokenizer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RUST_BACKTRACE", "0")  # it takes seconds
     said = refusal(saved(tmp_path, pre_tokenizer=explodes()), "a" * 40 + "b")
     assert said.startswith("the tokenizer of m fails: ") and "retry-limit" in said
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize("is_panicking", [False, True])
+def test_only_the_lines_of_a_panic_are_dropped(
+    is_panicking: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class PanicException(BaseException):
+        pass
+
+    def others() -> None:
+        os.write(2, b"a line of another thread\n")
+
+    with suppress(PanicException), limits.silent_panics():
+        thread = threading.Thread(target=others)
+        thread.start()
+        thread.join()
+        if is_panicking:
+            os.write(2, b"\nthread '<unnamed>' (7) panicked at src/x.rs:1:2:\nwhy\nnote: run")
+            raise PanicException
+    os.write(2, b"after\n")
+    assert capfd.readouterr().err == "a line of another thread\nafter\n"
+
+
+def test_a_panic_without_stderr(tmp_path: Path) -> None:
+    stderr = os.dup(2)
+    os.close(2)
+    try:
+        with limits.silent_panics():
+            pass
+        with pytest.raises(OSError):
+            os.fstat(2)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 def test_a_text_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place in the text is below the limit of one match, and there are many."""
-    monkeypatch.setattr(module, "ENCODE_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "TEXT_SECONDS", 0.05)
     said = refusal(saved(tmp_path, pre_tokenizer=explodes()), ("a" * 12 + "b") * 1000)
-    assert said == "the tokenizer of m fails: it takes minutes for a text"
+    assert said.startswith("the tokenizer of m fails: it takes over 0.05 seconds for 13000 ")
+
+
+def test_ids_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [decoders.Replace("a", "a" * 12 + "b"), decoders.Fuse()]
+    steps.append(decoders.Replace(Regex(r"(a+)+$"), "x"))
+    tokenizer = load_tokenizer(saved(tmp_path, decoder=decoders.Sequence(steps)), "m", 97, False)
+    assert tokenizer.decode([1]).startswith("a")
+    monkeypatch.setattr(limits, "TEXT_SECONDS", 0.05)
+    with pytest.raises(SetupError, match=r"tokenizer of m fails: it takes over 0.05 seconds"):
+        tokenizer.decode([1] * 1000)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +125,7 @@ def test_replacements_that_models_have(tmp_path: Path) -> None:
 
 def test_files_are_regular_and_not_huge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
-    monkeypatch.setattr(module, "_FILE_BYTES", 100)
+    monkeypatch.setattr(limits, "FILE_BYTES", 100)
     assert "no regular file of at most" in refusal(tmp_path, "a")
     monkeypatch.undo()
     (tmp_path / "vocab.txt").symlink_to("/dev/zero")

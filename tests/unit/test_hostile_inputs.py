@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
-from specdec_cli.models import config_file
+from specdec_cli.models import config_file, weights
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import DataSection, load_recipe, source
 
@@ -92,3 +92,22 @@ def test_configs_are_small_regular_files(tmp_path: Path, monkeypatch: pytest.Mon
     file.unlink()
     os.mkfifo(file)
     assert "no regular file" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": ' + '{"a": ' * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        '{"weight_map": [1, 2]}',
+        '{"weight_map": {"a": 1}}',
+        "{}",
+    ],
+    ids=["nested", "closed", "list", "number", "nothing"],
+)
+def test_a_damaged_index_of_weights_is_told_in_one_line(text: str, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    said = refused(lambda: weights.weight_files(tmp_path), SetupError)
+    assert said.startswith(f"{index} is not a weight index: ") and len(said) < 300
+    assert "\n" not in said

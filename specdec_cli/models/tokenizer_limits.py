@@ -1,0 +1,149 @@
+"""Limits of tokenizers, whose files come with a model: time, memory, growth of texts, panics.
+
+Does not know transformers. A chat template is a program, which may never end. A regex may take
+minutes for a line. Native code aborts the process when memory runs out, so the growth of texts is
+bounded before it runs.
+"""
+
+import os
+import re
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
+TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
+MOST_CHARACTERS = 2**25  # of a rendered conversation
+TEXT_SECONDS = 10.0  # for a text, and as much again for each million of characters or ids
+FILE_BYTES = 2**28
+_READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
+_MOST_GROWTH = 10_000
+_MOST_STEPS = 1000
+
+
+def unsafe_file(folder: Path) -> Path | None:
+    """A file of a tokenizer that is no regular one, or too large to read, if there is one."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix in _READ and (not file.is_file() or file.stat().st_size > FILE_BYTES):
+            return file
+    return None
+
+
+def check_steps(steps: Any, part: str) -> None:
+    """Raise `ValueError` if steps are so many, or replace so much, that native code would abort.
+
+    steps: one, or a tree of them, as tokenizer.json describes them.
+    """
+    growth, count, inner = 1, 0, [steps]
+    while inner:
+        one = inner.pop()
+        if isinstance(one, list):
+            inner += one
+        elif isinstance(one, dict):
+            inner += one.values()
+            count += "type" in one
+            growth *= max(1, *(len(str(one.get(key, ""))) for key in ("content", "prepend")))
+        if growth > _MOST_GROWTH:
+            raise ValueError(f"its {part} can make a text over {_MOST_GROWTH} times as long")
+        if count > _MOST_STEPS:
+            raise ValueError(f"its {part} has over {_MOST_STEPS} steps")
+
+
+def is_panic(problem: BaseException) -> bool:
+    """Whether native code panicked, which Python has no `Exception` for."""
+    return type(problem).__name__ == "PanicException"
+
+
+def in_time(work: Callable[[], T], length: int) -> T:
+    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long.
+
+    Native code cannot be interrupted; it is left behind in its thread.
+    """
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as problem:
+            failed.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(TEXT_SECONDS * (1 + length / 1e6))
+    if failed:
+        raise failed[0]
+    if not found:
+        raise TimeoutError(f"it takes over {TEXT_SECONDS:g} seconds for {length} characters or ids")
+    return found[0]
+
+
+@contextmanager
+def silent_panics() -> Iterator[None]:
+    """Drop the lines that a panic of native code writes to standard error, and nothing else.
+
+    The lines go to file descriptor 2 before Python knows of the panic, so the descriptor leads to
+    memory meanwhile. Lines of other threads come out at the end.
+    """
+    with _held:
+        try:
+            stderr = os.dup(2)
+            memory = os.memfd_create("stderr")
+        except (OSError, AttributeError):  # a closed stderr, or another system than Linux
+            yield
+            return
+        is_panicking = False
+        os.dup2(memory, 2)
+        try:
+            yield
+        except BaseException as problem:
+            is_panicking = is_panic(problem)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            said = os.pread(memory, os.fstat(memory).st_size, 0)
+            if is_panicking:
+                said = re.split(rb"\n?thread '[^\n]* panicked at ", said)[0]
+            with suppress(OSError):
+                os.write(stderr, said)
+            os.close(memory)
+            os.close(stderr)
+
+
+_held = threading.RLock()  # one thread at a time changes what descriptor 2 is
+
+
+@contextmanager
+def bounded(seconds: float, size: int) -> Iterator[None]:
+    """Bound the Python code inside; works in the main thread only.
+
+    seconds: processor time, after which it raises `TimeoutError`. size: bytes that it may take
+    beyond what the process has; more raise `MemoryError`.
+    """
+    if threading.current_thread() is not threading.main_thread():  # signals arrive in that one
+        yield
+        return
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise TimeoutError
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if (statm := Path("/proc/self/statm")).exists():
+        most = int(statm.read_text().split()[0]) * resource.getpagesize() + size
+        limits = [n for n in (soft, most) if n != resource.RLIM_INFINITY]
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
+        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
