@@ -1,12 +1,18 @@
 """Words for hostile names, cells and libraries: one line, said where it is seen."""
 
+import json
+import resource
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands import status
+from specdec_cli.commands import starting, status
+from specdec_cli.errors import SetupError
 from specdec_cli.report.export import _cell
+from tests.launch.helpers import marked
 from tests.report_helpers import sweep_points, write_folder
 
 
@@ -40,6 +46,33 @@ def test_endless_names_take_one_short_line(
 ) -> None:
     assert main([*command, "n" * 5000]) in (2, 5)
     assert max(map(len, capsys.readouterr().err.splitlines())) < 1100
+
+
+@pytest.mark.parametrize(
+    ("command", "mebibytes"), [("generate", 200), ("generate", 1025), ("report .", 100)]
+)
+def test_too_little_memory_for_imports_is_one_line(command: str, mebibytes: int) -> None:
+    """With 1025 MiB torch is imported, and scipy's OpenBLAS would ask for memory without end."""
+    limited = f"ulimit -v {mebibytes << 10}; exec {sys.executable} -m specdec_cli {command} --json"
+    ended = subprocess.run(
+        ["bash", "-c", limited], env=marked(), capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 5, ended.stderr
+    assert json.loads(ended.stdout)["error"]["code"] == 5
+    said = ended.stderr.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["error", "hint"]
+
+
+def test_the_room_for_imports_is_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    starting.check_room("x", 2**40)
+    resource.setrlimit(resource.RLIMIT_AS, (2**50, hard))
+    try:
+        starting.check_room("x", 1)
+        with pytest.raises(SetupError, match="x needs 1099511627776 MiB .* of 1073741824 MiB leav"):
+            starting.check_room("x", 2**40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def test_a_library_that_cannot_be_imported(
