@@ -50,6 +50,7 @@ def main() -> int:
     args = parser.parse_args()
     began = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="hostile-"))
+    os.environ["HF_DATASETS_CACHE"] = str(scratch / "cache")
     preload()
     materials = made_in_fork(scratch / "materials")
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)

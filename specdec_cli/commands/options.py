@@ -20,7 +20,7 @@ from typer.core import TyperCommand
 import specdec_cli
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, is_unicode, one_line
+from specdec_cli.text import inert, is_unicode, one_line, shortened
 
 _MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
 _K = "num_speculative_tokens"
@@ -344,10 +344,11 @@ class OneSource(TyperCommand):
 
 
 class _InertFormatter(logging.Formatter):
-    """Escapes control characters: log lines may hold names of files and models."""
+    """Escapes control characters and shortens: lines may hold names of files and tensors."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return inert(super().format(record))
+        told = super().format(record)
+        return inert(told if record.exc_info else shortened(told))
 
 
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:

@@ -14,7 +14,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, inert_json
+from specdec_cli.text import inert, inert_json, shortened
 
 Folder = Annotated[
     Path,
@@ -86,4 +86,4 @@ def report(
     for file in files:
         typer.echo(inert(str(file)))
     for warning in content.warnings:
-        typer.echo(inert(f"warning: {warning}"), err=True)
+        typer.echo(inert(f"warning: {shortened(warning)}"), err=True)

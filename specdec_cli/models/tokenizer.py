@@ -1,6 +1,7 @@
 """Tokenizers, and a check that two models use the same token ids."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,7 +17,8 @@ from specdec_cli.models.tokenizer_limits import (
     TEMPLATE_BYTES,
     TEMPLATE_SECONDS,
     bounded,
-    check_steps,
+    check_length,
+    growth_of,
     in_time,
     is_panic,
     silent_panics,
@@ -43,16 +45,22 @@ class PretrainedTokenizer:
     """transformers' tokenizer of a model folder; adds the special tokens that it is set to add."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
+        """Raises `ValueError` for a tokenizer that makes texts too long."""
         self._tokenizer = tokenizer
         self._name = name
-        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-        self._decodes_by_regex = decoder is not None and b'"Regex"' in decoder.__getstate__()
+        steps = _steps_of(tokenizer)
+        growths = {part: growth_of(found, part) for part, found in steps.items()}
+        self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
+        if (growth := growths.get("decoder", 1)) > 1:
+            check_length(max(map(len, tokenizer.get_vocab()), default=0), growth)
+        self._decodes_by_regex = '"Regex"' in json.dumps(steps.get("decoder"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
         # Not verbose: it would warn of texts that are too long, which we report ourselves.
         more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with _failures(self._name):
+            check_length(len(text), self._growth)
             found = in_time(partial(self._tokenizer, text, **more), len(text))
         ids: list[int] = found["input_ids"]
         return ids
@@ -120,6 +128,7 @@ class ByteTokenizer:
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
@@ -141,10 +150,6 @@ def load_tokenizer(
         # Without the option transformers asks on the terminal whether to run remote code.
         with silent_panics():
             found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        backend = getattr(found, "backend_tokenizer", None)
-        for part in ("normalizer", "decoder"):
-            if (step := getattr(backend, part, None)) is not None:
-                check_steps(json.loads(step.__getstate__()), part)
         return PretrainedTokenizer(found, name)
     except BaseException as problem:
         if not (isinstance(problem, Exception) or is_panic(problem)):
@@ -158,6 +163,13 @@ def load_tokenizer(
             f"cannot load the tokenizer of {name}: {_reason(problem)}",
             _NEEDED,
         ) from None
+
+
+def _steps_of(tokenizer: Any) -> dict[str, Any]:
+    """The steps of a tokenizer with native code, by part, as tokenizer.json describes them."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {name: getattr(backend, name, None) for name in _PARTS}
+    return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
 
 
 @contextmanager

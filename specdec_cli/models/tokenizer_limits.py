@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
 TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
-MOST_CHARACTERS = 2**25  # of a rendered conversation
+MOST_CHARACTERS = 2**25  # of a rendered conversation, and of a text that steps make longer
 TEXT_SECONDS = 10.0  # for a text, and as much again for each million of characters or ids
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
@@ -36,10 +36,11 @@ def unsafe_file(folder: Path) -> Path | None:
     return None
 
 
-def check_steps(steps: Any, part: str) -> None:
-    """Raise `ValueError` if steps are so many, or replace so much, that native code would abort.
+def growth_of(steps: Any, part: str) -> int:
+    """How many times as long as a text the steps of a tokenizer can make it, at most.
 
-    steps: one, or a tree of them, as tokenizer.json describes them.
+    steps: one, or a tree of them, as tokenizer.json describes them. Raises `ValueError`, which
+    names the `part`, if they are so many, or replace so much, that native code would abort.
     """
     growth, count, inner = 1, 0, [steps]
     while inner:
@@ -48,12 +49,28 @@ def check_steps(steps: Any, part: str) -> None:
             inner += one
         elif isinstance(one, dict):
             inner += one.values()
-            count += "type" in one
-            growth *= max(1, *(len(str(one.get(key, ""))) for key in ("content", "prepend")))
+            count += 1
+            texts = (len(str(one.get(key, ""))) for key in ("content", "prepend"))
+            growth *= max(1, *texts, _copies(one.get("single")))
         if growth > _MOST_GROWTH:
             raise ValueError(f"its {part} can make a text over {_MOST_GROWTH} times as long")
         if count > _MOST_STEPS:
             raise ValueError(f"its {part} has over {_MOST_STEPS} steps")
+    return growth
+
+
+def _copies(template: Any) -> int:
+    """How often a post-processor's template repeats a text."""
+    pieces = template if isinstance(template, list) else []
+    return sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces)
+
+
+def check_length(length: int, growth: int) -> None:
+    """Raise `ValueError` if steps could make too long a text of one of `length` characters."""
+    if growth > 1 and length * growth > MOST_CHARACTERS:
+        raise ValueError(
+            f"it can make a text {growth} times as long, and there is one of {length} characters"
+        )
 
 
 def is_panic(problem: BaseException) -> bool:

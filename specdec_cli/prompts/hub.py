@@ -30,18 +30,30 @@ def hub_source(
         raise SetupError(
             f"{path}: reading a dataset needs the package datasets", "pip install datasets"
         ) from None
+    if is_folder:
+        _refuse_special_files(Path(path))
     with _quiet(datasets):
         try:
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded
             data = load(datasets, path, subset, split)
-        except SpecdecError:
+        except (SpecdecError, MemoryError):
             raise
         except Exception as problem:
             raise _refusal(path, problem, is_folder=is_folder) from problem
     columns = tuple(data.column_names)
     name = f"{path}:{split}" if split is not None else path
     return Source(name, _rows(data.select_columns(wanted(columns, column)), name), columns)
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Raise `UsageError` for pipes and devices, which `datasets` may read without end."""
+    for file in folder.rglob("*"):
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UsageError(
+                f"{file} is no regular file, and {folder} is read as a dataset",
+                "move it out of the folder",
+            )
 
 
 def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> Any:

@@ -325,6 +325,13 @@ def test_disk_full(flags: tuple[str, ...]) -> None:
     assert re.fullmatch("error: (cannot write the result: )?No space left on device\n", done.stderr)
 
 
+def test_output_that_cannot_be_written_to() -> None:
+    with open(os.devnull) as read_only:
+        done = specdec("recipe", "schema", stdout=read_only.fileno())
+    assert done.returncode == 5
+    assert done.stderr == "error: cannot write the result: Bad file descriptor\n"
+
+
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])
 def test_closed_pipe(flags: tuple[str, ...]) -> None:
     reading, writing = os.pipe()

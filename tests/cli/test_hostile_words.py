@@ -1,6 +1,7 @@
 """Words for hostile names, cells and libraries: one line, said where it is seen."""
 
 import json
+import logging
 import resource
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands import starting, status
+from specdec_cli.commands import options, starting, status
 from specdec_cli.errors import SetupError
 from specdec_cli.report.export import _cell
 from tests.launch.helpers import marked
@@ -69,7 +70,9 @@ def test_the_room_for_imports_is_told() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (2**50, hard))
     try:
         starting.check_room("x", 1)
-        with pytest.raises(SetupError, match="x needs 1099511627776 MiB .* of 1073741824 MiB leav"):
+        with pytest.raises(
+            SetupError, match=r"x needs 1099511627776 MiB .* of 1073741824 MiB leav"
+        ):
             starting.check_room("x", 2**40)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
@@ -90,3 +93,13 @@ def test_a_library_that_cannot_be_imported(
     assert (
         said[0] == "error: cannot import numpy: libx.so: failed to map segment from shared object"
     )
+
+
+def test_warnings_are_short_and_inert(capsys: pytest.CaptureFixture[str]) -> None:
+    """They may come from the settings of a run folder, or name a tensor."""
+    status.warn(["\x1b[31m" + "n" * 5000])
+    said = capsys.readouterr().err
+    assert said.startswith("warning: \\x1b[31mnnn") and len(said) < 1100
+    record = logging.LogRecord("specdec", logging.WARNING, "", 0, "\x07%s", ("n" * 5000,), None)
+    said = options._InertFormatter("%(levelname)s: %(message)s").format(record)
+    assert said.startswith("WARNING: \\x07nnn") and len(said) < 1100

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from specdec_cli.errors import ExitCode, SetupError
@@ -111,6 +111,38 @@ def test_ids_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_text_that_is_multiplied(part: str, step: Any, tmp_path: Path) -> None:
     said = refusal(saved(tmp_path, **{part: step}), "a", (1,))
     assert f"its {part} can make a text over 10000 times as long" in said
+
+
+def template(pieces: int) -> Any:
+    return processors.TemplateProcessing(single=" ".join(["$A"] * pieces), special_tokens=[])
+
+
+def test_steps_without_end(tmp_path: Path) -> None:
+    for part, step in (
+        ("post_processor", template(1500)),
+        ("normalizer", normalizers.Sequence([normalizers.NFC()] * 1500)),
+        ("pre_tokenizer", pre_tokenizers.Sequence([pre_tokenizers.Whitespace()] * 1500)),
+    ):
+        said = refusal(saved(tmp_path, **{part: step}), "a")
+        assert f"its {part} has over 1000 steps" in said
+
+
+@pytest.mark.parametrize(
+    ("part", "step"),
+    [("post_processor", template(400)), ("normalizer", normalizers.Replace("a", "a" * 400))],
+)
+def test_a_text_that_would_become_too_long(part: str, step: Any, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path, **{part: step}), "m", 97, is_dummy=False)
+    assert tokenizer.encode("a" * 3)
+    with pytest.raises(SetupError, match="400 times as long, and there is one of 100000 characte"):
+        tokenizer.encode("a" * 100_000)
+
+
+def test_a_token_that_would_become_too_long(tmp_path: Path) -> None:
+    inner = Tokenizer(models.WordLevel({"<unk>": 0, "a" * 100_000: 1}, unk_token="<unk>"))
+    inner.decoder = decoders.Replace("a", "b" * 500)
+    PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>").save_pretrained(tmp_path)
+    assert "500 times as long" in refusal(tmp_path, "a")
 
 
 def test_replacements_that_models_have(tmp_path: Path) -> None:

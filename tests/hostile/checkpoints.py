@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.demo import demo_path
-from tests.hostile.commands import SHORT, Found, linked, run_of, special
+from tests.hostile.commands import SHORT, Found, linked, model_in, run_of, special
 from tests.hostile.materials import Materials
 from tests.hostile.values import damaged, deep, dumped, encoded, mutated, number, text
 
@@ -15,7 +15,7 @@ from tests.hostile.values import damaged, deep, dumped, encoded, mutated, number
 def index(rng: random.Random, folder: Path, materials: Materials) -> Found:
     """A checkpoint of two files whose index is damaged."""
     name = "model.safetensors.index.json"
-    model = linked(materials.sharded, folder / "model", name)
+    model = linked(materials.sharded, model_in(folder, rng), name)
     values = json.loads((materials.sharded / name).read_text())
     files = sorted(set(values["weight_map"].values()))
     keys = list(values["weight_map"])
@@ -72,7 +72,7 @@ def weights(rng: random.Random, folder: Path, materials: Materials) -> Found:
     header, data = json.loads(whole[8 : 8 + size]), whole[8 + size :]
     names = [one for one in header if one != "__metadata__"]
     one = rng.choice(names)
-    model = linked(source, folder / "model", name)
+    model = linked(source, model_in(folder, rng), name)
     how = rng.choice(_DAMAGES)
     told, file = f"{source.name} {how} {one}", None
     start, end = header[one]["data_offsets"]
@@ -154,7 +154,7 @@ def files(rng: random.Random, folder: Path, materials: Materials) -> Found:
     ]
     more += ["adapter_config.json", "preprocessor_config.json", "model.safetensors.index.json"]
     name = rng.choice([name, name, rng.choice(more)])
-    model = linked(source, folder / "model", name)
+    model = linked(source, model_in(folder, rng), name)
     what = rng.choice(["folder", "pipe", "device", "nowhere", "loop", "huge"])
     if what == "huge":
         with (model / name).open("wb") as file:

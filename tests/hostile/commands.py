@@ -8,6 +8,14 @@ Found = tuple[str, list[str]]  # what is hostile about a case, and its command l
 SHORT = ["--max-new-tokens", "3", "--device", "cpu"]
 
 
+_NAMES = ("a\nb", "\x1b[31mred", "n" * 200, "é\u202e", "\udcff", "a b", "=1+1", "%s", "$x{", "'")
+
+
+def model_in(folder: Path, rng: random.Random) -> Path:
+    """The folder of a case's model, which may have a hostile name."""
+    return folder / (rng.choice(_NAMES) if rng.random() < 0.1 else "model")
+
+
 def linked(source: Path, folder: Path, *without: str) -> Path:
     """A model's folder with links to the files of another."""
     folder.mkdir()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.demo import demo_path
-from tests.hostile.commands import SHORT, Found, linked, run_of
+from tests.hostile.commands import SHORT, Found, linked, model_in, run_of
 from tests.hostile.materials import Materials
 from tests.hostile.values import damaged, dumped, encoded, mutated
 
@@ -80,7 +80,7 @@ _KNOWN: dict[str, list[Any]] = {
 def config(rng: random.Random, folder: Path, materials: Materials) -> Found:
     """A model with another config.json or generation_config.json."""
     source = rng.choice([demo_path("demo:target"), demo_path("demo:draft"), *materials.tiny])
-    model = folder / "model"
+    model = model_in(folder, rng)
     name = "config.json"
     if rng.random() < 0.08 and (source / "generation_config.json").exists():
         name = "generation_config.json"
@@ -108,7 +108,7 @@ def config(rng: random.Random, folder: Path, materials: Materials) -> Found:
 def head(rng: random.Random, folder: Path, materials: Materials) -> Found:
     """An EAGLE-3 head with another config."""
     source = demo_path("demo:eagle3")
-    model = linked(source, folder / "model", "config.json")
+    model = linked(source, model_in(folder, rng), "config.json")
     values, told = mutated(
         json.loads((source / "config.json").read_text()), rng, rng.choice([1, 1, 2])
     )

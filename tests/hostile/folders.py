@@ -13,7 +13,7 @@ from typing import Any
 
 from tests.hostile.commands import Found, special
 from tests.hostile.materials import COMPARE, SWEEP, Materials
-from tests.hostile.values import Raw, damaged, deep, dumped, encoded, mutated, value
+from tests.hostile.values import Raw, damaged, deep, dumped, encoded, mutated, text, value
 
 
 def _command(
@@ -44,13 +44,21 @@ def _lines(file: Path, rng: random.Random) -> str:
         return "empty"
     at = rng.randrange(len(lines))
     how = rng.choice(
-        ["change"] * 5
-        + ["value", "deep", "drop", "twice", "torn", "many", "shuffle", "joined", "cut"]
+        [
+            *("names", "change", "change", "change", "change", "value", "deep", "drop", "twice"),
+            *("torn", "many", "shuffle", "joined", "cut"),
+        ]
     )
     told = how
     if how == "change":
         record, told = mutated(json.loads(lines[at]), rng, rng.choice([1, 1, 3]))
         lines[at] = encoded(dumped(record, rng)) + b"\n"
+    elif how == "names":
+        told = f"names {(name := text(rng))[:20]!r}"
+        for place, line in enumerate(lines):
+            record = json.loads(line)
+            record |= {key: name for key in ("category", "draft") if key in record}
+            lines[place] = encoded(json.dumps(record)) + b"\n"
     elif how == "value":
         lines[at] = encoded(dumped(value(rng))) + b"\n"
     elif how == "deep":

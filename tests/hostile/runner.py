@@ -124,7 +124,8 @@ def _forked(number: int, make: Make, folder: Path) -> int:
         os.setpgid(0, 0)
         _redirect(folder)
         code = _run(make(number, folder), folder)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except BaseException:
         with contextlib.suppress(BaseException):
             os.write(2, traceback.format_exc().encode())
@@ -176,7 +177,9 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "traceback"
     if max(map(len, err.splitlines()), default=0) > _LONGEST_LINE:
         yield "endless line"
-    if end.code in (1, 2, 5) and not end.line:
+    if any(char not in "\n\t" and ord(char) < 32 for char in err):
+        yield "control characters"
+    if end.code in (1, 2, 5) and not end.line and end.kind != "output":
         yield "no error line"
     if "--json" in end.arguments and (told := _document_problem(end)):
         yield f"--json: {told}"

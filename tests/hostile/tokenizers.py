@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.demo import demo_path
-from tests.hostile.commands import SHORT, Found, linked
+from tests.hostile.commands import SHORT, Found, linked, model_in
 from tests.hostile.materials import Materials
 from tests.hostile.values import Raw, damaged, deep, dumped, encoded, mutated, text
 
@@ -202,7 +202,7 @@ _OTHERS = (
 def tokenizer(rng: random.Random, folder: Path, materials: Materials) -> Found:
     """A small model with another tokenizer."""
     source = demo_path("demo:draft")
-    model = linked(source, folder / "model", "tokenizer.json", "tokenizer_config.json")
+    model = linked(source, model_in(folder, rng), "tokenizer.json", "tokenizer_config.json")
     values = json.loads((source / "tokenizer.json").read_text())
     settings = json.loads((source / "tokenizer_config.json").read_text())
     extra: list[str] = []
@@ -239,6 +239,10 @@ def tokenizer(rng: random.Random, folder: Path, materials: Materials) -> Found:
         data, told = damaged(data, rng)
     (model / "tokenizer.json").write_bytes(data)
     (model / "tokenizer_config.json").write_bytes(encoded(dumped(settings, rng)))
+    if "chat_template" in settings and rng.random() < 0.3:
+        template = settings.pop("chat_template")
+        (model / "chat_template.jinja").write_bytes(encoded(str(template)))
+        (model / "tokenizer_config.json").write_bytes(encoded(dumped(settings, rng)))
     if how == "other files":
         name = rng.choice(_OTHERS)
         if rng.random() < 0.5:

@@ -44,6 +44,7 @@ def text(rng: random.Random) -> str:
             *("n" * 5000, "é" * 5000, "a\nb", "a\r\nb", "\n", "\t", "\x00", "\x1b[31m", "\u202e"),
             *("\ud800", "\udfff\ud800", "\ufeff", "\U0001f600", "../../x", "/dev/zero", "~x/y"),
             *("{{ 1 }}", "%s%n", "$(x)", "file:///x", "a/b/c", "..", ".", "/", "demo:", "demo:x"),
+            *("$\\frac{", "$x$ & y_^", "<script>x</script>", "{{", "#", "%", "\\textbf{"),
             *("(a+)+$", "*", "[", "\\", "'", '"', "<unk>", "@file", "-k", "--json"),
         ]
     )

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -299,6 +300,21 @@ def test_a_dataset_folder(cache: Path) -> None:
         with pytest.raises(UsageError) as refused:
             load(folder, **keys)
         assert words in refused.value.message
+
+
+def test_pipes_and_devices_in_a_dataset_are_not_read(cache: Path) -> None:
+    folder = cache / "d"
+    (folder / "data").mkdir(parents=True)
+    write(folder / "train.jsonl", '{"prompt": "x"}')
+    (folder / "nowhere.json").symlink_to("nowhere")
+    assert texts(load(folder)) == ["x"]
+    os.mkfifo(folder / "data" / "more.jsonl")
+    with pytest.raises(UsageError, match=r"d/data/more.jsonl is no regular file"):
+        load(folder)
+    (folder / "data" / "more.jsonl").unlink()
+    (folder / ".huggingface.yaml").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"d/.huggingface.yaml is no regular file"):
+        load(folder)
 
 
 def test_what_save_to_disk_wrote(cache: Path) -> None:
