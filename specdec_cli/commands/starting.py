@@ -2,6 +2,7 @@
 joins. Imports nothing heavy itself."""
 
 import gc
+import importlib.util
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +36,7 @@ def importing() -> Iterator[None]:
         return
     gc.disable()
     try:
-        check_room("numpy", NUMPY_MIB)
+        check_room("torch", NUMPY_MIB + _torch_mib())
         import torch  # noqa: F401
 
         check_room("transformers", _TRANSFORMERS_MIB)
@@ -48,8 +49,8 @@ def importing() -> Iterator[None]:
 def check_room(package: str, mebibytes: int) -> None:
     """Raise `SetupError` if a limit of memory (ulimit -v) leaves too little to import a package.
 
-    Without memory the OpenBLAS of numpy ends the process, and that of scipy, which transformers
-    imports, asks for memory again and again without end.
+    Without memory torch and the OpenBLAS of numpy end the process, and that of scipy, which
+    transformers imports, asks for memory again and again without end.
     """
     limit, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
     if limit == resource.RLIM_INFINITY or not statm.exists():
@@ -61,6 +62,13 @@ def check_room(package: str, mebibytes: int) -> None:
             f"{max(0, left) >> 20}",
             "raise the limit (ulimit -v)",
         )
+
+
+def _torch_mib() -> int:
+    """The size of torch's libraries, all of which it maps."""
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin or "").parent / "lib" if found is not None else Path()
+    return sum(file.stat().st_size for file in folder.glob("*.so*")) >> 20
 
 
 @contextmanager

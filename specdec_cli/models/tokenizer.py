@@ -90,8 +90,8 @@ class PretrainedTokenizer:
         ids = list(token_ids)
         with _failures(self._name):
             if self._decodes_by_regex:
-                # Other threads run on during this function only. A thread for each token would
-                # slow other decoders down, whose time is linear.
+                # Other threads run on during this function only. The limit takes longer than
+                # decoding a token does, and the time of other decoders is linear.
                 decode = self._tokenizer.backend_tokenizer.decode_batch
                 found = in_time(partial(decode, [ids], skip_special_tokens=True), len(ids))
                 return str(found[0])
@@ -176,8 +176,7 @@ def _steps_of(tokenizer: Any) -> dict[str, Any]:
 def _failures(name: str) -> Iterator[None]:
     """Turn failures and panics inside a tokenizer into `SetupError`; `MemoryError` stays."""
     try:
-        with silent_panics():
-            yield
+        yield
     except BaseException as problem:
         if isinstance(problem, MemoryError) or not (
             isinstance(problem, Exception) or is_panic(problem)

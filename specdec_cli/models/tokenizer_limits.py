@@ -6,6 +6,7 @@ bounded before it runs.
 """
 
 import os
+import queue
 import re
 import resource
 import signal
@@ -79,27 +80,53 @@ def is_panic(problem: BaseException) -> bool:
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length. Raises `TimeoutError` if it takes too long.
+    """The result of `work` on a text of a length, without the lines of its panics.
 
-    Native code cannot be interrupted; it is left behind in its thread.
+    Raises `TimeoutError` if it takes too long. Native code cannot be interrupted; it is left behind
+    in its thread.
     """
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
+    global _worker
+    with silent_panics():
+        _worker = _worker or _Worker()
+        _worker.asked.put(work)
         try:
-            found.append(work())
-        except BaseException as problem:
-            failed.append(problem)
+            found, problem = _worker.answered.get(timeout=TEXT_SECONDS * (1 + length / 1e6))
+        except queue.Empty:
+            _worker = None
+            told = f"it takes over {TEXT_SECONDS:g} seconds for {length} characters or ids"
+            raise TimeoutError(told) from None
+        if problem is not None:
+            raise problem
+        result: T = found
+        return result
 
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(TEXT_SECONDS * (1 + length / 1e6))
-    if failed:
-        raise failed[0]
-    if not found:
-        raise TimeoutError(f"it takes over {TEXT_SECONDS:g} seconds for {length} characters or ids")
-    return found[0]
+
+class _Worker:
+    """A thread that does one piece of work after another: starting one for each takes longer."""
+
+    def __init__(self) -> None:
+        self.asked: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
+        self.answered: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            work = self.asked.get()
+            try:
+                self.answered.put((work(), None))
+            except BaseException as problem:
+                self.answered.put((None, problem))
+
+
+_worker: _Worker | None = None
+
+
+def _forget_worker() -> None:
+    global _worker
+    _worker = None
+
+
+os.register_at_fork(after_in_child=_forget_worker)  # a fork has none of the threads
 
 
 @contextmanager

@@ -84,9 +84,24 @@ def test_a_panic_without_stderr(tmp_path: Path) -> None:
 
 def test_a_text_that_takes_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every place in the text is below the limit of one match, and there are many."""
-    monkeypatch.setattr(limits, "TEXT_SECONDS", 0.05)
-    said = refusal(saved(tmp_path, pre_tokenizer=explodes()), ("a" * 12 + "b") * 1000)
+    folder = saved(tmp_path, pre_tokenizer=explodes())
+    tokenizer = load_tokenizer(folder, "m", 97, is_dummy=False)
+    before = tokenizer.encode("a")
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "TEXT_SECONDS", 0.05)
+        said = refusal(folder, ("a" * 12 + "b") * 1000)
     assert said.startswith("the tokenizer of m fails: it takes over 0.05 seconds for 13000 ")
+    assert tokenizer.encode("a") == before, "a text after it"
+
+
+def test_texts_in_a_fork(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(saved(tmp_path), "m", 97, is_dummy=False)
+    before = tokenizer.encode("a")
+    if (child := os.fork()) == 0:
+        with suppress(BaseException):
+            os._exit(tokenizer.encode("a") != before)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_ids_that_take_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def _lines(file: Path, rng: random.Random) -> str:
     how = rng.choice(
         [
             *("names", "change", "change", "change", "change", "value", "deep", "drop", "twice"),
-            *("torn", "many", "shuffle", "joined", "cut"),
+            *("torn", "many", "shuffle", "joined", "cut", "spread", "spread"),
         ]
     )
     told = how
@@ -71,6 +71,14 @@ def _lines(file: Path, rng: random.Random) -> str:
         lines[-1] = lines[-1][: rng.randrange(len(lines[-1]))]
     elif how == "many":
         lines = lines * 300
+    elif how == "spread":
+        record, count = json.loads(lines[at]), rng.choice([300, 3000])
+        keys = [k for k in ("k", "batch_size", "draft", "category", "index") if k in record]
+        key = rng.choice(keys or ["k"])
+        told = f"spread {key} over {count}"
+        for place in range(count):
+            of_place = place if type(record.get(key)) is int else f"name-{place}"
+            lines.append(encoded(json.dumps(record | {key: of_place})) + b"\n")
     elif how == "shuffle":
         rng.shuffle(lines)
     elif how == "joined":

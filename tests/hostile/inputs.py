@@ -194,7 +194,7 @@ def _table(rng: random.Random) -> tuple[str, str]:
         "quotes": "prompt\n" + '"' * 10_001 + "\n",
         "empty": "prompt\n" + "\n" * 10_000,
         "names": f"prompt,{text(rng)},category\nx,y,{text(rng)}\n",
-        "rows": "prompt\n" + "x\n" * 200_000,
+        "rows": "prompt\n" + "x\n" * 50_000,
     }
     name = rng.choice(list(made))
     return made[name], name
