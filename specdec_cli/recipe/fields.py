@@ -57,6 +57,13 @@ def _not_blank(value: str) -> str:
     return value
 
 
+def _one_line(value: str) -> str:
+    """Refuse line breaks, which would break the messages that name it."""
+    if len(value.splitlines()) > 1:
+        raise PydanticCustomError("text", "should not contain a line break")
+    return value
+
+
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
 MAX_BYTES = 2**63 - 1
@@ -66,6 +73,7 @@ MAX_SECONDS = 1e9
 Text = Annotated[StrictStr, AfterValidator(_usable)]
 Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
 Name = Annotated[Words, AfterValidator(_not_blank)]
+Place = Annotated[Name, AfterValidator(_one_line)]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[float, BeforeValidator(_number)]

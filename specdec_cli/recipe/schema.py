@@ -37,6 +37,7 @@ from specdec_cli.recipe.fields import (
     CountOrZero,
     Name,
     Number,
+    Place,
     Section,
     Switch,
     Text,
@@ -48,7 +49,7 @@ from specdec_cli.recipe.fields import (
 class ModelSection(Section):
     """A model, how it is loaded, and over how many ranks."""
 
-    model: Name = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
+    model: Place = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
     revision: Name | None = Field(
         default=None, description="branch, tag or commit of a Hugging Face id"
     )
@@ -156,7 +157,7 @@ class RunSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    path: Name = Field(
+    path: Place = Field(
         description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
         "demo:prompts"
     )

@@ -133,7 +133,7 @@ def weights(rng: random.Random, folder: Path, materials: Materials) -> Found:
         told = what
     else:
         (model / name).write_bytes(_safetensors(header, data, rng) if file is None else file)
-    command = run_of(model, rng)
+    command = run_of(model, rng, is_alone=source == materials.fp8)
     if source.name == "eagle3":
         command = ["generate", "demo", "--draft", str(model), "-k", "2", "--prompt", "x", *SHORT]
     elif rng.random() < 0.5:

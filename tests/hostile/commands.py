@@ -25,11 +25,15 @@ def linked(source: Path, folder: Path, *without: str) -> Path:
     return folder
 
 
-def run_of(model: Path, rng: random.Random) -> list[str]:
-    """A short command that reads a model."""
+_ALONE = ("alone", "ngram", "profile", "plan")
+_WITH_DEMO = ("alone", "alone", "target", "draft", "ngram", "plan", "profile", "sweep")
+
+
+def run_of(model: Path, rng: random.Random, *, is_alone: bool = False) -> list[str]:
+    """A short command that reads a model. is_alone: the demo models have another vocabulary."""
     prompt = ["--prompt", "def add(a, b):"]
     k = ["-k", str(rng.choice([0, 1, 2, 5]))]
-    command = rng.choice(["alone", "alone", "target", "draft", "ngram", "plan", "profile", "sweep"])
+    command = rng.choice(_ALONE if is_alone else _WITH_DEMO)
     match command:
         case "alone":
             return ["generate", "--target", str(model), "-k", "0", *prompt, *SHORT]
@@ -40,7 +44,9 @@ def run_of(model: Path, rng: random.Random) -> list[str]:
         case "ngram":
             return ["generate", "--target", str(model), "--draft", "ngram", *k, *prompt, *SHORT]
         case "plan":
-            return ["sweep-k", "demo", "--target", str(model), "--k", "0-2", "--dry-run", *SHORT]
+            draft = ["--draft", "ngram"] * is_alone
+            run = ["sweep-k", "demo", "--target", str(model), *draft, "--k", "0-2", "--dry-run"]
+            return [*run, *SHORT]
         case "profile":
             return ["profile-blocks", "--target", str(model), "--device", "cpu", "-k", "0"]
         case _:

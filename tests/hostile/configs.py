@@ -98,7 +98,7 @@ def config(rng: random.Random, folder: Path, materials: Materials) -> Found:
             values, told = mutated(values, rng, 2 if how == "two" else 1)
         data = encoded(dumped(values, rng))
     (model / name).write_bytes(data)
-    command = run_of(model, rng)
+    command = run_of(model, rng, is_alone=source in materials.tiny)
     if rng.random() < 0.4:  # sizes that no weights contradict get further
         command += ["--set", "target.load_format=dummy"]
         command += ["--set", "draft.load_format=dummy"] if "--draft" in command else []

@@ -21,6 +21,7 @@ SECONDS = 30.0
 BYTES = 4 * 2**30
 _NOISE = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "Exception ign")
 _LONGEST_LINE = 1100
+_ONE_LINE = ("config", "index", "tokenizer", "weights", "head", "files", "folder", "meanwhile")
 _NOT_MADE = 99
 
 
@@ -177,6 +178,9 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "traceback"
     if max(map(len, err.splitlines()), default=0) > _LONGEST_LINE:
         yield "endless line"
+    # Recipes and data may have several problems, each with a line.
+    if end.err.count("\nerror: ") + end.err.startswith("error: ") > 1 and end.kind in _ONE_LINE:
+        yield "several error lines"
     if any(char not in "\n\t" and ord(char) < 32 for char in err):
         yield "control characters"
     if end.code in (1, 2, 5) and not end.line and end.kind != "output":

@@ -82,6 +82,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "length-long": (PAIR + "speculation: {acceptance: synthetic, synthetic_acceptance_length: 7}\n", 3, "at most num_speculative_tokens + 1 (6)"),
     "data-without-path": (GOOD + "data: {split: test}\n", 2, "data.path: is required"),
     "nul-escape": ('target: {model: "a\\0b"}\n', 1, "NUL"),
+    "line-break": ('target: {model: "a\\nb"}\n', 1, "should not contain a line break"),
     "surrogate": ('target: {model: "\\uD800"}\n', 1, "should be valid Unicode text"),
     "not-utf8": (GOOD.encode() + b"# \xff\n", 2, "not UTF-8"),
     "utf16": (GOOD.encode("utf-16"), 1, "not UTF-8"),
