@@ -4,6 +4,7 @@ Knows option names and the dotted keys that they set. Does not know which values
 recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
+import contextlib
 import inspect
 import logging
 import os
@@ -344,17 +345,25 @@ class OneSource(TyperCommand):
 
 
 class _InertFormatter(logging.Formatter):
-    """Escapes control characters and shortens: lines may hold names of files and tensors."""
+    """Escapes control characters in tracebacks."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        told = super().format(record)
-        return inert(told if record.exc_info else shortened(told))
+    def formatException(self, ei: Any) -> str:
+        return inert(super().formatException(ei))
+
+
+def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
+    """A record of any library, escaped and shortened: it may hold names of files and tensors."""
+    record = logging.LogRecord(*fields, **more)
+    with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
+        record.msg, record.args = inert(shortened(record.getMessage())), ()
+    return record
 
 
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:
     """Send the package's logger to stderr: errors with -q, everything with -v, else warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
+    logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     level = logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING
     logging.getLogger("specdec").setLevel(level)

@@ -2,8 +2,9 @@
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from specdec_cli.models.tokenizer_limits import (
     growth_of,
     in_time,
     is_panic,
-    silent_panics,
+    native_lines,
     unsafe_file,
 )
 from specdec_cli.text import first_line
@@ -148,7 +149,7 @@ def load_tokenizer(
 
     try:
         # Without the option transformers asks on the terminal whether to run remote code.
-        with silent_panics():
+        with native_lines(), redirect_stdout(sys.stderr):
             found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return PretrainedTokenizer(found, name)
     except BaseException as problem:

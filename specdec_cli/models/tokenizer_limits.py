@@ -5,6 +5,7 @@ minutes for a line. Native code aborts the process when memory runs out, so the 
 bounded before it runs.
 """
 
+import fcntl
 import os
 import queue
 import re
@@ -16,6 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
+
+from specdec_cli.text import inert, shortened
 
 T = TypeVar("T")
 
@@ -80,13 +83,13 @@ def is_panic(problem: BaseException) -> bool:
 
 
 def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length, without the lines of its panics.
+    """The result of `work` on a text of a length, without the lines of native code.
 
     Raises `TimeoutError` if it takes too long. Native code cannot be interrupted; it is left behind
     in its thread.
     """
     global _worker
-    with silent_panics():
+    with native_lines():
         _worker = _worker or _Worker()
         _worker.asked.put(work)
         try:
@@ -130,38 +133,63 @@ os.register_at_fork(after_in_child=_forget_worker)  # a fork has none of the thr
 
 
 @contextmanager
-def silent_panics() -> Iterator[None]:
-    """Drop the lines that a panic of native code writes to standard error, and nothing else.
+def native_lines() -> Iterator[None]:
+    """Keep lines of native code from standard output, and the lines of its panics from both.
 
-    The lines go to file descriptor 2 before Python knows of the panic, so the descriptor leads to
-    memory meanwhile. Lines of other threads come out at the end.
+    They go to the file descriptors 1 and 2, so these lead to memory meanwhile. A result may be on
+    standard output: what native code says there goes to standard error instead. Lines of other
+    threads come out at the end.
     """
     with _held:
-        try:
-            stderr = os.dup(2)
-            memory = os.memfd_create("stderr")
-        except (OSError, AttributeError):  # a closed stderr, or another system than Linux
-            yield
-            return
+        held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory
+        for descriptor in (1, 2):
+            # A closed stream, or another system than Linux.
+            with suppress(OSError, AttributeError):
+                held[descriptor] = _copy(descriptor), _memory()
+        for descriptor, (_, memory) in held.items():
+            os.dup2(memory, descriptor)
         is_panicking = False
-        os.dup2(memory, 2)
         try:
             yield
         except BaseException as problem:
             is_panicking = is_panic(problem)
             raise
         finally:
-            os.dup2(stderr, 2)
-            said = os.pread(memory, os.fstat(memory).st_size, 0)
+            said = b""
+            for descriptor, (copy, memory) in held.items():
+                os.dup2(copy, descriptor)
+                text = os.pread(memory, os.fstat(memory).st_size, 0)
+                said += _escaped(text) if descriptor == 1 else text
+                os.close(copy)
+                os.close(memory)
             if is_panicking:
                 said = re.split(rb"\n?thread '[^\n]* panicked at ", said)[0]
-            with suppress(OSError):
-                os.write(stderr, said)
-            os.close(memory)
-            os.close(stderr)
+            if said:
+                with suppress(OSError):
+                    os.write(2, said)
 
 
-_held = threading.RLock()  # one thread at a time changes what descriptor 2 is
+def _copy(descriptor: int) -> int:
+    """A copy of a descriptor. Its number is none of the standard streams', which may be closed."""
+    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
+
+
+def _memory() -> int:
+    """A descriptor of a file in memory."""
+    made = os.memfd_create("lines")
+    try:
+        return _copy(made)
+    finally:
+        os.close(made)
+
+
+def _escaped(said: bytes) -> bytes:
+    """Lines without control characters: they may quote names in files."""
+    lines = said.decode(errors="replace").splitlines()
+    return "".join(f"{inert(shortened(line))}\n" for line in lines).encode()
+
+
+_held = threading.RLock()  # one thread at a time changes what the descriptors are
 
 
 @contextmanager

@@ -96,8 +96,15 @@ def _only_split(path: str, known: list[str]) -> str:
 
 
 def _rows(data: Any, name: str) -> Rows:
-    for number, record in enumerate(data, start=1):
-        yield f"{name}: row {number}", record
+    number = 0
+    try:
+        for number, record in enumerate(data, start=1):
+            yield f"{name}: row {number}", record
+    except MemoryError:
+        raise
+    except Exception as problem:  # of any kind where a file is damaged
+        told = f"cannot be read: {one_line(first_line(problem))}"
+        raise UsageError(f"{name}: row {number + 1}: {told}") from problem
 
 
 def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:

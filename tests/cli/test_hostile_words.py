@@ -5,6 +5,7 @@ import logging
 import resource
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,16 @@ def test_warnings_are_short_and_inert(capsys: pytest.CaptureFixture[str]) -> Non
     status.warn(["\x1b[31m" + "n" * 5000])
     said = capsys.readouterr().err
     assert said.startswith("warning: \\x1b[31mnnn") and len(said) < 1100
-    record = logging.LogRecord("specdec", logging.WARNING, "", 0, "\x07%s", ("n" * 5000,), None)
-    said = options._InertFormatter("%(levelname)s: %(message)s").format(record)
-    assert said.startswith("WARNING: \\x07nnn") and len(said) < 1100
+
+
+def test_records_of_libraries_are_short_and_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    options.set_up_logging(quiet=False, verbose=False)
+    lines = StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    library = logging.getLogger("a library")
+    library.addHandler(handler)
+    library.warning("\x07%s 100%%", "n" * 5000)
+    said = lines.getvalue()
+    assert said.startswith("\\x07nnn") and said.endswith("n 100%\n") and len(said) < 1100

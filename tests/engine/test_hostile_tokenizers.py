@@ -48,6 +48,18 @@ def test_a_panic_is_an_error_of_the_tokenizer(
     assert capfd.readouterr().err == ""
 
 
+def test_what_native_code_prints_is_no_result(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """tokenizers prints the names of fields that it does not know."""
+    file = saved(tmp_path) / "tokenizer_config.json"
+    unknown = {"added_tokens_decoder": {"0": {"no\x1bpe": 1}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | unknown))
+    load_tokenizer(tmp_path, "m", 97, is_dummy=False)
+    out, err = capfd.readouterr()
+    assert out == "" and err == "Ignored unknown kwarg option no\\x1bpe\n"
+
+
 @pytest.mark.parametrize("is_panicking", [False, True])
 def test_only_the_lines_of_a_panic_are_dropped(
     is_panicking: bool, capfd: pytest.CaptureFixture[str]
@@ -58,7 +70,7 @@ def test_only_the_lines_of_a_panic_are_dropped(
     def others() -> None:
         os.write(2, b"a line of another thread\n")
 
-    with suppress(PanicException), limits.silent_panics():
+    with suppress(PanicException), limits.native_lines():
         thread = threading.Thread(target=others)
         thread.start()
         thread.join()
@@ -73,7 +85,7 @@ def test_a_panic_without_stderr(tmp_path: Path) -> None:
     stderr = os.dup(2)
     os.close(2)
     try:
-        with limits.silent_panics():
+        with limits.native_lines():
             pass
         with pytest.raises(OSError):
             os.fstat(2)
