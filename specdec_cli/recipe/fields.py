@@ -59,7 +59,7 @@ def _not_blank(value: str) -> str:
 
 def _one_line(value: str) -> str:
     """Refuse line breaks, which would break the messages that name it."""
-    if len(value.splitlines()) > 1:
+    if "\n" in value:
         raise PydanticCustomError("text", "should not contain a line break")
     return value
 
