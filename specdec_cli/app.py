@@ -327,7 +327,7 @@ def _leave(code: int) -> None:
 def _forget_no_size() -> None:
     """Drop an invalid terminal size, such as 0: rich would show nothing, or fail."""
     for name in ("COLUMNS", "LINES"):
-        if not re.fullmatch("0*[1-9][0-9]*", os.environ.get(name, "1")):
+        if not re.fullmatch("0*[1-9][0-9]{0,4}", os.environ.get(name, "1")):
             del os.environ[name]
 
 

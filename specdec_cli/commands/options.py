@@ -26,7 +26,8 @@ from specdec_cli.text import inert, is_unicode, one_line, shortened
 _MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
-_MAX_COUNT = 2**31 - 1  # the limit in the recipe's schema, which is too heavy to import here
+# The limits in the recipe's schema, which is too heavy to import here.
+_MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 
 
 def option(
@@ -319,12 +320,15 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers from 1 on; an option that was not given has none."""
+    """Parse `1,8` into distinct numbers; an option that was not given has none."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"{option}: expected numbers such as 1,8, got {text!r}")
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) and 0 < int(part) <= _MAX_BATCH for part in parts):
+        raise UsageError(
+            f"{option}: expected numbers such as 1,8, got {text!r}",
+            f"numbers are from 1 to {_MAX_BATCH}",
+        )
     return list(dict.fromkeys(map(int, parts)))
 
 

@@ -66,6 +66,7 @@ def _one_line(value: str) -> str:
 
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
+MAX_BATCH = 2**16  # far above what any device decodes together
 MAX_BYTES = 2**63 - 1
 # torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
 MAX_SECONDS = 1e9

@@ -30,6 +30,7 @@ from specdec_cli.recipe.choices.registry import (
     needs_draft,
 )
 from specdec_cli.recipe.fields import (
+    MAX_BATCH,
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
@@ -135,7 +136,9 @@ class CacheSection(Section):
 class RunSection(Section):
     """Where and how a measurement runs."""
 
-    batch_size: Count = Field(default=1, description="prompts decoded together")
+    batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = Field(
+        default=1, description="prompts decoded together"
+    )
     device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
         default="auto", description="auto, cpu, cuda or cuda:N"
     )

@@ -43,7 +43,7 @@ _ENDS: dict[str, list[Any]] = {
     "cache.max_model_len": [1, 2, 3, 10**9],
     "cache.cpu_bytes": [1, "1KiB", "1e9GiB", 2**62, "8GiB"],
     "cache.gpu_memory_utilization": [0, 1e-9, 1.1],
-    "run.batch_size": [10_000, 10**9, 2**31 - 1],
+    "run.batch_size": [1000, 2**16, 2**16 + 1, 10**9],
     "run.seed": [2**63 - 1, 2**64, -1, 2**31],
     "run.repeats": [0, 2**31, -1],
     "run.warmup": [2**31, -1],
@@ -157,7 +157,7 @@ def recipe(rng: random.Random, folder: Path, materials: Materials) -> Found:
             ["sweep-k", name, "--k", "0-2", "--dry-run"],
             ["sweep-k", name, "--k", "0,2", "-o", "run", *_ONCE],
             ["compare-tp", name, "--dry-run"],
-            ["profile-blocks", name],
+            ["profile-blocks", name, "--batch-size", "2"],
             ["profile-blocks", name, "--estimate"],
         ]
     )

@@ -143,6 +143,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "draft-false": (GOOD + "draft: false\n", 2, "not false (did you mean null?)"),
     "device-number": (GOOD + "run: {device: 0}\n", 2, "run.device: should be text, not 0"),
     "device-newline": (GOOD + 'run: {device: "cpu\\n"}\n', 2, "run.device: should be auto, cpu"),
+    "batch-large": (GOOD + "run: {batch_size: 65537}\n", 2, "less than or equal to 65536"),
     "batch-list": (GOOD + "run: {batch_size: [1, 2]}\n", 2, "whole number, not [1, 2]"),
     "chat-word": (GOOD + "data: {path: p, chat: always}\n", 2, "data.chat: should be auto, on or off"),
     "seed-negative": (GOOD + "run: {seed: -1}\n", 2, "greater than or equal to 0, not -1"),
