@@ -38,6 +38,8 @@ def data_folder(rng: random.Random, folder: Path, materials: Materials) -> Found
     for _ in range(rng.choice([0, 1, 2])):
         file = where / rng.choice(_FILES)
         file.parent.mkdir(exist_ok=True)
+        if file.is_dir():
+            continue
         file.unlink(missing_ok=True)
         if rng.random() < 0.3:
             what = rng.choice(["folder", "pipe", "device", "nowhere", "loop"])

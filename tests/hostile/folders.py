@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hostile.commands import Found, special
-from tests.hostile.materials import COMPARE, SWEEP, Materials
+from tests.hostile.materials import COMPARE, GENERATE, SWEEP, Materials
 from tests.hostile.values import Raw, damaged, deep, dumped, encoded, mutated, text, value
 
 
@@ -160,7 +160,7 @@ def changed_meanwhile(
     told = rng.choice(list(_CHANGES))
     after = rng.choice([1, 2, 3, 5])
     run = folder / "run"
-    command = [*SWEEP, "-o", str(run)]
+    command = [*rng.choice([SWEEP, GENERATE]), "-o", str(run)]
 
     def set_up() -> None:
         from specdec_cli.experiment.run_folder import RunFolder

@@ -17,11 +17,12 @@ FAMILIES = (
 _QUICK = ["--device", "cpu", "--max-new-tokens", "6", "-q", "--set", "run.warmup=0"]
 SWEEP = ["sweep-k", "demo", *_QUICK, "--k", "0,2", "--limit", "4", "--set", "run.repeats=2"]
 COMPARE = ["compare-tp", "demo", *_QUICK, "--target-tp", "1", "--draft-tp", "1", "--limit", "2"]
+GENERATE = ["generate", "demo", *_QUICK, "--limit", "6"]
 RUNS = {
     "sweep": SWEEP,
     "shard-0": [*SWEEP, "--shard", "0/2"],
     "shard-1": [*SWEEP, "--shard", "1/2"],
-    "generate": ["generate", "demo", *_QUICK, "--limit", "2"],
+    "generate": GENERATE,
     "compare": COMPARE,
 }
 
