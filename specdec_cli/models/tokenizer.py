@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.models.native_calls import in_time, is_panic, native_lines
 from specdec_cli.models.tokenizer_limits import (
     FILE_BYTES,
     MOST_CHARACTERS,
@@ -20,9 +21,6 @@ from specdec_cli.models.tokenizer_limits import (
     bounded,
     check_length,
     growth_of,
-    in_time,
-    is_panic,
-    native_lines,
     unsafe_file,
 )
 from specdec_cli.text import first_line

@@ -1,31 +1,21 @@
-"""Limits of tokenizers, whose files come with a model: time, memory, growth of texts, panics.
+"""Limits of tokenizers, whose files come with a model: sizes, growth of texts, and templates.
 
-Does not know transformers. A chat template is a program, which may never end. A regex may take
-minutes for a line. Native code aborts the process when memory runs out, so the growth of texts is
-bounded before it runs.
+Does not know transformers. A chat template is a program, which may never end. Native code aborts
+the process when memory runs out, so the growth of texts is bounded before it runs.
 """
 
-import fcntl
-import os
-import queue
-import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
-
-from specdec_cli.text import inert, shortened
-
-T = TypeVar("T")
+from typing import Any
 
 TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
 TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
 MOST_CHARACTERS = 2**25  # of a rendered conversation, and of a text that steps make longer
-TEXT_SECONDS = 10.0  # for a text, and as much again for each million of characters or ids
 FILE_BYTES = 2**28
 _READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
 _MOST_GROWTH = 10_000
@@ -75,121 +65,6 @@ def check_length(length: int, growth: int) -> None:
         raise ValueError(
             f"it can make a text {growth} times as long, and there is one of {length} characters"
         )
-
-
-def is_panic(problem: BaseException) -> bool:
-    """Whether native code panicked, which Python has no `Exception` for."""
-    return type(problem).__name__ == "PanicException"
-
-
-def in_time(work: Callable[[], T], length: int) -> T:
-    """The result of `work` on a text of a length, without the lines of native code.
-
-    Raises `TimeoutError` if it takes too long. Native code cannot be interrupted; it is left behind
-    in its thread.
-    """
-    global _worker
-    with native_lines():
-        _worker = _worker or _Worker()
-        _worker.asked.put(work)
-        try:
-            found, problem = _worker.answered.get(timeout=TEXT_SECONDS * (1 + length / 1e6))
-        except queue.Empty:
-            _worker = None
-            told = f"it takes over {TEXT_SECONDS:g} seconds for {length} characters or ids"
-            raise TimeoutError(told) from None
-        if problem is not None:
-            raise problem
-        result: T = found
-        return result
-
-
-class _Worker:
-    """A thread that does one piece of work after another: starting one for each takes longer."""
-
-    def __init__(self) -> None:
-        self.asked: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
-        self.answered: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self) -> None:
-        while True:
-            work = self.asked.get()
-            try:
-                self.answered.put((work(), None))
-            except BaseException as problem:
-                self.answered.put((None, problem))
-
-
-_worker: _Worker | None = None
-
-
-def _forget_worker() -> None:
-    global _worker
-    _worker = None
-
-
-os.register_at_fork(after_in_child=_forget_worker)  # a fork has none of the threads
-
-
-@contextmanager
-def native_lines() -> Iterator[None]:
-    """Keep lines of native code from standard output, and the lines of its panics from both.
-
-    They go to the file descriptors 1 and 2, so these lead to memory meanwhile. A result may be on
-    standard output: what native code says there goes to standard error instead. Lines of other
-    threads come out at the end.
-    """
-    with _held:
-        held: dict[int, tuple[int, int]] = {}  # a copy of the descriptor, and the memory
-        for descriptor in (1, 2):
-            # A closed stream, or another system than Linux.
-            with suppress(OSError, AttributeError):
-                held[descriptor] = _copy(descriptor), _memory()
-        for descriptor, (_, memory) in held.items():
-            os.dup2(memory, descriptor)
-        is_panicking = False
-        try:
-            yield
-        except BaseException as problem:
-            is_panicking = is_panic(problem)
-            raise
-        finally:
-            said = b""
-            for descriptor, (copy, memory) in held.items():
-                os.dup2(copy, descriptor)
-                text = os.pread(memory, os.fstat(memory).st_size, 0)
-                said += _escaped(text) if descriptor == 1 else text
-                os.close(copy)
-                os.close(memory)
-            if is_panicking:
-                said = re.split(rb"\n?thread '[^\n]* panicked at ", said)[0]
-            if said:
-                with suppress(OSError):
-                    os.write(2, said)
-
-
-def _copy(descriptor: int) -> int:
-    """A copy of a descriptor. Its number is none of the standard streams', which may be closed."""
-    return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 3)
-
-
-def _memory() -> int:
-    """A descriptor of a file in memory."""
-    made = os.memfd_create("lines")
-    try:
-        return _copy(made)
-    finally:
-        os.close(made)
-
-
-def _escaped(said: bytes) -> bytes:
-    """Lines without control characters: they may quote names in files."""
-    lines = said.decode(errors="replace").splitlines()
-    return "".join(f"{inert(shortened(line))}\n" for line in lines).encode()
-
-
-_held = threading.RLock()  # one thread at a time changes what the descriptors are
 
 
 @contextmanager
