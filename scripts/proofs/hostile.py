@@ -10,10 +10,8 @@ case that fails keeps its folder.
 
 import argparse
 import gc
-import importlib
 import itertools
 import os
-import pkgutil
 import shlex
 import shutil
 import sys
@@ -35,7 +33,7 @@ os.environ |= {
 
 from tests.hostile.cases import KINDS, case_of, kind_of  # noqa: E402
 from tests.hostile.materials import FAMILIES, made_in_fork  # noqa: E402
-from tests.hostile.runner import Ended, run_cases  # noqa: E402
+from tests.hostile.runner import Ended, preload, run_cases  # noqa: E402
 from tests.support import tiny_config  # noqa: E402
 
 
@@ -51,7 +49,10 @@ def main() -> int:
     began = time.monotonic()
     scratch = Path(tempfile.mkdtemp(prefix="hostile-"))
     os.environ["HF_DATASETS_CACHE"] = str(scratch / "cache")
-    preload()
+    preload(type(tiny_config(family)).__module__ for family in FAMILIES)
+    gc.collect()
+    gc.freeze()
+    assert threading.active_count() == 1, "a thread would not survive a fork"
     materials = made_in_fork(scratch / "materials")
     print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
     wanted = (n for n in itertools.count(args.first) if args.only in (None, kind_of(n)))
@@ -78,23 +79,6 @@ def main() -> int:
         shutil.rmtree(scratch)
     gc.unfreeze()  # libraries warn about objects that were never freed
     return int(failed > 0)
-
-
-def preload() -> None:
-    """Import everything that commands import; torch computes nothing here, so no thread starts."""
-    import specdec_cli
-
-    for module in pkgutil.walk_packages(specdec_cli.__path__, "specdec_cli."):
-        if not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
-    for name in ("datasets", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"):
-        importlib.import_module(name)
-    for family in FAMILIES:
-        name = type(tiny_config(family)).__module__.replace("configuration_", "modeling_")
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    assert threading.active_count() == 1, "a thread would not survive a fork"
 
 
 def told(end: Ended, seed: int) -> str:

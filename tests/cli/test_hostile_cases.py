@@ -12,11 +12,12 @@ import pytest
 import specdec_cli.app
 from tests.hostile.cases import KINDS, case_of, kind_of
 from tests.hostile.materials import Materials, made_in_fork
-from tests.hostile.runner import Case, run_cases
+from tests.hostile.runner import Case, preload, run_cases
 
 
 @pytest.fixture(scope="module")
 def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    preload(["transformers.models.llama.configuration_llama"])
     return made_in_fork(
         tmp_path_factory.mktemp("hostile") / "made", families=("gemma2",), runs=("sweep",)
     )

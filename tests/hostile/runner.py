@@ -5,14 +5,16 @@ imports. A fork has a limit of time and of memory. Knows nothing of what the cas
 """
 
 import contextlib
+import importlib
 import json
 import os
+import pkgutil
 import resource
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,6 +74,22 @@ class Ended:
         """The first error that the command told."""
         errors = (one for one in self.err.splitlines() if one.startswith("error:"))
         return next(errors, "")
+
+
+def preload(configs: Iterable[str] = ()) -> None:
+    """Import what commands import; torch computes nothing here, so no thread starts.
+
+    configs: modules of transformers' configs, whose models are imported too.
+    """
+    import specdec_cli
+
+    for module in pkgutil.walk_packages(specdec_cli.__path__, "specdec_cli."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    for name in ("datasets", "pyarrow.parquet", "transformers.models.auto.tokenization_auto"):
+        importlib.import_module(name)
+    for name in configs:
+        importlib.import_module(name.replace("configuration_", "modeling_"))
 
 
 Make = Callable[[int, Path], Case]
