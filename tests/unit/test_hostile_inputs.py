@@ -94,6 +94,14 @@ def test_configs_are_small_regular_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert "no regular file" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
 
 
+def test_a_missing_file_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "x\ny" + "n" * 5000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused(lambda: weights.weight_files(tmp_path), SetupError)
+    assert said.startswith(f"{tmp_path} lacks 1 of 1 weight files, first x\\nynn")
+    assert "\n" not in said and len(said) < 400
+
+
 @pytest.mark.parametrize(
     "text",
     [
