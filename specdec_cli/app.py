@@ -35,7 +35,7 @@ from specdec_cli.launch.rank import Rank, how_it_ended
 from specdec_cli.launch.reports import End, RanksError, Report
 from specdec_cli.launch.world import Place, find_place
 from specdec_cli.signals import signals
-from specdec_cli.text import first_line, inert
+from specdec_cli.text import first_line, inert, shortened
 
 _EPILOG = (
     "Exit codes: 0 done · 1 run failed · 2 bad usage, recipe or prompts · 3 partial (the rest is "
@@ -181,17 +181,12 @@ class _Outcome:
     def fail(self, code: int, message: str | None, hint: str | None = None) -> None:
         """Record a failure; without a message nothing is written to stderr."""
         if message is not None:
-            message = "\n".join(_cut(line) for line in message.split("\n"))
+            message = "\n".join(map(shortened, message.split("\n")))
         self.code, self.message, self.hint, self.failed = int(code), message, hint, True
 
     def document(self) -> dict[str, object]:
         message = self.message or f"ended with exit code {self.code}"
         return {"code": self.code, "message": message, "hint": self.hint}
-
-
-def _cut(line: str) -> str:
-    """A line that quotes something endless, without its middle."""
-    return line if len(line) <= 1000 else f"{line[:495]} … {line[-495:]}"
 
 
 # typer vendors click since 0.29; this base class is the one that its parser's errors have.
@@ -274,9 +269,11 @@ def _after_exception(error: Exception, outcome: _Outcome) -> None:
         )
 
 
-# A full disk, and other refusals of the machine that are not the run's fault.
+# A full disk, and other refusals of the machine that are not the run's fault. The last two come
+# from streams that cannot be written to.
 _MACHINE_ERRNOS = frozenset(
     {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOMEM}
+    | {errno.EBADF, errno.EIO}
 )
 
 
@@ -345,7 +342,7 @@ def _leave(code: int) -> None:
 def _forget_no_size() -> None:
     """Drop an invalid terminal size, such as 0: rich would show nothing, or fail."""
     for name in ("COLUMNS", "LINES"):
-        if not re.fullmatch("0*[1-9][0-9]*", os.environ.get(name, "1")):
+        if not re.fullmatch("0*[1-9][0-9]{0,4}", os.environ.get(name, "1")):
             del os.environ[name]
 
 

@@ -79,6 +79,8 @@ def load(file: str) -> None:
     if path in LOADED:
         return
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no regular file")
         LOADED[path] = hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem

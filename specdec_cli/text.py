@@ -33,6 +33,11 @@ def one_line(text: str) -> str:
     return shown if len(text) <= 80 else f"{shown}…"
 
 
+def shortened(line: str) -> str:
+    """A line that quotes something endless, without its middle."""
+    return line if len(line) <= 1000 else f"{line[:495]} … {line[-495:]}"
+
+
 def first_line(problem: BaseException) -> str:
     """The first line of an exception's message that is not blank; empty if there is none."""
     return "".join(str(problem).strip().splitlines()[:1])

@@ -4,6 +4,7 @@ Knows option names and the dotted keys that they set. Does not know which values
 recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
+import contextlib
 import inspect
 import logging
 import os
@@ -20,12 +21,13 @@ from typer.core import TyperCommand
 import specdec_cli
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, is_unicode, one_line
+from specdec_cli.text import inert, is_unicode, one_line, shortened
 
 _MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
-_MAX_COUNT = 2**31 - 1  # the limit in the recipe's schema, which is too heavy to import here
+# The limits in the recipe's schema, which is too heavy to import here.
+_MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 
 
 def option(
@@ -318,12 +320,15 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
 
 
 def parse_counts(text: str | None, option: str) -> list[int]:
-    """Parse `1,8` into distinct numbers from 1 on; an option that was not given has none."""
+    """Parse `1,8` into distinct numbers; an option that was not given has none."""
     if text is None:
         return []
     parts = [part.strip() for part in text.split(",")]
-    if not all(re.fullmatch(r"[0-9]{1,6}", part) and int(part) for part in parts):
-        raise UsageError(f"{option}: expected numbers such as 1,8, got {text!r}")
+    if not all(re.fullmatch(r"[0-9]{1,6}", part) and 0 < int(part) <= _MAX_BATCH for part in parts):
+        raise UsageError(
+            f"{option}: expected numbers such as 1,8, got {text!r}",
+            f"numbers are from 1 to {_MAX_BATCH}",
+        )
     return list(dict.fromkeys(map(int, parts)))
 
 
@@ -344,16 +349,25 @@ class OneSource(TyperCommand):
 
 
 class _InertFormatter(logging.Formatter):
-    """Escapes control characters: log lines may hold names of files and models."""
+    """Escapes control characters in tracebacks."""
 
-    def format(self, record: logging.LogRecord) -> str:
-        return inert(super().format(record))
+    def formatException(self, ei: Any) -> str:
+        return inert(super().formatException(ei))
+
+
+def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
+    """A record of any library, escaped and shortened: it may hold names of files and tensors."""
+    record = logging.LogRecord(*fields, **more)
+    with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
+        record.msg, record.args = inert(shortened(record.getMessage())), ()
+    return record
 
 
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:
     """Send the package's logger to stderr: errors with -q, everything with -v, else warnings."""
     handler = logging.StreamHandler()
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
+    logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     level = logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING
     logging.getLogger("specdec").setLevel(level)

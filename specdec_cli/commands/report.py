@@ -11,9 +11,10 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
+from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, inert_json
+from specdec_cli.text import inert, inert_json, shortened
 
 Folder = Annotated[
     Path,
@@ -47,6 +48,7 @@ def report(
     place: Place = ctx.obj
     if not place.is_first:
         return
+    check_room("numpy", NUMPY_MIB)
     from specdec_cli.report.content import Content
     from specdec_cli.report.folder import read_folder
     from specdec_cli.report.write import FORMATS, write_page, write_report
@@ -84,4 +86,4 @@ def report(
     for file in files:
         typer.echo(inert(str(file)))
     for warning in content.warnings:
-        typer.echo(inert(f"warning: {warning}"), err=True)
+        typer.echo(inert(f"warning: {shortened(warning)}"), err=True)

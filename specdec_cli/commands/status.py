@@ -13,12 +13,12 @@ from typing import Any
 import typer
 
 from specdec_cli.errors import SetupError
-from specdec_cli.text import inert
+from specdec_cli.text import inert, shortened
 
 
 def warn(warnings: Iterable[str]) -> None:
     for warning in warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        typer.echo(inert(f"warning: {shortened(warning)}"), err=True)
 
 
 def show(
@@ -32,7 +32,7 @@ def show(
     else:
         print_results(document)
     if "error" in document:
-        typer.echo(inert(f"error: {document['error']['message']}"), err=True)
+        typer.echo(inert(f"error: {shortened(document['error']['message'])}"), err=True)
         typer.echo(inert(f"hint: {document['error']['hint']}"), err=True)
 
 

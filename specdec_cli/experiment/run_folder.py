@@ -116,13 +116,13 @@ class RunFolder:
         if not lines:
             return
         with or_setup_error(f"cannot write {self.path / name}"):
+            self._check_present()
             if name not in self._files:
                 # The run goes on: if it is cut short, an old summary would contradict its records.
                 (self.path / "summary.json").unlink(missing_ok=True)
                 flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NONBLOCK  # no pipe
                 self._files[name] = os.open(self.path / name, flags, 0o644)
                 _sync_names(self.path)
-            self._check_present()
             written = os.write(self._files[name], lines)
             if written != len(lines):
                 raise OSError("the disk took only part of a record")

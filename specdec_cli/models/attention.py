@@ -103,6 +103,9 @@ def _dispatch(
     unknown = {key for key, value in more.items() if value is not None} - _WITHOUT_EFFECT
     if unknown:
         raise NotPlainAttention(f"its layers ask for attention with {', '.join(sorted(unknown))}")
+    if query.shape[1] % key.shape[1] or key.shape[1] != value.shape[1]:
+        heads = ", ".join(str(states.shape[1]) for states in (query, key, value))
+        raise NotPlainAttention(f"heads of queries, keys and values do not fit: {heads}")
     attention: Attention = module.__dict__[_ATTACHED]
     layer: int = module.layer_idx  # type: ignore[assignment]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -31,11 +31,12 @@ def check_config(config: Any, name: str) -> None:
         raise Unsupported(name, f"{config.model_type} is a multimodal model")
     if getattr(config, "num_hidden_layers", 1) < 1:
         raise Unsupported(name, "config.json says that it has no layers")
-    unknown = set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES
+    unknown = {str(kind) for kind in getattr(config, "layer_types", None) or ()}
+    unknown -= _KNOWN_LAYER_TYPES
     if unknown:
         raise Unsupported(name, f"it has layers of type {', '.join(sorted(unknown))}")
     for rope in rope_settings(config):
-        kind = rope.get("rope_type", rope.get("type", "default"))
+        kind = str(rope.get("rope_type", rope.get("type", "default")))
         if kind in _BATCH_DEPENDENT_ROPE:
             raise Unsupported(name, f"its rotary embedding is of type {kind}")
         if "mrope_section" in rope:

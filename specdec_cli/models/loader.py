@@ -28,6 +28,7 @@ from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_folder
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
+from specdec_cli.text import one_line
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
@@ -105,11 +106,11 @@ def describe(
         allow_pickle=spec.allow_pickle,
     )
     config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
-    check_config(config, spec.name)
-    if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
-        check_layers(config, spec.name, held)
-    dtype = dtype_of(spec.dtype, config, device)
     try:
+        check_config(config, spec.name)
+        if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
+            check_layers(config, spec.name, held)
+        dtype = dtype_of(spec.dtype, config, device)
         with torch.device("meta"):
             module = AutoModelForCausalLM.from_config(
                 config,
@@ -262,7 +263,7 @@ def _checkpoint_source(
         _log.warning(
             "%d tensors in the weights of %s are not used, first %s: config.json describes a model "
             "without them",
-            *(len(unused), spec.name, unused[0]),
+            *(len(unused), spec.name, one_line(unused[0])),
         )
     # A file may hold a tied tensor under any of its names.
     identity = {name: id(tensor) for name, _, _, tensor in _stored(module)}

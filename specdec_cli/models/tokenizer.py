@@ -1,27 +1,31 @@
 """Tokenizers, and a check that two models use the same token ids."""
 
 import json
-import resource
-import signal
-import threading
+import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Protocol
 
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.models.native_calls import in_time, is_panic, native_lines
+from specdec_cli.models.tokenizer_limits import (
+    FILE_BYTES,
+    MOST_CHARACTERS,
+    TEMPLATE_BYTES,
+    TEMPLATE_SECONDS,
+    bounded,
+    check_length,
+    growth_of,
+    unsafe_file,
+)
 from specdec_cli.text import first_line
 
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
-TEMPLATE_SECONDS = 10.0  # of the processor's time, for one conversation
-_TEMPLATE_BYTES = 2 * 2**30  # of memory beyond what the process has
-_MOST_CHARACTERS = 2**25  # of a rendered conversation
-ENCODE_SECONDS = 60.0  # for a text, and as much again for each 10 MB of it
-_FILE_BYTES = 2**28
-_MOST_GROWTH = 10_000
 
 
 class Tokenizer(Protocol):
@@ -40,31 +44,24 @@ class PretrainedTokenizer:
     """transformers' tokenizer of a model folder; adds the special tokens that it is set to add."""
 
     def __init__(self, tokenizer: Any, name: str) -> None:
+        """Raises `ValueError` for a tokenizer that makes texts too long."""
         self._tokenizer = tokenizer
         self._name = name
+        steps = _steps_of(tokenizer)
+        growths = {part: growth_of(found, part) for part, found in steps.items()}
+        self._growth = math.prod(n for part, n in growths.items() if part != "decoder")
+        if (growth := growths.get("decoder", 1)) > 1:
+            check_length(max(map(len, tokenizer.get_vocab()), default=0), growth)
+        self._decodes_by_regex = '"Regex"' in json.dumps(steps.get("decoder"))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes minutes."""
-        found: list[Any] = []
-
-        def run() -> None:
-            try:
-                # Not verbose: it would warn of texts that are too long, which we report ourselves.
-                more = {"add_special_tokens": add_special_tokens, "verbose": False}
-                found.append(self._tokenizer(text, **more)["input_ids"])
-            except BaseException as problem:
-                found.append(problem)
-
-        # Native code cannot be interrupted; it is left behind in its thread.
-        thread = threading.Thread(target=run, daemon=True)
+        """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
+        # Not verbose: it would warn of texts that are too long, which we report ourselves.
+        more = {"add_special_tokens": add_special_tokens, "verbose": False}
         with _failures(self._name):
-            thread.start()
-            thread.join(ENCODE_SECONDS * (1 + len(text) / 1e7))
-            if not found:
-                raise TimeoutError("it takes minutes for a text")
-            if isinstance(found[0], BaseException):
-                raise found[0]
-        ids: list[int] = found[0]
+            check_length(len(text), self._growth)
+            found = in_time(partial(self._tokenizer, text, **more), len(text))
+        ids: list[int] = found["input_ids"]
         return ids
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
@@ -77,20 +74,28 @@ class PretrainedTokenizer:
         if not getattr(self._tokenizer, "chat_template", None):
             raise _no_template(self._name)
         try:
-            with _bounded(TEMPLATE_SECONDS, _TEMPLATE_BYTES):
+            with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                 text: str = self._tokenizer.apply_chat_template(
                     list(messages), add_generation_prompt=True, tokenize=False
                 )
-            if len(text) > _MOST_CHARACTERS:
+            if len(text) > MOST_CHARACTERS:
                 raise MemoryError
         except Exception as problem:
             raise _template_problem(problem, self._name) from problem
         return text
 
     def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of ids. Raises `SetupError` for a tokenizer that fails or takes too long."""
+        ids = list(token_ids)
         with _failures(self._name):
+            if self._decodes_by_regex:
+                # Other threads run on during this function only. The limit takes longer than
+                # decoding a token does, and the time of other decoders is linear.
+                decode = self._tokenizer.backend_tokenizer.decode_batch
+                found = in_time(partial(decode, [ids], skip_special_tokens=True), len(ids))
+                return str(found[0])
             text: str = self._tokenizer.decode(
-                list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
         return text
 
@@ -122,7 +127,7 @@ class ByteTokenizer:
 
 
 _FILES = ("tokenizer*.json", "vocab.*", "tekken.json", "*.model", "*.tiktoken")
-_READ = {".json", ".txt", ".jinja", ".model", ".tiktoken", ".bpe"}
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
@@ -130,10 +135,9 @@ def load_tokenizer(
     folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
     """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
-    for file in folder.iterdir():
-        if file.suffix in _READ and (not file.is_file() or file.stat().st_size > _FILE_BYTES):
-            what = f"no regular file of at most {_FILE_BYTES >> 20} MiB"
-            raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
+    if (file := unsafe_file(folder)) is not None:
+        what = f"no regular file of at most {FILE_BYTES >> 20} MiB"
+        raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
     if not any(any(folder.glob(pattern)) for pattern in _FILES):
         if is_dummy:
             return ByteTokenizer(vocab_size)
@@ -143,14 +147,11 @@ def load_tokenizer(
 
     try:
         # Without the option transformers asks on the terminal whether to run remote code.
-        found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        backend = getattr(found, "backend_tokenizer", None)
-        for part in ("normalizer", "decoder"):
-            if (step := getattr(backend, part, None)) is not None:
-                _check_growth(json.loads(step.__getstate__()), part)
+        with native_lines(), redirect_stdout(sys.stderr):
+            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
         return PretrainedTokenizer(found, name)
     except BaseException as problem:
-        if not (isinstance(problem, Exception) or _is_panic(problem)):
+        if not (isinstance(problem, Exception) or is_panic(problem)):
             raise
         if "trust_remote_code" in str(problem):
             raise SetupError(
@@ -163,23 +164,11 @@ def load_tokenizer(
         ) from None
 
 
-def _check_growth(steps: Any, part: str) -> None:
-    """Raise `ValueError` if replacements can make a text so long that native code aborts."""
-    growth, inner = 1, [steps]
-    while inner:
-        one = inner.pop()
-        if isinstance(one, list):
-            inner += one
-        elif isinstance(one, dict):
-            inner += one.values()
-            growth *= max(1, *(len(str(one.get(key, ""))) for key in ("content", "prepend")))
-        if growth > _MOST_GROWTH:
-            raise ValueError(f"its {part} can make a text over {_MOST_GROWTH} times as long")
-
-
-def _is_panic(problem: BaseException) -> bool:
-    """Whether native code panicked, which Python has no `Exception` for."""
-    return type(problem).__name__ == "PanicException"
+def _steps_of(tokenizer: Any) -> dict[str, Any]:
+    """The steps of a tokenizer with native code, by part, as tokenizer.json describes them."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    parts = {name: getattr(backend, name, None) for name in _PARTS}
+    return {n: json.loads(part.__getstate__()) for n, part in parts.items() if part is not None}
 
 
 @contextmanager
@@ -189,7 +178,7 @@ def _failures(name: str) -> Iterator[None]:
         yield
     except BaseException as problem:
         if isinstance(problem, MemoryError) or not (
-            isinstance(problem, Exception) or _is_panic(problem)
+            isinstance(problem, Exception) or is_panic(problem)
         ):
             raise
         raise SetupError(
@@ -227,37 +216,6 @@ def _reason(problem: BaseException) -> str:
     first = first_line(problem) or type(problem).__name__
     said = " ".join(str(problem).split()) if first.rstrip().endswith(":") else first
     return said[:200]
-
-
-@contextmanager
-def _bounded(seconds: float, size: int) -> Iterator[None]:
-    """Bound the code inside; works in the main thread only.
-
-    seconds: processor time, after which it raises `TimeoutError`. size: bytes that it may take
-    beyond what the process has; more raise `MemoryError`.
-
-    A template is a program that comes with a model, and may never end.
-    """
-    if threading.current_thread() is not threading.main_thread():  # signals arrive in that one
-        yield
-        return
-
-    def stop(signum: int, frame: FrameType | None) -> None:
-        raise TimeoutError
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if (statm := Path("/proc/self/statm")).exists():
-        most = int(statm.read_text().split()[0]) * resource.getpagesize() + size
-        limits = [n for n in (soft, most) if n != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-        signal.signal(signal.SIGVTALRM, before or signal.SIG_DFL)
 
 
 def check_same_vocabulary(

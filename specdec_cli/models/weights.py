@@ -5,6 +5,7 @@ know models.
 """
 
 import json
+import os
 import re
 import zipfile
 from collections.abc import Collection, Iterator
@@ -18,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec_cli.errors import SetupError
-from specdec_cli.text import first_line
+from specdec_cli.text import first_line, one_line
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _INDEX_BYTES = 128 * 2**20
@@ -107,10 +108,11 @@ def _files(folder: Path, name: str) -> list[Path]:
     if (index := _index(folder, name)) is not None:
         # An index could name files anywhere; only its own folder counts.
         files = [folder / shard for shard in sorted({Path(s).name for s in index.values()})]
-        missing = [f.name for f in files if not f.is_file()]
+        missing = [f.name for f in files if not os.path.isfile(f)]  # a name may be too long
         if missing:
             raise SetupError(
-                f"{folder} lacks {len(missing)} of {len(files)} weight files, first {missing[0]}",
+                f"{folder} lacks {len(missing)} of {len(files)} weight files, first "
+                f"{one_line(missing[0])}",
                 "download the model again",
             )
         return files

@@ -30,18 +30,30 @@ def hub_source(
         raise SetupError(
             f"{path}: reading a dataset needs the package datasets", "pip install datasets"
         ) from None
+    if is_folder:
+        _refuse_special_files(Path(path))
     with _quiet(datasets):
         try:
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded
             data = load(datasets, path, subset, split)
-        except SpecdecError:
+        except (SpecdecError, MemoryError):
             raise
         except Exception as problem:
             raise _refusal(path, problem, is_folder=is_folder) from problem
     columns = tuple(data.column_names)
     name = f"{path}:{split}" if split is not None else path
     return Source(name, _rows(data.select_columns(wanted(columns, column)), name), columns)
+
+
+def _refuse_special_files(folder: Path) -> None:
+    """Raise `UsageError` for pipes and devices, which `datasets` may read without end."""
+    for file in folder.rglob("*"):
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise UsageError(
+                f"{file} is no regular file, and {folder} is read as a dataset",
+                "move it out of the folder",
+            )
 
 
 def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> Any:
@@ -84,8 +96,15 @@ def _only_split(path: str, known: list[str]) -> str:
 
 
 def _rows(data: Any, name: str) -> Rows:
-    for number, record in enumerate(data, start=1):
-        yield f"{name}: row {number}", record
+    number = 0
+    try:
+        for number, record in enumerate(data, start=1):
+            yield f"{name}: row {number}", record
+    except MemoryError:
+        raise
+    except Exception as problem:  # of any kind where a file is damaged
+        told = f"cannot be read: {one_line(first_line(problem))}"
+        raise UsageError(f"{name}: row {number + 1}: {told}") from problem
 
 
 def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:

@@ -57,8 +57,16 @@ def _not_blank(value: str) -> str:
     return value
 
 
+def _one_line(value: str) -> str:
+    """Refuse line breaks, which would break the messages that name it."""
+    if "\n" in value:
+        raise PydanticCustomError("text", "should not contain a line break")
+    return value
+
+
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
+MAX_BATCH = 2**16  # far above what any device decodes together
 MAX_BYTES = 2**63 - 1
 # torch counts a timeout's nanoseconds in 64 bits: ten times as many seconds overflow.
 MAX_SECONDS = 1e9
@@ -66,6 +74,7 @@ MAX_SECONDS = 1e9
 Text = Annotated[StrictStr, AfterValidator(_usable)]
 Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
 Name = Annotated[Words, AfterValidator(_not_blank)]
+Place = Annotated[Name, AfterValidator(_one_line)]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[float, BeforeValidator(_number)]

@@ -30,6 +30,7 @@ from specdec_cli.recipe.choices.registry import (
     needs_draft,
 )
 from specdec_cli.recipe.fields import (
+    MAX_BATCH,
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
@@ -37,6 +38,7 @@ from specdec_cli.recipe.fields import (
     CountOrZero,
     Name,
     Number,
+    Place,
     Section,
     Switch,
     Text,
@@ -48,7 +50,7 @@ from specdec_cli.recipe.fields import (
 class ModelSection(Section):
     """A model, how it is loaded, and over how many ranks."""
 
-    model: Name = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
+    model: Place = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
     revision: Name | None = Field(
         default=None, description="branch, tag or commit of a Hugging Face id"
     )
@@ -134,7 +136,9 @@ class CacheSection(Section):
 class RunSection(Section):
     """Where and how a measurement runs."""
 
-    batch_size: Count = Field(default=1, description="prompts decoded together")
+    batch_size: Annotated[StrictInt, Field(ge=1, le=MAX_BATCH)] = Field(
+        default=1, description="prompts decoded together"
+    )
     device: Annotated[StrictStr, Field(pattern=r"^(auto|cpu|cuda(:[0-9]{1,4})?)$")] = Field(
         default="auto", description="auto, cpu, cuda or cuda:N"
     )
@@ -156,7 +160,7 @@ class RunSection(Section):
 class DataSection(Section):
     """Where prompts come from."""
 
-    path: Name = Field(
+    path: Place = Field(
         description="file (.txt, .jsonl, .json, .csv, .tsv, .parquet), Hugging Face dataset id, or "
         "demo:prompts"
     )

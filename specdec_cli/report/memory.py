@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.report.drawings.canvas import without_display
 from specdec_cli.report.write import write_file
 from specdec_cli.terminal.memory import PARTS, parts
 
@@ -16,6 +17,7 @@ def write_memory_picture(document: Mapping[str, Any], file: Path) -> None:
 
     Raises `ImportError` without matplotlib, `SetupError` if writing fails.
     """
+    without_display()
     from matplotlib.figure import Figure
 
     ranks = document["ranks"]

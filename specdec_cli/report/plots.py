@@ -7,7 +7,13 @@ from typing import Any
 from specdec_cli.errors import SetupError
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
-from specdec_cli.report.drawings.canvas import STYLE, png_of, svg_of, without_talk
+from specdec_cli.report.drawings.canvas import (
+    STYLE,
+    png_of,
+    svg_of,
+    without_display,
+    without_talk,
+)
 from specdec_cli.report.drawings.categories import draw_categories
 from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.panels import axis_of
@@ -31,6 +37,7 @@ class Plot:
 def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]:
     """Every plot that the run has figures for. Raises `SetupError` without matplotlib."""
     run = content.run
+    without_display()
     try:
         import matplotlib
         from matplotlib.figure import Figure

@@ -296,7 +296,8 @@ sys.exit(main())
 
 
 def test_help_on_a_terminal_of_no_width() -> None:
-    assert "Usage: specdec" in specdec("--help", COLUMNS="0").stdout
+    for columns in ("0", "9" * 30):
+        assert "Usage: specdec" in specdec("--help", COLUMNS=columns).stdout
 
 
 def specdec(
@@ -323,6 +324,13 @@ def test_disk_full(flags: tuple[str, ...]) -> None:
     assert done.returncode == 5
     assert "Traceback" not in done.stderr
     assert re.fullmatch("error: (cannot write the result: )?No space left on device\n", done.stderr)
+
+
+def test_output_that_cannot_be_written_to() -> None:
+    with open(os.devnull) as read_only:
+        done = specdec("recipe", "schema", stdout=read_only.fileno())
+    assert done.returncode == 5
+    assert done.stderr == "error: cannot write the result: Bad file descriptor\n"
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)], ids=["text", "json"])

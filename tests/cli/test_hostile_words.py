@@ -1,12 +1,20 @@
 """Words for hostile names, cells and libraries: one line, said where it is seen."""
 
+import json
+import logging
+import resource
+import subprocess
+import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands import status
+from specdec_cli.commands import options, starting, status
+from specdec_cli.errors import SetupError
 from specdec_cli.report.export import _cell
+from tests.launch.helpers import marked
 from tests.report_helpers import sweep_points, write_folder
 
 
@@ -42,6 +50,35 @@ def test_endless_names_take_one_short_line(
     assert max(map(len, capsys.readouterr().err.splitlines())) < 1100
 
 
+@pytest.mark.parametrize(
+    ("command", "mebibytes"), [("generate", 540), ("generate", 1025), ("report .", 100)]
+)
+def test_too_little_memory_for_imports_is_one_line(command: str, mebibytes: int) -> None:
+    """With 540 MiB torch would abort, and with 1025 scipy's OpenBLAS ask without end."""
+    limited = f"ulimit -v {mebibytes << 10}; exec {sys.executable} -m specdec_cli {command} --json"
+    ended = subprocess.run(
+        ["bash", "-c", limited], env=marked(), capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 5, ended.stderr
+    assert json.loads(ended.stdout)["error"]["code"] == 5
+    said = ended.stderr.splitlines()
+    assert [line.partition(":")[0] for line in said] == ["error", "hint"]
+
+
+def test_the_room_for_imports_is_told() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    starting.check_room("x", 2**40)
+    resource.setrlimit(resource.RLIMIT_AS, (2**50, hard))
+    try:
+        starting.check_room("x", 1)
+        with pytest.raises(
+            SetupError, match=r"x needs 1099511627776 MiB .* of 1073741824 MiB leav"
+        ):
+            starting.check_room("x", 2**40)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
 def test_a_library_that_cannot_be_imported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -57,3 +94,23 @@ def test_a_library_that_cannot_be_imported(
     assert (
         said[0] == "error: cannot import numpy: libx.so: failed to map segment from shared object"
     )
+
+
+def test_warnings_are_short_and_inert(capsys: pytest.CaptureFixture[str]) -> None:
+    """They may come from the settings of a run folder, or name a tensor."""
+    status.warn(["\x1b[31m" + "n" * 5000])
+    said = capsys.readouterr().err
+    assert said.startswith("warning: \\x1b[31mnnn") and len(said) < 1100
+
+
+def test_records_of_libraries_are_short_and_inert(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
+    options.set_up_logging(quiet=False, verbose=False)
+    lines = StringIO()
+    handler = logging.StreamHandler(lines)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    library = logging.getLogger("a library")
+    library.addHandler(handler)
+    library.warning("\x07%s 100%%", "n" * 5000)
+    said = lines.getvalue()
+    assert said.startswith("\\x07nnn") and said.endswith("n 100%\n") and len(said) < 1100

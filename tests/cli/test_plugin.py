@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -299,6 +300,11 @@ def test_a_missing_file_is_named(capsys: pytest.CaptureFixture[str], tmp_path: P
     found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "gone.py")
     assert found.code == 2
     assert "gone.py: cannot be read: No such file" in json.loads(found.out)["error"]["message"]
+    os.mkfifo(tmp_path / "pipe.py")
+    found = specdec(capsys, "generate", "demo", *SHORT, "--plugin", tmp_path / "pipe.py")
+    assert found.code == 2
+    told = json.loads(found.out)["error"]["message"]
+    assert told.endswith("pipe.py: cannot be read: it is no regular file")
 
 
 def test_a_recipe_cannot_name_what_no_plugin_added(capsys: pytest.CaptureFixture[str]) -> None:

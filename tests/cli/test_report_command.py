@@ -136,7 +136,11 @@ def test_needs_no_torch_and_no_display(folder: Path) -> None:
         "print(code, {'torch', 'transformers', 'matplotlib.pyplot'} & sys.modules.keys())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(), capture_output=True, check=True, text=True
+        [sys.executable, "-c", code],
+        env=environment() | {"MPLBACKEND": "x"},
+        capture_output=True,
+        check=True,
+        text=True,
     )
     assert done.stdout.splitlines()[-1] == "0 set()"
 

@@ -753,6 +753,7 @@ def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
         (["--shard", "x"], 2, "--shard: expected I/N"),
         (["--shard", "7/9"], 2, "shard 7/9 has no prompts: there are 4"),
         (["--batch-size", "0"], 2, "--batch-size: expected numbers such as 1,8"),
+        (["--batch-size", "65537"], 2, "--batch-size: expected numbers such as 1,8"),
         (["--resume"], 2, "--resume needs the sweep's folder"),
         (["--dataset", "nowhere.jsonl"], 2, "nowhere.jsonl"),
         (["--limit", "0"], 2, "--limit"),

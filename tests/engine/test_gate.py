@@ -122,6 +122,16 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         _COMMON | {"model_type": "jetmoe"},
         "jetmoe looks at values in the middle of a pass to decide what to compute",
     ),
+    "more heads of keys than of queries": (
+        _COMMON | FAMILIES["cohere2"] | {"num_key_value_heads": 16},
+        "heads of queries, keys and values do not fit: 4, 16, 16",
+    ),
+    "rope of another kind": (
+        _COMMON
+        | FAMILIES["gemma3n"]
+        | {"rope_parameters": {"full_attention": {"rope_type": {"a": 1}, "rope_theta": 1.0}}},
+        "transformers cannot build it",
+    ),
 }
 
 QUANTISED: dict[str, tuple[dict[str, Any], str]] = {

@@ -1,8 +1,10 @@
 """Conclusions from the records of a comparison: points, the best pair, flips, tokens."""
 
+import contextlib
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,11 +25,12 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords,
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
+from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.settings_file import read_settings_file
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
@@ -519,6 +522,59 @@ def test_what_ended_the_ranks_is_the_failure_of_each_open_batch_size(
     assert [(p.batch_size, p.status) for p in points] == [(2, status), (1, status)]
     for point in points:
         assert (point.reason or "").startswith(reason) and "\n" not in (point.reason or "")
+
+
+LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "samples removed": (
+        lambda folder: (folder / "samples.jsonl").unlink(),
+        "samples.jsonl lost 2 of 2 records of target TP 2, draft TP 2",
+    ),
+    "samples cut": (
+        lambda folder: os.truncate(
+            folder / "samples.jsonl", (folder / "samples.jsonl").read_bytes().index(b"\n") + 1
+        ),
+        "samples.jsonl lost 1 of 2 records of target TP 2, draft TP 2",
+    ),
+    "caches removed": (
+        lambda folder: (folder / "pairs.jsonl").unlink(),
+        "pairs.jsonl lost 1 of 1 records of target TP 2, draft TP 2",
+    ),
+    "nothing": (lambda folder: None, ""),
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_records_of_earlier_pairs_that_are_lost_end_the_run(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe("demo", {"run.device": "cpu", "run.repeats": 1}, {})
+    degrees = ((2,), (1, 2))
+    plan = plan_comparison(recipe, [Prompt(0, "def f():")], degrees, (1,), 1, Permissions())
+    change, lost = LOSSES[loss]
+    begun: list[Pair] = []
+
+    def ranks(program: Sequence[str], size: int, *, inputs: PairTask, **_: object) -> RanksOutcome:
+        """The ranks of a pair, which append to the files that they find."""
+        begun.append(pair := inputs.pair)
+        if len(begun) == 2:
+            change(tmp_path)
+        written = RunFolder(tmp_path)
+        written.append("pairs.jsonl", facts(pair, [9, 9]))
+        for k in (0, plan.settings.k):
+            found = sample(pair, 1, k, 0, draft=1.0, verify=1.0)
+            written.append("samples.jsonl", changed(found, draft=plan.settings.draft))
+        written.close()
+        return RanksOutcome(0, None)
+
+    monkeypatch.setattr("specdec_cli.experiment.compare.parent.run_ranks", ranks)
+    records = ComparisonRecords(plan.settings, plan.skips)
+    watcher = SimpleNamespace(begin=lambda pair: None, failed=lambda *_: None)
+    with pytest.raises(LostRecords) if lost else contextlib.nullcontext() as caught:
+        run_pairs(plan, records, RunFolder(tmp_path), ["x.py"], watcher)
+    assert begun == [Pair(2, 2), Pair(2, 1)]
+    if caught is not None:
+        assert caught.value.code == 1
+        assert caught.value.message.startswith(f"{tmp_path}/{lost} while the run wrote there")
 
 
 def test_pairs_without_gpus_enough_are_skipped() -> None:

@@ -2,6 +2,8 @@
 
 import json
 import logging
+import os
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -301,6 +303,21 @@ def test_a_dataset_folder(cache: Path) -> None:
         assert words in refused.value.message
 
 
+def test_pipes_and_devices_in_a_dataset_are_not_read(cache: Path) -> None:
+    folder = cache / "d"
+    (folder / "data").mkdir(parents=True)
+    write(folder / "train.jsonl", '{"prompt": "x"}')
+    (folder / "nowhere.json").symlink_to("nowhere")
+    assert texts(load(folder)) == ["x"]
+    os.mkfifo(folder / "data" / "more.jsonl")
+    with pytest.raises(UsageError, match=r"d/data/more.jsonl is no regular file"):
+        load(folder)
+    (folder / "data" / "more.jsonl").unlink()
+    (folder / ".huggingface.yaml").symlink_to("/dev/zero")
+    with pytest.raises(UsageError, match=r"d/.huggingface.yaml is no regular file"):
+        load(folder)
+
+
 def test_what_save_to_disk_wrote(cache: Path) -> None:
     import datasets
 
@@ -325,7 +342,14 @@ def test_what_save_to_disk_wrote(cache: Path) -> None:
         with pytest.raises(UsageError) as refused:
             load(cache / name, **keys)
         assert words in refused.value.message
-    (cache / "whole" / "data-00000-of-00001.arrow").write_bytes(b"nothing")
+    arrow = cache / "whole" / "data-00000-of-00001.arrow"
+    content = bytearray(arrow.read_bytes())
+    at = content.index(struct.pack("<4i", 0, 2, 4, 6))  # where texts begin
+    content[at + 4 : at + 8] = struct.pack("<i", -2)
+    arrow.write_bytes(content)
+    with pytest.raises(UsageError, match=r"whole: row 1: cannot be read"):
+        load(cache / "whole")
+    arrow.write_bytes(b"nothing")
     with pytest.raises(UsageError, match="cannot be read as a dataset"):
         load(cache / "whole")
 

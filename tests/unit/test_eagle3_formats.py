@@ -228,12 +228,16 @@ BAD_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "order": ({"eagle_aux_hidden_state_layer_ids": [3, 2]}, "ascending"),
     "rope": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type is .dynamic"),
     "mrope": ({"rope_scaling": {"type": "default", "mrope_section": [1]}}, "rope_type"),
+    "base": ({"rope_theta": [2]}, r"rope_theta is \[2\]"),
+    "no base": ({"rope_theta": 0}, "rope_theta is 0"),
     "partial rope": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     "window": ({"layer_types": ["sliding_attention"]}, "sliding_window is null"),
     "layer types": ({"layer_types": ["linear_attention"]}, "layer_types"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
     "no features": ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
     "parallel": ({"eagle_config": {"parallel_draft_step": 4}}, "parallel_draft_step is 4"),
+    "settings in a list": ({"eagle_config": [1]}, "cannot read config.json of the EAGLE-3 head"),
+    "activation in a list": ({"hidden_act": [1]}, "cannot read config.json of the EAGLE-3 head"),
 }
 
 

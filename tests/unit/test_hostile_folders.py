@@ -73,8 +73,8 @@ LOSSES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("is_last", [False, True])
-def test_records_that_are_lost_end_the_run(loss: str, is_last: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["the same file", "another file", "a document"])
+def test_records_that_are_lost_end_the_run(loss: str, then: str, tmp_path: Path) -> None:
     path = tmp_path / "run"
     path.mkdir()
     folder = RunFolder.reopen(path)
@@ -83,10 +83,11 @@ def test_records_that_are_lost_end_the_run(loss: str, is_last: bool, tmp_path: P
     change, said = LOSSES[loss]
     change(path)
     with pytest.raises(LostRecords) as caught:
-        if is_last:
+        if then == "a document":
             folder.write("summary.json", "{}")
         else:
-            folder.append("samples.jsonl", {"k": 3})
+            name = "samples.jsonl" if then == "the same file" else "replay.jsonl"
+            folder.append(name, {"k": 3})
     folder.close()
     assert caught.value.code == ExitCode.RUN_FAILED == 1
     assert str(path) in caught.value.message and said in caught.value.message

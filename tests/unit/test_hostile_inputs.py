@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
-from specdec_cli.models import config_file
+from specdec_cli.models import config_file, weights
 from specdec_cli.prompts import load_prompts
 from specdec_cli.recipe import DataSection, load_recipe, source
 
@@ -92,3 +92,30 @@ def test_configs_are_small_regular_files(tmp_path: Path, monkeypatch: pytest.Mon
     file.unlink()
     os.mkfifo(file)
     assert "no regular file" in refused(lambda: config_file.config_file("m", tmp_path), SetupError)
+
+
+def test_a_missing_file_with_a_line_break_is_told_in_one_line(tmp_path: Path) -> None:
+    index = {"weight_map": {"a": "x\ny" + "n" * 5000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    said = refused(lambda: weights.weight_files(tmp_path), SetupError)
+    assert said.startswith(f"{tmp_path} lacks 1 of 1 weight files, first x\\nynn")
+    assert "\n" not in said and len(said) < 400
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"weight_map": ' + '{"a": ' * 100_000,
+        "[" * 100_000 + "]" * 100_000,
+        '{"weight_map": [1, 2]}',
+        '{"weight_map": {"a": 1}}',
+        "{}",
+    ],
+    ids=["nested", "closed", "list", "number", "nothing"],
+)
+def test_a_damaged_index_of_weights_is_told_in_one_line(text: str, tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(text)
+    said = refused(lambda: weights.weight_files(tmp_path), SetupError)
+    assert said.startswith(f"{index} is not a weight index: ") and len(said) < 300
+    assert "\n" not in said

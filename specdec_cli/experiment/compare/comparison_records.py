@@ -3,7 +3,7 @@
 Everything is computed from the run folder. Knows no ranks and no terminal.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -54,6 +54,14 @@ class ComparisonRecords:
         self.facts = {Pair.of(fact): fact for fact in facts}
         written = read_records(folder.path / "points.jsonl", Point)
         self.points = list({_place(p): p for p in written}.values())
+
+    @property
+    def counts(self) -> Counter[tuple[Pair, str]]:
+        """The number of records by pair and file."""
+        found = Counter((pair, "pairs.jsonl") for pair in self.facts)
+        for (pair, _), samples in self.samples.items():
+            found[pair, "samples.jsonl"] += len(samples)
+        return found
 
     def open_sizes(self, pair: Pair) -> list[int]:
         """The batch sizes at which a pair is not fully measured."""

@@ -14,7 +14,7 @@ from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, error_of
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
 from specdec_cli.launch.ranks import run_ranks
 from specdec_cli.launch.reports import Report
@@ -69,9 +69,16 @@ def run_pairs(
 
 
 def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
-    """Read the records of a pair's ranks; killed ranks may have left a torn line."""
+    """Read the records of a pair's ranks; killed ranks may have left a torn line.
+
+    Raises `LostRecords` if records of earlier pairs are no longer there.
+    """
+    earlier = records.counts
     folder.mend()
     records.load(folder)
+    for (pair, name), count in earlier.items():
+        if lost := count - records.counts.get((pair, name), 0):
+            raise LostRecords(f"{folder.path / name} lost {lost} of {count} records of {pair}")
 
 
 def _failure(report: Report | None) -> Failure:

@@ -5,6 +5,7 @@ of speculators holds the layer's settings in `transformer_layer_config`. DeepSpe
 target's config and adds `target_layer_ids`. Reads no weights.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
-from specdec_cli.text import shown
+from specdec_cli.text import first_line, shown
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 _BODIES = ("llama", "qwen3")
@@ -171,7 +172,13 @@ def read_head_config(name: str, folder: Path) -> HeadConfig:
             "its config.json has no eagle_config, speculators_model_type, draft_vocab_size or "
             "architecture with Eagle3 in its name",
         )
-    return _Reader(name, dialect, raw).read()
+    try:
+        return _Reader(name, dialect, raw).read()
+    except (TypeError, ValueError, AttributeError) as problem:
+        raise SetupError(
+            f"cannot read config.json of the EAGLE-3 head {name}: {first_line(problem)}",
+            "it is damaged or was edited: a key has a value of another kind",
+        ) from problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,7 +307,10 @@ class _Reader:
         if rope.get("partial_rotary_factor", body.get("partial_rotary_factor") or 1.0) != 1.0:
             raise self._bad("partial_rotary_factor", "…", "heads turn as a whole")
         base = rope.get("rope_theta", body.get("rope_theta"))
-        rope["rope_theta"] = float(_DEFAULT_ROPE_BASE if base is None else base)
+        base = _DEFAULT_ROPE_BASE if base is None else base
+        if type(base) not in (int, float) or not 0 < base < math.inf:
+            raise self._bad("rope_theta", base, "it has to be a number above 0")
+        rope["rope_theta"] = float(base)
         return rope
 
     def _windows(self, body: dict[str, Any], layers: int) -> tuple[int, ...]:

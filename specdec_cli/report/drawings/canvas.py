@@ -5,6 +5,7 @@ Text in them is plain, never markup, and colours are readable on light and on da
 
 import io
 import logging
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,6 +43,11 @@ STYLE = {
     "svg.fonttype": "none",
     "font.family": "sans-serif",
 }
+
+
+def without_display() -> None:
+    """Prepare the first import of matplotlib, which fails where MPLBACKEND names no backend."""
+    os.environ["MPLBACKEND"] = "agg"
 
 
 @contextmanager

@@ -1,0 +1,83 @@
+"""A few cases of `scripts/proofs/hostile.py`, and ends that it must not let through."""
+
+import faulthandler
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import specdec_cli.app
+from tests.hostile.cases import KINDS, case_of, kind_of
+from tests.hostile.materials import Materials, made_in_fork
+from tests.hostile.runner import Case, preload, run_cases
+
+
+@pytest.fixture(scope="module")
+def materials(tmp_path_factory: pytest.TempPathFactory) -> Materials:
+    preload(["transformers.models.llama.configuration_llama"])
+    return made_in_fork(
+        tmp_path_factory.mktemp("hostile") / "made", families=("gemma2",), runs=("sweep",)
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hostile_cases_end_as_promised(kind: str, materials: Materials, tmp_path: Path) -> None:
+    numbers = [n for n in range(100) if kind_of(n) == kind][:1]
+    [end] = run_cases(numbers, lambda n, folder: case_of(7, n, folder, materials), tmp_path)
+    assert end.problems == [], (end.told, end.arguments, end.err)
+    assert end.kind == kind and end.arguments
+
+
+def replaced(main: Callable[[list[str]], int]) -> Callable[[], None]:
+    return lambda: setattr(specdec_cli.app, "main", main)
+
+
+def said(text: str, code: int, out: str = "") -> Callable[[], None]:
+    def main(arguments: list[str]) -> int:
+        print(out)
+        print(text, file=sys.stderr)
+        return code
+
+    return replaced(main)
+
+
+ENDS: dict[str, tuple[Callable[[], None], list[str]]] = {
+    "good": (said("error: no", 2, '{"error": {}}'), []),
+    "crash": (replaced(lambda _: (faulthandler.disable(), os.abort())), ["crash: SIGABRT"]),
+    "hang": (replaced(lambda _: time.sleep(60) or 0), ["hang"]),
+    "traceback": (replaced(lambda _: 1 // 0), ["exit code 99", "traceback", "--json: empty"]),
+    "unforeseen": (
+        said("error: x\nhint: this error is unexpected", 1, '{"error": {}}'),
+        ["traceback"],
+    ),
+    "panic": (said("thread 'x' panicked at\nerror: no", 5, '{"error": {}}'), ["traceback"]),
+    "no line": (said("", 5, '{"error": {}}'), ["no error line"]),
+    "empty": (said("error: no", 2), ["--json: empty"]),
+    "no error": (said("error: no", 2, "{}"), ["--json: no error in the document"]),
+    "two documents": (said("", 0, "{}\n{}"), ["--json: not one document (Extra data"]),
+    "not a number": (said("", 0, '{"a": NaN}'), ["--json: not one document (NaN)"]),
+    "endless": (said("x" * 2000, 0, "{}"), ["endless line"]),
+    "code": (said("", 4, "{}"), ["exit code 4"]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_ends_that_break_a_promise_are_found(name: str, tmp_path: Path) -> None:
+    set_up, problems = ENDS[name]
+    case = Case(0, name, "planted", ["generate", "--json"], setup=set_up)
+    [end] = run_cases([0], lambda *_: case, tmp_path, seconds=1.0 if name == "hang" else 30.0)
+    assert len(end.problems) == len(problems), end.problems
+    assert all(found.startswith(one) for found, one in zip(end.problems, problems, strict=True))
+
+
+def test_a_case_is_the_same_again(materials: Materials, tmp_path: Path) -> None:
+    for number in range(10):
+        told = []
+        for name in ("a", "b"):
+            (folder := tmp_path / name / str(number)).mkdir(parents=True)
+            case = case_of(3, number, folder, materials)
+            told.append((case.told, [one.replace(str(folder), "") for one in case.arguments]))
+        assert told[0] == told[1]
