@@ -191,7 +191,7 @@ MIXTURE = {
     **{"count_ptr": "*i32", "experts_ptr": "*i32", "chosen_ptr": "*i64", "weights_ptr": "*fp32"},
     **{"factors_ptr": "*fp32", "slope": "fp32", "limit": "fp32", **SQUARES},
 }
-GROUPS = {**MIXTURE, "sizes_ptr": "*i32", "pairs_ptr": "*i32"}
+GROUPS = {**MIXTURE, **dict.fromkeys(("sizes_ptr", "pairs_ptr", "read_ptr"), "*i32")}
 EVERYTHING = {"WINDOW": 512, "HAS_SOFTCAP": True}
 EVERYTHING |= dict.fromkeys(("sinks_ptr", "query_norm_ptr", "key_norm_ptr"), PRESENT)
 

@@ -36,6 +36,7 @@ def group_kernel(
     pairs_ptr,
     weights_ptr,
     factors_ptr,
+    read_ptr,  # [1] int32, the number of experts that have a pair, out; or None
     num_rows,
     num_experts,  # E
     x_stride,
@@ -90,6 +91,8 @@ def group_kernel(
     size = tl.load(sums_ptr, mask=known, other=0, cache_modifier=".cg")
     tl.store(sizes_ptr + column, size, mask=known)
     tl.store(sums_ptr, 0, mask=known)
+    if read_ptr is not None:
+        tl.store(read_ptr, tl.sum((size > 0).to(tl.int32)))
 
 
 def group_triton(x: Normed, experts: Experts) -> Groups:
@@ -107,7 +110,7 @@ def group_triton(x: Normed, experts: Experts) -> Groups:
     constants = route_constants(num_rows, parts, experts, rows.element_size())
     group_kernel[(triton.cdiv(num_experts, BLOCK_E), blocks)](
         *(rows, x.squares, experts.router, experts.router_bias, logits, counters(rows.device)),
-        *(*groups, num_rows, num_experts, rows.stride(0), float(x.eps)),
+        *(*groups, experts.read, num_rows, num_experts, rows.stride(0), float(x.eps)),
         **{name: value for name, value in constants.items() if name != "BLOCK_T"},
         **dependence(rows),
     )
