@@ -14,13 +14,15 @@ import runpy
 import signal
 import sys
 import time
+import warnings
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 _PR_SET_PDEATHSIG = 1
-# They import nearly all that a rank uses, and run nothing on a device.
-_SHARED = ("specdec_cli.app", "specdec_cli.engine.build")
+# They import nearly all that a rank uses, and run nothing on a device. Another module that extends
+# the command knows what it uses, besides torch.
+_SHARED, _LEAST = ("specdec_cli.app", "specdec_cli.engine.build"), ("torch.distributed",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ def main(arguments: list[str]) -> None:
     package = str(Path(__file__).parents[2])
     if package not in sys.path:
         sys.path.append(package)
-    for name in _SHARED:
+    is_ours = program[0].partition(".")[0] == "specdec_cli"
+    for name in _SHARED if is_ours else _LEAST:
         # The ranks meet the same error, and report it.
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -77,6 +80,8 @@ def main(arguments: list[str]) -> None:
     die_with(int(parent), signal.SIGTERM)
     # No rank may take the handler for its own, and none may be born unknown to it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    # Python warns of threads, which are those of OpenBLAS. It ends them before a fork.
+    warnings.filterwarnings("ignore", ".*multi-threaded", DeprecationWarning)
     agent = os.getpid()
     for rank in range(int(num_ranks)):
         if (pid := os.fork()) == 0:

@@ -77,7 +77,7 @@ def _take_over(folder: RunFolder, records: ComparisonRecords) -> None:
     folder.mend()
     records.load(folder)
     for (pair, name), count in earlier.items():
-        if lost := count - records.counts.get((pair, name), 0):
+        if (lost := count - records.counts.get((pair, name), 0)) > 0:
             raise LostRecords(f"{folder.path / name} lost {lost} of {count} records of {pair}")
 
 
