@@ -154,9 +154,8 @@ class Rank:
         asked_at = time.monotonic()
         try:
             return self.watch.exchange(beat)
-        except (
-            RuntimeError
-        ):  # the store is gone, maybe since the run is over, or frozen with rank 0
+        except RuntimeError:
+            # The store is gone, maybe because the run is over, or it is frozen with rank 0.
             self.watch = None
             if time.monotonic() - asked_at < limit_s:
                 return None

@@ -31,7 +31,7 @@ def unsafe_file(folder: Path) -> Path | None:
 
 
 def growth_of(steps: Any, part: str) -> int:
-    """How many times as long as a text the steps of a tokenizer can make it, at most.
+    """The most by which the steps of a tokenizer can multiply the length of a text.
 
     steps: one, or a tree of them, as tokenizer.json describes them. Raises `ValueError`, which
     names the `part`, if they are so many, or replace so much, that native code would abort.
@@ -54,7 +54,7 @@ def growth_of(steps: Any, part: str) -> int:
 
 
 def _copies(template: Any) -> int:
-    """How often a post-processor's template repeats a text."""
+    """The number of times that a post-processor's template repeats a text."""
     pieces = template if isinstance(template, list) else []
     return sum(isinstance(piece, dict) and "Sequence" in piece for piece in pieces)
 

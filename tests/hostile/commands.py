@@ -1,4 +1,4 @@
-"""What cases share: commands that read a model, and files that are none."""
+"""Parts that cases share: commands that read a model, and files that are none."""
 
 import os
 import random

@@ -180,7 +180,7 @@ def _redirect(folder: Path) -> None:
 
 
 def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
-    """What is not as promised about an end."""
+    """The promises that an end breaks."""
     if end.code == -signal.SIGKILL and end.seconds > seconds:
         yield "hang"
         return
