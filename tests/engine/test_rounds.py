@@ -60,7 +60,7 @@ def test_every_round_obeys_the_arithmetic(draft: Rule, k: int, batch_size: int) 
 
 
 def test_compiling_ahead_leaves_the_engine_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The dry run takes no blocks and changes no later run. A prompt that does not fit is left out."""
+    """It takes no blocks and changes no later run. A prompt that does not fit is left out."""
     ran = []
     monkeypatch.setattr(loop, "compile_ahead", lambda run, device: ran.append(run()))
     engine = fake_engine(sometimes, batch_size=3)
