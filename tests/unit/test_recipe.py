@@ -64,6 +64,7 @@ def test_bundled_recipes_are_valid() -> None:
         "bench-30b-a3b-dummy",
         "bench-30b-a3b-eagle3-dummy",
         "bench-70b-1b-dummy",
+        "bench-70b-eagle3-dummy",
         "bench-8b-1b-dummy",
         "bench-8b-eagle3-dummy",
         "bench-gpt-oss-20b-dummy",
