@@ -54,7 +54,8 @@ class _Compilers(ThreadPoolExecutor):
 
     def __init__(self, device: torch.device) -> None:
         count = len(os.sched_getaffinity(0))
-        super().__init__(count, initializer=torch.cuda.set_device, initargs=(device,))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(count, initializer=torch.cuda.set_device, initargs=(index,))
         self.begin = Event()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
