@@ -117,7 +117,7 @@ def advance(
     """Append what a round decided to every active sequence, in place, and record it.
 
     accepted + 1 tokens are appended, or those up to the first end-of-sequence token. A sequence
-    that meets one, or reaches its limit, becomes inactive.
+    that meets one, or reaches its limit, becomes inactive. The reference takes host tensors only.
 
     Args:
         tokens: [B, K + 1] int64. accepted, lens: [B] int64.
