@@ -3,17 +3,18 @@
 import fcntl
 import functools
 import json
+import logging
 import os
 import pty
 import re
 import shutil
 import struct
-import subprocess
 import sys
 import termios
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -91,15 +92,45 @@ def command(*arguments: str | Path) -> list[str]:
 
 def specdec(*arguments: str | Path, **extra: str) -> Result:
     """Run `specdec ARGUMENTS` in a process of its own, with an empty standard input."""
-    done = subprocess.run(
-        command(*arguments),
-        env=environment(**extra),
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    return Result(done.returncode, done.stdout.decode(), done.stderr.decode())
+    with open(os.devnull, "rb") as empty, TemporaryFile() as out, TemporaryFile() as err:
+        child = forked(arguments, (empty.fileno(), out.fileno(), err.fileno()), extra)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return Result(code, out.read().decode(), err.read().decode())
+
+
+def forked(
+    arguments: Sequence[str | Path],
+    streams: tuple[int, int, int],
+    extra: Mapping[str, str],
+    is_terminal: bool = False,
+) -> int:
+    """Start `specdec ARGUMENTS` in a fork of this process, which has loaded torch; its id.
+
+    streams: descriptors that become its standard ones. extra: added to its environment.
+    is_terminal: its standard input is a terminal, which controls it.
+    """
+    sys.stdout.flush()
+    if child := os.fork():
+        return child
+    code = 99
+    try:
+        os.setsid()
+        for descriptor, given in enumerate(streams):
+            os.dup2(given, descriptor)
+        if is_terminal:
+            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        os.environ.clear()
+        os.environ.update(environment(**extra))
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+        logging.getLogger().handlers.clear()  # pytest's; they make the command's own needless
+        torch.set_num_threads(1)  # a fork has only this thread
+        code = main(list(map(str, arguments)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
 
 
 def on_terminal(
@@ -111,29 +142,13 @@ def on_terminal(
 ) -> Result:
     """Run `specdec ARGUMENTS` on a pseudo-terminal; both streams of the result are what it shows.
 
-    Runs in a fork of this process, which has loaded torch. stdout: a file descriptor that replaces
-    the terminal as standard output. interrupt_at: send Ctrl-C once this text is seen.
+    stdout: a file descriptor that replaces the terminal as standard output. interrupt_at: send
+    Ctrl-C once this text is seen.
     """
-    sys.stdout.flush()
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    child = os.fork()
-    if child == 0:
-        code = 99
-        try:
-            os.setsid()
-            for descriptor in (0, 1, 2):
-                os.dup2(stdout if stdout is not None and descriptor == 1 else theirs, descriptor)
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-            os.environ.clear()
-            os.environ.update(environment(**extra))
-            sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
-            torch.set_num_threads(1)  # a fork has only this thread
-            code = main([*map(str, arguments), "--device", "cpu"])
-            sys.stdout.flush()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
+    streams = (theirs, theirs if stdout is None else stdout, theirs)
+    child = forked([*arguments, "--device", "cpu"], streams, extra, is_terminal=True)
     os.close(theirs)
     seen = b""
     while True:

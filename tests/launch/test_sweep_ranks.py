@@ -36,10 +36,18 @@ def keyed(found: list[Sample]) -> list[tuple[Any, ...]]:
     return [(s["k"], s["index"], s["token_ids"]) for s in without_times(found)]
 
 
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param([], id="our-launcher"),
+        # Each of torchrun's ranks imports for itself: ten seconds. test_launch.py has torchrun too.
+        pytest.param(torchrun_alone(2), id="torchrun", marks=pytest.mark.slow),
+    ],
+)
 def test_two_ranks_measure_what_one_measures(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    launcher: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The parent is interrupted; torchrun measures the rest."""
+    """The parent is interrupted; another launch measures the rest."""
     folder, environ = tmp_path / "run", marked()
     options = ["-o", str(folder), "--resume"]
     parent = start([*SPLIT, *options], environ)
@@ -51,7 +59,7 @@ def test_two_ranks_measure_what_one_measures(
     assert f"{kept.count(chr(10))} samples are kept in {folder}\n" in err
     assert err.count("error: ") == 1 and living(environ) == []
 
-    parent = start([*torchrun_alone(2), *SPLIT, *options, "--json"], environ)
+    parent = start([*launcher, *SPLIT, *options, "--json"], environ)
     out, _ = parent.communicate(timeout=180)
     assert parent.returncode == 0
     document = json.loads(out)
