@@ -414,7 +414,7 @@ def test_drafts_of_another_dtype_or_vocabulary(
 ):
     monkeypatch.setattr(rows_of_logits, "BLOCKS", (64, 128))
     made = make_round(
-        *([2, 0, 1, 2, 2], 3, 205, settings, device),
+        *([2, 0, 1], 3, 205, settings, device),
         draft_vocabulary=draft_vocabulary,
         dtypes=(torch.float16, torch.bfloat16),
     )

@@ -409,7 +409,7 @@ def test_rejection_follows_the_rule(lens, width, vocabulary, settings, lens_dtyp
     [
         ([0, 1, 2, 4], 4, 61, PLAIN),
         ([3, 0, 3, 2, 1, 3], 3, 61, MASKED),
-        ([5, 0, 5, 2, 1], 6, 257, (1.3, 0, 0.6)),
+        ([5, 0, 2], 6, 257, (1.3, 0, 0.6)),
         ([1, 1], 1, 2, PLAIN),
         ([4, 2], 4, 1999, PLAIN),
     ],
