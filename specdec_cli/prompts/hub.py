@@ -14,6 +14,8 @@ from specdec_cli.prompts.tables import wanted
 from specdec_cli.prompts.types import Source
 from specdec_cli.text import first_line, one_line
 
+_CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
+
 
 def hub_source(
     path: str, subset: str | None, split: str | None, column: str | None, *, is_folder: bool
@@ -32,6 +34,7 @@ def hub_source(
         ) from None
     if is_folder:
         _refuse_special_files(Path(path))
+        _refuse_long_card(Path(path))
     with _quiet(datasets):
         try:
             is_saved = is_folder and _is_saved(Path(path))
@@ -53,6 +56,22 @@ def _refuse_special_files(folder: Path) -> None:
             raise UsageError(
                 f"{file} is no regular file, and {folder} is read as a dataset",
                 "move it out of the folder",
+            )
+
+
+def _refuse_long_card(folder: Path) -> None:
+    """Raise `UsageError` for a card whose settings `datasets` would take minutes to parse."""
+    for name, end in (("README.md", b"\n---"), (".huggingface.yaml", None)):
+        file = folder / name
+        if not file.is_file():
+            continue
+        with file.open("rb") as stream:
+            begin = stream.read(_CARD_BYTES + 1)
+        has_settings = end is None or begin.startswith(b"---")
+        if has_settings and len(begin) > _CARD_BYTES and (end is None or end not in begin[3:]):
+            raise UsageError(
+                f"{file}: the settings of the dataset are longer than {_CARD_BYTES >> 10} KiB",
+                "shorten them, or pass the files of rows themselves",
             )
 
 

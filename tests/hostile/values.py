@@ -6,6 +6,7 @@ A mutation is drawn from a `random.Random`, so that its seed repeats it. Knows n
 import copy
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -138,8 +139,7 @@ def dumped(document: Any, rng: random.Random | None = None) -> str:
         return [held(inner) for inner in one] if isinstance(one, list) else one
 
     said = json.dumps(held(document), ensure_ascii=rng is None or rng.random() < 0.5)
-    for place, raw in enumerate(raws):
-        said = said.replace(f'"@raw {place}@"', raw, 1)
+    said = re.sub(r'"@raw (\d+)@"', lambda found: raws[int(found[1])], said)
     if rng is not None and said.startswith("{") and rng.random() < 0.05:
         said = said[0] + said[1:-1] + ", " + said[1:]  # every key twice
     return said

@@ -318,6 +318,29 @@ def test_pipes_and_devices_in_a_dataset_are_not_read(cache: Path) -> None:
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "card", "is_read"),
+    [
+        ("README.md", "---\nx: [%s]\n---\n", False),
+        ("README.md", "---\nx: 1\n---\n%s", True),  # a long text after short settings
+        ("README.md", "%s", True),
+        (".huggingface.yaml", "x: [%s]", False),
+    ],
+)
+def test_settings_that_take_minutes_are_refused(
+    name: str, card: str, is_read: bool, cache: Path
+) -> None:
+    folder = cache / "d"
+    folder.mkdir()
+    write(folder / "train.jsonl", '{"prompt": "x"}')
+    write(folder / name, card % ("{}, " * 400_000))
+    if is_read:
+        assert texts(load(folder)) == ["x"]
+        return
+    with pytest.raises(UsageError, match="settings of the dataset are longer than 1024 KiB"):
+        load(folder)
+
+
 def test_what_save_to_disk_wrote(cache: Path) -> None:
     import datasets
 
