@@ -45,18 +45,20 @@ _EPILOG = (
 
 app = typer.Typer(
     name="specdec",
+    cls=options.Commands,
     help="Speculative decoding experiments: which draft, how many proposed tokens, how many GPUs.",
     epilog=_EPILOG,
     pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    rich_markup_mode=None,  # its tables cut the names of options on a terminal of 80 columns
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 app.command("generate", cls=options.OneSource)(generate.generate)
 app.command("sweep-k", cls=options.OneSource)(sweep_k.sweep_k)
 app.command("compare-tp", cls=options.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
-app.command("merge")(merge.merge)
-app.command("profile-blocks")(profile_blocks.profile_blocks)
-app.command("report")(report.report)
+app.command("merge", cls=options.Command)(merge.merge)
+app.command("profile-blocks", cls=options.Command)(profile_blocks.profile_blocks)
+app.command("report", cls=options.Command)(report.report)
 app.add_typer(recipe.app, name="recipe")
 
 
@@ -72,7 +74,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "-V", "--version", callback=_print_version, is_eager=True, help="Print the version."
         ),
     ] = False,
 ) -> None:
@@ -115,6 +117,10 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
+        if not arguments:  # who types the name alone wants to see what there is
+            command = typer.main.get_command(app)
+            context = command.make_context("specdec", [], resilient_parsing=True)
+            typer.echo("\n" + command.get_help(context), err=True)
         _deliver(document, outcome)
         if place.rank is not None:
             _end_rank(place.rank, outcome, asked)

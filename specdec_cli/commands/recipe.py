@@ -10,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec_cli.commands.options import Json, Quiet, Set, Verbose, resolve
+from specdec_cli.commands.options import Command, Commands, Json, Quiet, Set, Verbose, resolve
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
-app = typer.Typer(help="List, show and check recipes.", no_args_is_help=False)
+app = typer.Typer(cls=Commands, help="List, show and check recipes.", no_args_is_help=False)
 
 
 @app.callback(invoke_without_command=True)
@@ -23,7 +23,7 @@ def group(ctx: typer.Context) -> None:
         raise UsageError("no subcommand given", "ls, show, validate or schema")
 
 
-@app.command("ls")
+@app.command("ls", cls=Command)
 def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List the bundled recipes."""
     from specdec_cli.recipe import bundled_recipes
@@ -37,7 +37,7 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
         typer.echo(f"{r.name:<{width}}  {r.description}")
 
 
-@app.command("show")
+@app.command("show", cls=Command)
 def show_recipe(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Bundled recipe, or recipe file.")],
     resolved: Annotated[
@@ -62,7 +62,7 @@ def show_recipe(
         typer.echo(inert(path.read_text(encoding="utf-8-sig")), nl=False)
 
 
-@app.command("validate")
+@app.command("validate", cls=Command)
 def validate_recipes(
     paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or bundled names.")],
     as_json: Json = False,
@@ -104,7 +104,7 @@ def _with_limits(schema: Any) -> Any:
     }
 
 
-@app.command("schema")
+@app.command("schema", cls=Command)
 def print_schema(as_json: Json = False, quiet: Quiet = False, verbose: Verbose = False) -> None:
     """List every key with its default and meaning; with --json print a JSON Schema."""
     from specdec_cli.recipe import Recipe

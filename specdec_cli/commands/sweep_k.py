@@ -21,7 +21,7 @@ from specdec_cli.errors import ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 or 1,2,4; 0 is added."
-Ks = Annotated[str, option("--k", "LIST", _KS)]
+Ks = Annotated[str, option("-k --k", "LIST", _KS)]
 Drafts = Annotated[list[str] | None, option("--draft", "MODEL", "Draft model; may be repeated.")]
 BatchSizes = Annotated[str | None, option("--batch-size", "LIST", "Batch sizes, such as 1,8.")]
 _PREDICT = "Measure k = 0 and the largest k, and predict the others."

@@ -159,16 +159,31 @@ def test_usage_errors(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert json.loads(capsys.readouterr().out)["error"]["code"] == 2
 
 
+def test_the_name_alone_shows_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    told = capsys.readouterr().err
+    assert main(["--help"]) == 0
+    assert told.partition("\n\n")[2] == capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["generate", "sweep-k", "compare-tp", "profile-blocks"])
+def test_help_cuts_no_name_at_80_columns(command: str) -> None:
+    shown = specdec(command, "--help", COLUMNS="80").stdout
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert re.search(r"^  (-k, )?--(k|num-speculative-tokens) |--device DEVICE", shown, re.M)
+
+
 def test_json_after_a_double_dash_is_no_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipe", "show", "--", "--json"]) == 2
     assert capsys.readouterr().out == ""
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"specdec {__version__}\n"
+    for option in ("--version", "-V"):
+        assert main([option]) == 0
+        assert capsys.readouterr().out == f"specdec {__version__}\n"
     assert main(["--help"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     for code in (
         "0 done",
         "1 run failed",

@@ -290,6 +290,7 @@ def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--draft-tp", "1,2"), "--draft-tp: several values need --estimate"),
         (("-k", "1,x", "--estimate"), "-k: expected numbers such as 1,2,4, got '1,x'"),
         (("--device-memory", "80GiB"), "--device-memory needs --estimate"),
+        (("--estimate", "--device-memory", "24"), "did you mean 24GiB?"),
         (("--device-memory", "lots", "--estimate"), "expected a size such as 80GiB"),
         (("--device-memory", "8G", "--estimate", "--device", "cpu"), "run.device is cpu"),
         (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
