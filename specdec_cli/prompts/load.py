@@ -3,9 +3,11 @@
 Knows nothing of tokenizers or chat templates.
 """
 
+import contextlib
 import io
 import logging
 import os
+import select
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,6 +29,7 @@ from specdec_cli.text import one_line
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 _MAX_SHOWN = 5
+_PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
 _log = logging.getLogger("specdec")
@@ -109,6 +112,7 @@ def _read_stdin(
     """Prompts as of a .txt file, or as of a .jsonl file if the input starts with an object."""
     if stream is None or stream.closed or stream.isatty():
         return []
+    _say_if_it_waits(stream)
     try:
         raw = getattr(stream, "buffer", stream).read()
     except OSError:  # the terminal of a background job, or a stream that a test replaced
@@ -126,6 +130,16 @@ def _read_stdin(
     else:
         source = Source(name, text_rows(file, name))
     return _prompts_of(source, None, limit, skip_bad=skip_bad)
+
+
+def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
+    """Tell the user of a pipe that has nothing to read yet: it may be an accident."""
+    with contextlib.suppress(OSError, ValueError):  # a stream without a descriptor
+        if not select.select([stream.fileno()], [], [], _PATIENCE_S)[0]:
+            _log.warning(
+                "waiting for prompts on standard input (--prompt, --prompt-file or </dev/null "
+                "leave it alone)"
+            )
 
 
 def _is_file_name(path: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -263,6 +264,27 @@ def test_nothing_piped_falls_back_to_the_recipe(source: str, run: Run, stdin: An
     first = json.loads((DEMO / "prompts.jsonl").read_text().partition("\n")[0])
     output, _ = result.outputs
     assert (output["prompt"], output["category"]) == (first["prompt"], first["category"])
+
+
+def test_a_pipe_that_waits_is_told(
+    run: Run, stdin: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec_cli.prompts.load._PATIENCE_S", 0.01)
+    reading, writing = os.pipe()
+    stdin(reading)
+    threading.Timer(0.1, os.close, (writing,)).start()
+    run("--json", "-k", "0", "--max-new-tokens", "1", "--set", "data.limit=1")
+    assert "waiting for prompts on standard input" in caplog.text
+
+
+def test_prompts_of_options_leave_standard_input_alone(run: Run, stdin: Any) -> None:
+    """So that a shell's `while read` loop around the command keeps its lines."""
+    reading, writing = os.pipe()
+    os.write(writing, b"of the loop")
+    os.close(writing)
+    stdin(reading)
+    run("--json", "-k", "0", "--prompt", "x", *SHORT)
+    assert os.read(reading, 99) == b"of the loop"
 
 
 def test_dash_is_standard_input(run: Run, stdin: Any) -> None:
