@@ -14,6 +14,7 @@ from specdec_cli.prompts.tables import wanted
 from specdec_cli.prompts.types import Source
 from specdec_cli.text import first_line, one_line
 
+_HUB_S = 10.0
 _CARD_BYTES = 1 << 20  # `datasets` parses 100 KiB of settings in a second
 
 
@@ -37,6 +38,8 @@ def hub_source(
         _refuse_long_card(Path(path))
     with _quiet(datasets):
         try:
+            if not is_folder and not _is_cached(datasets, path):
+                _ask_once(path)
             is_saved = is_folder and _is_saved(Path(path))
             load = _from_disk if is_saved else _loaded
             data = load(datasets, path, subset, split)
@@ -83,6 +86,22 @@ def _loaded(datasets: Any, path: str, subset: str | None, split: str | None) -> 
     # Some datasets know their splits only once they are prepared.
     data = datasets.load_dataset(path, name=subset, split=split)
     return data if split is not None else data[_only_split(path, list(data))]
+
+
+def _is_cached(datasets: Any, path: str) -> bool:
+    """True if there is something of this id on the disk."""
+    from huggingface_hub import constants
+
+    prepared = Path(datasets.config.HF_DATASETS_CACHE, path.replace("/", "___"))
+    downloaded = Path(constants.HF_HUB_CACHE, f"datasets--{path.replace('/', '--')}")
+    return prepared.exists() or downloaded.exists()
+
+
+def _ask_once(path: str) -> None:
+    """Raise the hub's error for an id: `datasets` would retry for half a minute."""
+    from huggingface_hub import HfApi
+
+    HfApi().dataset_info(path, timeout=_HUB_S)
 
 
 def _is_saved(folder: Path) -> bool:
@@ -137,7 +156,7 @@ def _refusal(path: str, problem: Exception, *, is_folder: bool) -> SpecdecError:
         cause = problem.__cause__ or problem
         why = one_line(first_line(cause))
         return UsageError(f"{path}: cannot be read as a dataset: {why}")
-    if kind == "DatasetNotFoundError":
+    if kind in ("DatasetNotFoundError", "RepositoryNotFoundError"):
         return SetupError(
             f"no dataset {path} on the hub, or access to it is restricted",
             "check the spelling; log in with `hf auth login`, or pass a local file",

@@ -385,6 +385,28 @@ def test_an_id_that_cannot_be_had(cache: Path) -> None:
     assert "hf download --repo-type dataset owner/name" in refused.value.hint
 
 
+def test_a_hub_out_of_reach_is_asked_once(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import huggingface_hub
+
+    asked = []
+
+    def out_of_reach(*arguments: object, **more: object) -> None:
+        asked.append(arguments)
+        raise ConnectionError
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", out_of_reach)
+    monkeypatch.setattr(datasets, "load_dataset_builder", out_of_reach)
+    with pytest.raises(SetupError, match="could not be downloaded"):
+        load("owner/name")
+    assert len(asked) == 1
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    (cache / "datasets--owner--name").mkdir()
+    with pytest.raises(SetupError, match="could not be downloaded"):
+        load("owner/name")  # `datasets` looks into its cache
+    assert asked[1:] == [("owner/name",)]
+
+
 @pytest.mark.parametrize("path", ["missing.jsonl", "./x", "/a/b", "a/b/c", "x:y", "a\\b"])
 def test_what_looks_like_a_path_is_no_id(path: str) -> None:
     with pytest.raises(UsageError, match="no such prompt file"):
