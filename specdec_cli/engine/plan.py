@@ -389,6 +389,7 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
         role=role,
         name=section.model,
         revision=section.revision,
+        file=section.file,
         dtype=section.dtype,
         load_format=section.load_format,
         trust_remote_code=permissions.trust_remote_code,
@@ -399,7 +400,7 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
 def _tokenizer(model: Description) -> Tokenizer:
     is_dummy = model.spec.load_format == "dummy"
     return load_tokenizer(
-        model.folder, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
+        model.place, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
     )
 
 

@@ -25,7 +25,7 @@ def with_weights(section: dict[str, Any], model: Draft | None) -> dict[str, Any]
     """A model's section of the recipe with the fingerprint of its weights, if it takes part."""
     if model is None:
         return section
-    return section | {"weights": fingerprint(model.folder, model.spec.load_format)}
+    return section | {"weights": fingerprint(model.place, model.spec.load_format)}
 
 
 def device_settings(job: Job) -> dict[str, str]:

@@ -5,7 +5,7 @@ The ranks would find the same problems. Imports nothing heavy and does not ask t
 
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.refusals import Indivisible
-from specdec_cli.models.resolve import local_folder
+from specdec_cli.models.resolve import local_place
 from specdec_cli.recipe import DraftSection, ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import needs_draft
 
@@ -23,8 +23,8 @@ def check_ahead(recipe: Recipe) -> None:
 
 
 def _check(section: ModelSection | DraftSection | None) -> None:
-    if section is None or (folder := local_folder(section.model)) is None:
+    if section is None or (place := local_place(section.model, section.file)) is None:
         return
-    heads = config_file(section.model, folder).get("num_attention_heads")
+    heads = config_file(section.model, place).get("num_attention_heads")
     if type(heads) is int and heads % section.tensor_parallel_size:
         raise Indivisible(section.model, f"{heads} attention heads", section.tensor_parallel_size)

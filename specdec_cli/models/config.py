@@ -9,14 +9,22 @@ from transformers import AutoConfig, GenerationConfig
 
 from specdec_cli.errors import SetupError
 from specdec_cli.models.config_file import MAX_BYTES, config_file
+from specdec_cli.models.gguf.config import gguf_config
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.refusals import Unsupported
 
 
-def read_config(name: str, folder: Path, *, trust_remote_code: bool) -> Any:
-    """Read transformers' config. Raises `SetupError` if it is unreadable or of an unknown type."""
-    config_file(name, folder)
+def read_config(name: str, place: Path, *, trust_remote_code: bool) -> Any:
+    """transformers' config of a folder or GGUF file.
+
+    Raises `SetupError` if it is unreadable or of an unknown type.
+    """
+    if is_gguf(place):
+        return gguf_config(name, read_model(place))
+    config_file(name, place)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code)
     except Exception as problem:
         if "trust_remote_code" in str(problem):
             raise SetupError(
@@ -54,15 +62,15 @@ def max_len_of(config: Any) -> int:
     return 1 << 20
 
 
-def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
+def eos_ids_of(config: Any, place: Path) -> frozenset[int]:
     """The ids that end a text: the generation config's, else the model config's."""
     eos = getattr(config, "eos_token_id", None)
-    file = folder / "generation_config.json"
+    file = place / "generation_config.json"
     if file.is_file():
         try:
             if file.stat().st_size > MAX_BYTES:
                 raise ValueError(f"it is larger than {MAX_BYTES >> 20} MiB")
-            stored = GenerationConfig.from_pretrained(folder).eos_token_id
+            stored = GenerationConfig.from_pretrained(place).eos_token_id
         except Exception as problem:
             raise SetupError(
                 f"cannot read {file}: {line_of(problem)}", "it is damaged; download it again"
@@ -70,7 +78,7 @@ def eos_ids_of(config: Any, folder: Path) -> frozenset[int]:
         eos = eos if stored is None else stored
     ids = eos if isinstance(eos, list) else [eos] if eos is not None else []
     if not all(type(i) is int for i in ids):
-        where = file if file.is_file() else folder / "config.json"
+        where = file if file.is_file() else place / "config.json"
         raise SetupError(
             f"{where}: eos_token_id is {json.dumps(eos)}",
             "it has to be a number, or a list of them",

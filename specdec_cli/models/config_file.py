@@ -1,4 +1,4 @@
-"""A model's config.json before transformers reads it: what it must be, and sizes that can be.
+"""A model's config before transformers reads it: what config.json must be, and possible sizes.
 
 transformers makes a list entry or a module for each layer that a config names, however many.
 Imports nothing heavy.
@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, shown
 
 MAX_BYTES = 16 * 2**20
+_FAMILY = "general.architecture"
 _LAYERS = re.compile(r"(num_)?((hidden|encoder|decoder)_)?layers|n_layers?")
 _EXPERTS = re.compile(r"(n|num|moe_num)_(local_|routed_|shared_)?experts(_per_tok)?")
 _SIZES = set(
@@ -22,13 +25,15 @@ _SIZES = set(
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
-def config_file(name: str, folder: Path) -> dict[str, Any]:
-    """The content of config.json in `folder`.
+def config_file(name: str, place: Path) -> dict[str, Any]:
+    """The content of config.json in a folder; of a GGUF file, the number of heads alone.
 
     Raises `SetupError` for what is no JSON object in a regular file of at most 16 MiB, and, with
     the key, for a count that no model has.
     """
-    file = folder / "config.json"
+    if is_gguf(place):
+        return _of_header(place)
+    file = place / "config.json"
     try:
         if not file.is_file():
             raise ValueError("it is no regular file")
@@ -42,7 +47,18 @@ def config_file(name: str, folder: Path) -> dict[str, Any]:
             f"cannot read config.json of {name}: {first_line(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
-    inner: list[dict[str, Any]] = [config]
+    check_sizes(name, config, "config.json")
+    return config
+
+
+def _of_header(file: Path) -> dict[str, Any]:
+    values = read_model(file).values
+    return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
+
+
+def check_sizes(name: str, config: dict[str, Any], where: str) -> None:
+    """Raise `SetupError` for a count that no model has, with its key and `where` it stands."""
+    inner = [config]
     while inner:
         for key, value in inner.pop().items():
             kind = "layers" if _LAYERS.fullmatch(key) else "sizes"
@@ -50,15 +66,14 @@ def config_file(name: str, folder: Path) -> dict[str, Any]:
             if isinstance(value, dict):
                 inner.append(value)
             elif kind != "sizes" or key in _SIZES:
-                _check(name, key, value, int(kind == "sizes"), _MOST[kind])
-    return config
+                _check(f"{where} of {name}: {key}", value, int(kind == "sizes"), _MOST[kind])
 
 
-def _check(name: str, key: str, value: Any, least: int, most: int) -> None:
+def _check(what: str, value: Any, least: int, most: int) -> None:
     """Raise `SetupError` unless each of the values, which may be one, is in the range or null."""
     for count in value if isinstance(value, list) else [value]:
         if count is not None and not (type(count) is int and least <= count <= most):
             raise SetupError(
-                f"config.json of {name}: {key} is {shown(count)}",
+                f"{what} is {shown(count)}",
                 f"it has to be a whole number from {least} to {most}",
             )

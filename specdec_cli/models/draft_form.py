@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
-from specdec_cli.models.resolve import local_folder, model_folder
+from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.recipe import DraftSection, Recipe, SpeculationSection
 from specdec_cli.recipe.choices.registry import METHODS, needs_draft
 
@@ -48,9 +48,9 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
 def _config_of(draft: DraftSection, *, may_download: bool) -> dict[str, Any] | None:
     """The draft's config.json; None where there is none or it cannot be read."""
     try:
-        folder = local_folder(draft.model)
-        if folder is None and may_download:
-            folder = model_folder(draft.model, draft.revision, weights=False)
-        return None if folder is None else config_file(draft.model, folder)
+        place = local_place(draft.model, draft.file)
+        if place is None and may_download:
+            place = model_place(draft.model, draft.revision, draft.file, weights=False)
+        return None if place is None else config_file(draft.model, place)
     except SetupError:
         return None

@@ -1,10 +1,12 @@
-"""A fingerprint that tells model folders of the same name apart, at the cost of a few reads."""
+"""A fingerprint that tells models of the same name apart, at the cost of a few reads."""
 
 import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf, read_header
 from specdec_cli.models.weights import weight_files
 
 _PIECE = 16 * 2**10
@@ -12,37 +14,57 @@ _PIECES = 65  # odd, so that one of them lies in the middle
 _CONFIGS = ("config.json", "generation_config.json")  # the second may name the ids that end a text
 
 
-def fingerprint(folder: Path, load_format: str) -> str:
-    """A hash of a model's folder: the same for copies of it, another for other weights.
+def fingerprint(place: Path, load_format: str) -> str:
+    """A hash of a model's folder or GGUF file: the same for copies of it, another for other weights.
 
     It covers each weight file's name, size and header, and pieces spread evenly over the file,
     since training changes weights everywhere. It leaves out file times, which differ between
-    copies, and all weight files where the weights are random. Raises `SetupError` for files that
+    copies, and all weights where they are random. Of GGUF files it takes the header and, of their
+    names, none: one file has any number of names. Raises `SetupError` for files that
     cannot be read.
     """
     found = hashlib.sha256()
-    files = [folder / name for name in _CONFIGS]
     try:
-        for file in filter(Path.is_file, files):
-            content = file.read_bytes()
-            found.update(f"{file.name} {len(content)}\n".encode() + content)
-        for file in weight_files(folder) if load_format != "dummy" else ():
-            found.update(f"{file.name} {file.stat().st_size}\n".encode())
-            for piece in _pieces(file):
-                found.update(piece)
+        for piece in _of_gguf(place, load_format) if is_gguf(place) else _of(place, load_format):
+            found.update(piece)
     except OSError as problem:
         raise SetupError(f"cannot read {problem.filename}: {problem.strerror}") from None
     return found.hexdigest()[:16]
 
 
-def _pieces(file: Path) -> Iterator[bytes]:
+def _of(folder: Path, load_format: str) -> Iterator[bytes]:
+    for file in filter(Path.is_file, [folder / name for name in _CONFIGS]):
+        content = file.read_bytes()
+        yield f"{file.name} {len(content)}\n".encode() + content
+    for file in weight_files(folder) if load_format != "dummy" else ():
+        yield f"{file.name} {file.stat().st_size}\n".encode()
+        yield from _pieces(file, _header_bytes(file) if file.suffix == ".safetensors" else 0)
+
+
+def _of_gguf(file: Path, load_format: str) -> Iterator[bytes]:
+    header = read_model(file)
+    files = dict.fromkeys([header.file, *(t.file for t in header.tensors.values())])
+    for part in files:
+        size = read_header(part).size
+        if load_format == "dummy":
+            with part.open("rb") as stream:
+                yield stream.read(size)
+        else:
+            yield f"{part.stat().st_size}\n".encode()
+            yield from _pieces(part, size)
+
+
+def _header_bytes(file: Path) -> int:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+    return 8 + length if 8 + length <= file.stat().st_size else 0  # loading reports damaged files
+
+
+def _pieces(file: Path, begin: int) -> Iterator[bytes]:
+    """The first `begin` bytes of a file, and pieces of the others."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        begin = 0
-        if file.suffix == ".safetensors":
-            length = int.from_bytes(stream.read(8), "little")
-            begin = 8 + length if 8 + length <= size else 0  # loading reports damaged files
-            stream.seek(0)
+        if begin:
             yield stream.read(begin)
         last = max(begin, size - _PIECE)
         for piece in range(_PIECES):

@@ -1,14 +1,15 @@
 """Loading a transformers model for the engine: config, gate, weights, buffers.
 
 The module is built on the meta device, so that refusing a model costs nothing. It is then filled
-tensor by tensor from safetensors, or with random numbers for `load_format: dummy`.
+tensor by tensor from safetensors or GGUF, or with random numbers for `load_format: dummy`.
 """
 
 import hashlib
 import logging
 import math
 import re
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,13 @@ from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tensors import kinds_of
+from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.quantised import dequantised
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_folder
+from specdec_cli.models.resolve import model_place
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
 from specdec_cli.text import one_line
@@ -45,6 +50,7 @@ class ModelSpec:
     load_format: str  # auto | dummy
     trust_remote_code: bool = False
     allow_pickle: bool = False
+    file: str | None = None  # of several GGUF files
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +62,7 @@ class Description:
     """
 
     spec: ModelSpec
-    folder: Path
+    place: Path  # a folder, or a GGUF file
     module: Any
     layers: list[LayerShape]
     dtype: torch.dtype
@@ -78,6 +84,8 @@ class Description:
     def notes(self) -> dict[str, str]:
         """Facts for the record of a run, by a word for each."""
         stored = quantisation(self.module.config)  # undone on loading
+        if is_gguf(self.place):
+            stored = f"GGUF ({kinds_of(read_model(self.place))})"
         return {} if stored is None else {"weights": f"dequantised from {stored}"}
 
     def block_bytes(self, block_size: int) -> int:
@@ -99,16 +107,17 @@ def describe(
 
     Raises `SetupError` for a model that cannot be found or read, or is not supported.
     """
-    folder = model_folder(
+    place = model_place(
         spec.name,
         spec.revision,
+        spec.file,
         weights=spec.load_format != "dummy",
         allow_pickle=spec.allow_pickle,
     )
-    config = read_config(spec.name, folder, trust_remote_code=spec.trust_remote_code)
+    config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
     try:
         check_config(config, spec.name)
-        if spec.load_format != "dummy" and (held := layers_held(folder)) is not None:
+        if spec.load_format != "dummy" and (held := layers_held(place)) is not None:
             check_layers(config, spec.name, held)
         dtype = dtype_of(spec.dtype, config, device)
         with torch.device("meta"):
@@ -136,12 +145,12 @@ def describe(
         raise Unsupported(spec.name, reason) from problem
     return Description(
         spec=spec,
-        folder=folder,
+        place=place,
         module=module,
         layers=layers,
         dtype=dtype,
         max_len=max_len_of(config),
-        eos_ids=eos_ids_of(config, folder),
+        eos_ids=eos_ids_of(config, place),
         parallel=parallel,
         shards=shards,
     )
@@ -163,11 +172,36 @@ def load(
     if spec.load_format == "dummy":
         _fill(description, device, _dummy_source(module, device), borrowed)
     else:
-        with open_checkpoint(description.folder, spec.allow_pickle) as tensors:
-            source = _checkpoint_source(description, tensors, borrowed.keys())
+        with _opened(description) as (tensors, unused):
+            source = _checkpoint_source(description, tensors, unused, borrowed.keys())
             _fill(description, device, source, borrowed)
     _restore_buffers(module, device)
     return module
+
+
+@contextmanager
+def _opened(description: Description) -> Iterator[tuple[dict[str, Read], list[str]]]:
+    """Readers of the module's tensors by its names, and the stored names without a use.
+
+    Raises `SetupError` for damaged files and quantised tensors that cannot be undone.
+    """
+    module, spec, place = description.module, description.spec, description.place
+    if is_gguf(place):
+        yield gguf_readers(module, read_model(place), description.dtype)
+        return
+    with open_checkpoint(place, spec.allow_pickle) as tensors:
+        if quantisation(module.config) is not None:
+            settings = module.config.quantization_config
+            tensors = dequantised(tensors, settings, description.dtype, spec.name)
+        try:
+            found = converted(module, tensors)
+        except Exception as problem:
+            raise SetupError(
+                f"the weights of {spec.name} cannot be read as config.json describes them "
+                f"({line_of(problem)})",
+                "config.json and the weights do not belong together",
+            ) from problem
+        yield found
 
 
 Source = Callable[[str, torch.Tensor, Part | None], torch.Tensor | None]
@@ -243,22 +277,11 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _checkpoint_source(
-    description: Description, tensors: dict[str, Read], borrowed: Set[str]
+    description: Description, readers: dict[str, Read], unused: list[str], borrowed: Set[str]
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
     method = quantisation(module.config)
-    if method is not None:
-        settings = module.config.quantization_config
-        tensors = dequantised(tensors, settings, description.dtype, spec.name)
-    try:
-        readers, unused = converted(module, tensors)
-    except Exception as problem:
-        raise SetupError(
-            f"the weights of {spec.name} cannot be read as config.json describes them "
-            f"({line_of(problem)})",
-            "config.json and the weights do not belong together",
-        ) from problem
     if unused and method is None:
         _log.warning(
             "%d tensors in the weights of %s are not used, first %s: config.json describes a model "

@@ -1,14 +1,18 @@
-"""The folder on disk for a model's name in a recipe.
+"""The folder or GGUF file on disk for a model's name in a recipe.
 
-A name is a folder, one of the bundled demo models (`demo:target`), or a hub id. Reads no weights.
+A name is a path, one of the bundled demo models (`demo:target`), an installed package
+(`package:NAME`), or a hub id. Reads no weights.
 """
 
 from pathlib import Path
 
 from specdec_cli import demo
 from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.files import chosen, parts_named
+from specdec_cli.models.package import PREFIX, package_model
 from specdec_cli.text import one_line
 
+_CONFIG = "config.json"
 # Files that are downloaded from the hub. Weights for other engines lie in subfolders or are called
 # consolidated.
 _DESCRIPTIONS = ("*.json", "*.model", "*.txt", "*.jinja", "*.py")
@@ -17,37 +21,53 @@ _PICKLES = ("*.bin",)
 _FOR_OTHERS = ("*/*.safetensors", "*/*.bin", "consolidated*", "training_args.bin")
 
 
-def model_folder(
-    name: str, revision: str | None, *, weights: bool = True, allow_pickle: bool = False
+def model_place(
+    name: str,
+    revision: str | None,
+    file: str | None = None,
+    *,
+    weights: bool = True,
+    allow_pickle: bool = False,
 ) -> Path:
-    """The folder of a model's config and, with `weights`, its weights, or pickled ones if allowed.
+    """The folder of a model's config and, with `weights`, its weights, or pickled ones if allowed;
+    or its GGUF file.
 
-    A hub id is taken from the local cache, or downloaded where that is possible. Raises
-    `SetupError` when there is no such model.
+    file: the name of one of several GGUF files. A hub id is taken from the local cache, or
+    downloaded where that is possible. Raises `SetupError` when there is no such model, or several.
     """
-    if (local := local_folder(name)) is not None:
+    if (local := local_place(name, file)) is not None:
         return local
+    if file is not None:
+        return _gguf_from_hub(name, revision, file)
     wanted = [*_DESCRIPTIONS, *(_WEIGHTS if weights else ())]
     folder = _from_hub(name, revision, wanted)
-    if weights and allow_pickle and not any(folder.glob("*.safetensors")):
+    if _is_for_transformers(folder) or (not weights and (folder / _CONFIG).is_file()):
+        return folder
+    if weights and allow_pickle:
         folder = _from_hub(name, revision, [*wanted, *_PICKLES])
-    return folder
+        if any(folder.glob("*.bin")):
+            return folder
+    names = _names_on_hub(name, revision, folder)
+    found = chosen(name, names, None)
+    return folder if found is None else _gguf_from_hub(name, revision, found)
 
 
-def local_folder(name: str) -> Path | None:
-    """The folder of a model that is on this machine, or None for a hub id.
+def local_place(name: str, file: str | None = None) -> Path | None:
+    """The folder or GGUF file of a model that is on this machine, or None for a hub id.
 
-    Raises `SetupError` for a name that can only be a path, and leads to no model.
+    Raises `SetupError` for a name that can only be a path, and leads to no model, or to several.
     """
+    if name.startswith(PREFIX):
+        return package_model(name, file)
     if name.startswith(demo.PREFIX):
         folder = demo.demo_path(name)
-        if not (folder / "config.json").is_file():
-            known = sorted(p.parent.name for p in demo.FOLDER.glob("*/config.json"))
+        if not (folder / _CONFIG).is_file():
+            known = sorted(p.parent.name for p in demo.FOLDER.glob(f"*/{_CONFIG}"))
             raise SetupError(
                 f"no bundled model {name}",
                 f"bundled are {', '.join(demo.PREFIX + n for n in known)}",
             )
-        return folder
+        return _in_folder(name, folder, file)
     try:
         path = Path(name).expanduser()
         is_folder, is_there = path.is_dir(), path.exists()
@@ -55,21 +75,73 @@ def local_folder(name: str) -> Path | None:
         why = getattr(problem, "strerror", None) or problem
         raise SetupError(f"no such model: {one_line(name)}: {why}", "is the path right?") from None
     if is_folder:
-        if not (path / "config.json").is_file():
-            raise SetupError(f"no config.json in the model folder {name}", "is the path right?")
+        return _in_folder(name, path, file)
+    if is_there and path.suffix == ".gguf":
+        if file is not None:
+            raise SetupError(
+                f"the model {name} is a file, and has no file {file}", "leave the key file out"
+            )
         return path
     if is_there:
         raise SetupError(
             f"the model {name} is a file",
-            "name the folder that holds config.json and the weights",
+            "name the folder that holds config.json and the weights, or a .gguf file",
         )
     looks_like_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or "\\" in name
-    if looks_like_path:
-        raise SetupError(f"no such model folder: {name}", "check the path in the recipe")
+    if looks_like_path or name.endswith(".gguf"):
+        what = "file" if name.endswith(".gguf") else "folder"
+        raise SetupError(f"no such model {what}: {name}", "check the path in the recipe")
     return None
 
 
-def _from_hub(name: str, revision: str | None, wanted: list[str]) -> Path:
+def _in_folder(name: str, folder: Path, file: str | None) -> Path:
+    """The model in a folder: the folder itself, or a GGUF file in it."""
+    if file is not None:
+        there = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.gguf")}
+        found = chosen(name, there, file)
+        assert found is not None
+        return there[found]
+    has_config = (folder / _CONFIG).is_file()
+    if has_config and (_is_for_transformers(folder) or any(folder.glob("*.bin"))):
+        return folder
+    found = chosen(name, [path.name for path in folder.glob("*.gguf")], None)
+    if found is not None:
+        return folder / found
+    if not has_config:
+        raise SetupError(
+            f"no config.json in the model folder {name}",
+            "is the path right? a folder with a .gguf file needs none",
+        )
+    return folder
+
+
+def _is_for_transformers(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors"))
+
+
+def _names_on_hub(name: str, revision: str | None, folder: Path) -> list[str]:
+    """The names of a repository's files; of those in the cache, where the hub cannot be asked."""
+    from huggingface_hub import HfApi
+
+    try:
+        return list(HfApi().list_repo_files(name, revision=revision))
+    except Exception:
+        return [path.relative_to(folder).as_posix() for path in folder.rglob("*.gguf")]
+
+
+def _gguf_from_hub(name: str, revision: str | None, file: str) -> Path:
+    """A GGUF file of a repository, with the others of a split model."""
+    place = Path(file)
+    wanted = [place.with_name(part).as_posix() for part in parts_named(place.name)]
+    folder = _from_hub(name, revision, wanted, ())
+    if not (folder / file).is_file():
+        chosen(name, [n for n in _names_on_hub(name, revision, folder) if n != file], file)
+    return folder / file
+
+
+def _from_hub(
+    name: str, revision: str | None, wanted: list[str], unwanted: tuple[str, ...] = _FOR_OTHERS
+) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -80,12 +152,12 @@ def _from_hub(name: str, revision: str | None, wanted: list[str]) -> Path:
 
     try:
         found = snapshot_download(
-            name, revision=revision, allow_patterns=wanted, ignore_patterns=list(_FOR_OTHERS)
+            name, revision=revision, allow_patterns=wanted, ignore_patterns=list(unwanted)
         )
         return Path(found)
     except HFValidationError:
         raise SetupError(
-            f"no such model: {name}", "name a folder, a hub id (owner/name) or demo:target"
+            f"no such model: {name}", "name a folder, a .gguf file, a hub id (owner/name), package:NAME or demo:target"
         ) from None
     except GatedRepoError:
         raise SetupError(

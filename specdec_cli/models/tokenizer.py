@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,9 @@ from typing import Any, Protocol
 from jinja2 import TemplateError, TemplateSyntaxError
 
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.models.gguf.files import read_model
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.gguf.tokenizer import gguf_tokenizer
 from specdec_cli.models.native_calls import in_time, is_panic, native_lines
 from specdec_cli.models.tokenizer_limits import (
     FILE_BYTES,
@@ -132,9 +135,15 @@ _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
 def load_tokenizer(
-    folder: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
+    place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
-    """The tokenizer in `folder`. Raises `SetupError` when there is none and weights are real."""
+    """The tokenizer in a folder or GGUF file.
+
+    Raises `SetupError` when there is none and weights are real.
+    """
+    if is_gguf(place):
+        return _loaded(partial(gguf_tokenizer, read_model(place)), name, "the GGUF file is damaged")
+    folder = place
     if (file := unsafe_file(folder)) is not None:
         what = f"no regular file of at most {FILE_BYTES >> 20} MiB"
         raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
@@ -145,23 +154,30 @@ def load_tokenizer(
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
     from transformers import AutoTokenizer
 
+    load = partial(
+        AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code
+    )
+    return _loaded(load, name, _NEEDED)
+
+
+def _loaded(load: Callable[[], Any], name: str, hint: str) -> PretrainedTokenizer:
+    """The tokenizer that `load` makes. Raises `SetupError` if it fails, with this hint."""
     try:
         # Without the option transformers asks on the terminal whether to run remote code.
         with native_lines(), redirect_stdout(sys.stderr):
-            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            found = load()
         return PretrainedTokenizer(found, name)
     except BaseException as problem:
-        if not (isinstance(problem, Exception) or is_panic(problem)):
+        if isinstance(problem, SetupError) or not (
+            isinstance(problem, Exception) or is_panic(problem)
+        ):
             raise
         if "trust_remote_code" in str(problem):
             raise SetupError(
                 f"the tokenizer of {name} needs code from its own repository",
                 "pass --trust-remote-code if you trust it",
             ) from None
-        raise SetupError(
-            f"cannot load the tokenizer of {name}: {_reason(problem)}",
-            _NEEDED,
-        ) from None
+        raise SetupError(f"cannot load the tokenizer of {name}: {_reason(problem)}", hint) from None
 
 
 def _steps_of(tokenizer: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.files import layers_in, read_model
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.text import first_line, one_line
 
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
@@ -138,16 +140,18 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
     return found
 
 
-def layers_held(folder: Path) -> int | None:
+def layers_held(place: Path) -> int | None:
     """The number of layers that the names of the tensors show; None where they show none.
 
     None too for a damaged index or file, which loading tells of: there one draft of a sweep fails,
     and here the sweep would.
     """
+    if is_gguf(place):
+        return layers_in(read_model(place))
     names: Collection[str] = ()
     with suppress(SetupError), ExitStack() as stack:
-        names = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
-        if not names and (file := folder / _SAFE).is_file():
+        names = _index(place, _SAFE) or _index(place, _PICKLED) or ()
+        if not names and (file := place / _SAFE).is_file():
             names = _open_safetensors(file, stack).keys()
     found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
     return max((int(match[1]) + 1 for match in found), default=None)

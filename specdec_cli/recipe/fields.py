@@ -64,6 +64,14 @@ def _one_line(value: str) -> str:
     return value
 
 
+def _gguf_name(value: str) -> str:
+    """Refuse what is no name of a GGUF file inside a folder."""
+    parts = value.split("/")
+    if not value.endswith(".gguf") or "" in parts or ".." in parts:
+        raise PydanticCustomError("text", "should be the name of a .gguf file in the model's folder")
+    return value
+
+
 # Counts stay far below what a tensor index or a file size can hold.
 MAX_COUNT = 2**31 - 1
 MAX_BATCH = 2**16  # far above what any device decodes together
@@ -75,6 +83,7 @@ Text = Annotated[StrictStr, AfterValidator(_usable)]
 Words = Annotated[StrictStr, Field(min_length=1), AfterValidator(_usable)]
 Name = Annotated[Words, AfterValidator(_not_blank)]
 Place = Annotated[Name, AfterValidator(_one_line)]
+GgufName = Annotated[Place, AfterValidator(_gguf_name)]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[float, BeforeValidator(_number)]

@@ -162,11 +162,12 @@ class _Merge:
             if key != EVERY_DTYPE:
                 self._set(key, overrides[key], self._names.get(key, "override"))
         for section in ("target", "draft"):
-            # A revision belongs to one model: replacing the model drops it.
-            if f"{section}.model" in overrides and f"{section}.revision" not in overrides:
-                values = self.data.get(section)
-                if isinstance(values, dict):
-                    values.pop("revision", None)
+            # A revision and a file belong to one model: replacing the model drops them.
+            values = self.data.get(section)
+            for key in ("revision", "file"):
+                is_new = f"{section}.model" in overrides and f"{section}.{key}" not in overrides
+                if is_new and isinstance(values, dict):
+                    values.pop(key, None)
             if EVERY_DTYPE in overrides and isinstance(self.data.get(section), dict):
                 origin = self._names.get(EVERY_DTYPE, "override")
                 self._set(f"{section}.dtype", overrides[EVERY_DTYPE], origin)

@@ -36,6 +36,7 @@ from specdec_cli.recipe.fields import (
     MAX_SECONDS,
     Count,
     CountOrZero,
+    GgufName,
     Name,
     Number,
     Place,
@@ -50,9 +51,15 @@ from specdec_cli.recipe.fields import (
 class ModelSection(Section):
     """A model, how it is loaded, and over how many ranks."""
 
-    model: Place = Field(description="folder, Hugging Face id, or demo:target / demo:draft")
+    model: Place = Field(
+        description="folder or .gguf file, Hugging Face id, package:NAME (the model that an "
+        "installed package ships), or demo:target / demo:draft"
+    )
     revision: Name | None = Field(
         default=None, description="branch, tag or commit of a Hugging Face id"
+    )
+    file: GgufName | None = Field(
+        default=None, description="NAME.gguf, where model has several such files"
     )
     tensor_parallel_size: Count = Field(
         default=1, description="ranks that share the model's weights"

@@ -22,7 +22,7 @@ from specdec_cli.models.config import dtype_of
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_folder
+from specdec_cli.models.resolve import model_place
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
 from tests.support import (
     CPU,
@@ -214,7 +214,7 @@ def test_nothing_is_downloaded_that_nobody_reads(
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert model_folder("owner/name", "v2", **options) == tmp_path
+    assert model_place("owner/name", "v2", **options) == tmp_path
     found = {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()}
     assert found == DESCRIPTIONS | weights
 

@@ -32,7 +32,7 @@ from specdec_cli.models.eagle3.weights import (
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.resolve import model_folder
+from specdec_cli.models.resolve import model_place
 from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 
 
@@ -47,7 +47,7 @@ class HeadDescription:
     """
 
     spec: ModelSpec
-    folder: Path
+    place: Path
     config: HeadConfig
     dtype: torch.dtype
     device: torch.device
@@ -148,7 +148,7 @@ class HeadDescription:
             weights = dummy_weights(config, self.dtype, device, lent, ranks)
         else:
             weights = read_weights(
-                config, self.folder, self.dtype, device, lent, self.spec.allow_pickle, ranks
+                config, self.place, self.dtype, device, lent, self.spec.allow_pickle, ranks
             )
         cache = KVCache(self.layers, 0, block_size, self.dtype, device)
         return PagedHead(Eagle3Head(config, weights, self.max_len, ranks), cache)
@@ -170,10 +170,10 @@ def describe_head(
     where the recipe's keys do not.
     """
     is_dummy = spec.load_format == "dummy"
-    folder = model_folder(
-        spec.name, spec.revision, weights=not is_dummy, allow_pickle=spec.allow_pickle
+    place = model_place(
+        spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle
     )
-    config = read_head_config(spec.name, folder)
+    config = read_head_config(spec.name, place)
     parts_of(config, parallel)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
@@ -192,10 +192,10 @@ def describe_head(
         is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
-        borrows = borrowed_by(config, folder, dtype, lent, spec.allow_pickle)
+        borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
     return HeadDescription(
         spec=spec,
-        folder=folder,
+        place=place,
         config=config,
         dtype=dtype,
         device=device,

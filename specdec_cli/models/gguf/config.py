@@ -1,0 +1,175 @@
+"""transformers' config for a model in a GGUF file.
+
+transformers' tables say which key means what. They leave out some that change a model's numbers
+(rotary scaling, head and expert sizes, soft caps, windows); these are read here, or refused.
+Does not know tensors' values, apart from rotary factors.
+"""
+
+import math
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING
+from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.config_file import check_sizes
+from specdec_cli.models.gguf.header import Header, name_of
+from specdec_cli.models.gguf.tensors import (
+    FROM_GGUF,
+    architecture_of,
+    check_kinds,
+    read_stored,
+)
+from specdec_cli.models.refusals import Unsupported
+from specdec_cli.text import one_line, shown
+
+_TEXT_ONLY = {"gemma3": "gemma3_text"}
+# Whose queries are scaled by hidden_size / heads instead of the head's size: the 27B models, which
+# are told by their number of layers, since no key says so.
+_OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
+_PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
+_ROTARY_FACTORS = "rope_freqs.weight"
+
+
+def gguf_config(name: str, header: Header) -> Any:
+    """The config of the model in a file. Raises `SetupError` for values that no model has, and
+    `Unsupported` for a model that cannot run here."""
+    architecture = architecture_of(name, header)
+    check_kinds(name, header)
+    values = _mapped(architecture, header)
+    check_sizes(name, values, "the GGUF file")
+    for key in ("rms_norm_eps", "rope_theta"):
+        number = values.get(key, 1.0)
+        if type(number) not in (int, float) or not (math.isfinite(number) and number > 0):
+            raise SetupError(
+                f"the GGUF file of {name}: {key} is {shown(number)}", "it has to be above 0"
+            )
+    values["dtype"] = _dtype(header)
+    try:
+        config = CONFIG_MAPPING[values["model_type"]].from_dict(values)
+    except Exception as problem:
+        reason = f"transformers cannot make its config ({one_line(str(problem))})"
+        raise Unsupported(name, reason) from problem
+    _check_heads(name, architecture, header, config)
+    _set_rotary(name, architecture, header, config)
+    return config
+
+
+def _mapped(architecture: str, header: Header) -> dict[str, Any]:
+    """A config's keys and values, by transformers' tables and then by the keys they leave out."""
+    known = FROM_GGUF[architecture]
+    # transformers tells mistral from llama by the model's name, and so do its texts' lengths.
+    is_mistral = architecture == "llama" and header.values.get("general.name") == "mistral"
+    family = "mistral" if is_mistral else known
+    values: dict[str, Any] = dict(GGUF_CONFIG_DEFAULTS_MAPPING.get(family) or {})
+    tables = {"tokenizer": GGUF_CONFIG_MAPPING["tokenizer"]}
+    tables[architecture] = GGUF_CONFIG_MAPPING[family]
+    for prefix, table in tables.items():
+        for key, wanted in table.items():
+            found = header.values.get(f"{prefix}.{key}")
+            if found is not None and wanted is not None:
+                values[wanted] = found
+    values["model_type"] = _TEXT_ONLY.get(family, family)
+    values["tie_word_embeddings"] = "output.weight" not in header.tensors
+    if "vocab_size" not in values and isinstance(
+        tokens := header.values.get("tokenizer.ggml.tokens"), list
+    ):
+        values["vocab_size"] = len(tokens)
+
+    def said(key: str) -> Any:
+        return header.values.get(f"{architecture}.{key}")
+
+    more = {
+        "head_dim": said("attention.key_length"),
+        "moe_intermediate_size": said("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": said("expert_shared_feed_forward_length"),
+        "attn_logit_softcapping": said("attn_logit_softcapping"),
+        "final_logit_softcapping": said("final_logit_softcapping"),
+    }
+    if family == "phi3":
+        del more["head_dim"]  # it has none of its own
+        more["sliding_window"] = said("attention.sliding_window")
+    if family in ("llama", "mistral", "qwen2"):
+        del more["head_dim"]  # rope.dimension_count, or none of its own
+    if family == "llama" and "blk.0.attn_q.bias" in header.tensors:
+        more["attention_bias"] = True
+    if family == "llama" and "blk.0.ffn_gate.bias" in header.tensors:
+        more["mlp_bias"] = True
+    if (architecture, values.get("num_hidden_layers")) in _OTHER_SCALE:
+        heads, width = values.get("num_attention_heads"), values.get("hidden_size")
+        if type(heads) is int and type(width) is int and heads > 0:
+            more["query_pre_attn_scalar"] = width // heads
+    values |= {key: value for key, value in more.items() if value is not None}
+    ends = [values.get("eos_token_id")]
+    ends += [header.values.get(f"tokenizer.ggml.{end}_token_id") for end in ("eot", "eom")]
+    found_ends = list(dict.fromkeys(end for end in ends if end is not None))
+    values["eos_token_id"] = found_ends if len(found_ends) > 1 else (found_ends or [None])[0]
+    return values
+
+
+def _dtype(header: Header) -> str | None:
+    """The dtype of a file without quantised numbers; float32 alone is its own."""
+    kinds = {name_of(t.kind) for t in header.tensors.values()}
+    if not kinds <= _PLAIN.keys():
+        return None
+    halves = [dtype for kind in sorted(kinds) if (dtype := _PLAIN[kind])]
+    return "bfloat16" if "bfloat16" in halves else "float16" if halves else "float32"
+
+
+def _check_heads(name: str, architecture: str, header: Header, config: Any) -> None:
+    """Refuse sizes of heads, and experts, that the config cannot say."""
+    experts = header.values.get(f"{architecture}.expert_count")
+    if experts and not any(hasattr(config, key) for key in ("num_experts", "num_local_experts")):
+        raise Unsupported(name, f"transformers reads no experts from GGUF files of {architecture}")
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim is None:
+        head_dim = config.hidden_size // max(1, config.num_attention_heads)
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        found = header.values.get(f"{architecture}.{key}", head_dim)
+        if found != head_dim:
+            raise Unsupported(name, f"{key} is {shown(found)}, and its heads have {head_dim}")
+
+
+def _set_rotary(name: str, architecture: str, header: Header, config: Any) -> None:
+    """Set the scaling of rotary embeddings, which transformers' tables leave out."""
+    if any(tensor.startswith("rope_factors_") for tensor in header.tensors):
+        raise Unsupported(name, "its rotary embedding is of type longrope")
+    said = f"{architecture}.rope.scaling"
+    kind = header.values.get(f"{said}.type", "none")
+    factor = header.values.get(f"{said}.factor", 1.0)
+    if f"{architecture}.rope.scale_linear" in header.values:
+        kind, factor = "linear", header.values[f"{architecture}.rope.scale_linear"]
+    settings: dict[str, Any] = {}
+    if kind == "linear" and type(factor) is float and factor > 0:
+        settings = {"rope_type": "linear", "factor": factor} if factor != 1.0 else {}
+    elif kind != "none":
+        raise Unsupported(name, f"its rotary embedding is scaled as {shown(kind)}")
+    rope = config.rope_parameters
+    if _ROTARY_FACTORS in header.tensors:
+        settings = _llama3(name, header, config)
+    elif not settings:
+        return
+    rope.get("full_attention", rope).update(settings)
+
+
+def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
+    """Settings of llama3's rotary embedding, whose factors the file has instead.
+
+    Raises `Unsupported` for factors that these settings do not give.
+    """
+    stored = read_stored(header.tensors[_ROTARY_FACTORS], torch.float32).flatten()
+    settings = {
+        "rope_type": "llama3",
+        "factor": float(stored.max()),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    theta, dim = float(config.rope_parameters["rope_theta"]), 2 * stored.numel()
+    turns = 8192 / (2 * math.pi * theta ** (torch.arange(0, dim, 2).double() / dim))
+    smooth = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
+    factors = 1 / (smooth + (1 - smooth) / settings["factor"])
+    if not torch.allclose(factors, stored.double(), rtol=1e-3):
+        raise Unsupported(name, f"its rotary factors ({_ROTARY_FACTORS}) are not llama3's")
+    return settings

@@ -1,0 +1,106 @@
+"""The GGUF files of a folder, and the one that is meant; models split over several files.
+
+Reads names, and headers of split models. Does not know what else a folder may hold.
+"""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.header import Header, read_header
+from specdec_cli.text import one_line
+
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_MOST_SHOWN = 20
+
+
+def first_parts(names: Iterable[str]) -> list[str]:
+    """The names that stand for models: of a split one, the first file's."""
+    found = (name for name in names if name.endswith(".gguf"))
+    return sorted(n for n in found if not (m := _PART.fullmatch(n)) or int(m[2]) == 1)
+
+
+def chosen(name: str, names: Iterable[str], file: str | None) -> str | None:
+    """The GGUF file that a model's name means, among the files of its folder; None without any.
+
+    file: the recipe's key. Raises `SetupError` if there are several and none is chosen, or the
+    chosen one is missing.
+    """
+    all_names = list(names)
+    models = first_parts(all_names)
+    told = ", ".join(one_line(n) for n in models[:_MOST_SHOWN])
+    told += f" and {len(models) - _MOST_SHOWN} more" if len(models) > _MOST_SHOWN else ""
+    if file is not None:
+        if file not in all_names:
+            has = f"there are {told}" if models else "there is no .gguf file"
+            raise SetupError(f"the model {name} has no file {file}", has)
+        return file
+    if len(models) > 1:
+        raise SetupError(
+            f"the model {name} has {len(models)} GGUF files: {told}",
+            f"choose one with the key file beside model, such as file: {one_line(models[0])}",
+        )
+    return models[0] if models else None
+
+
+def parts_named(name: str) -> list[str]:
+    """The names of all files of a model, given one of them."""
+    match = _PART.fullmatch(name)
+    if match is None or not 1 < int(match[3]) <= 9999:
+        return [name]
+    count = int(match[3])
+    return [f"{match[1]}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
+
+
+def read_model(file: Path) -> Header:
+    """The header of a model, with the tensors of all its files.
+
+    Raises `SetupError` for a damaged file, or where one of a split model is missing or belongs to
+    another model.
+    """
+    header = read_header(file)
+    count = header.values.get("split.count", 1)
+    if type(count) is not int or count < 2:
+        return header
+    names = parts_named(file.name)
+    if len(names) != count:
+        raise SetupError(
+            f"{file} is one of {count} files of a split model, and its name does not say which",
+            f"such files are called NAME-00001-of-{count:05}.gguf",
+        )
+    files = [file.with_name(name) for name in names]
+    if missing := [f for f in files if not f.is_file()]:
+        raise SetupError(
+            f"{file.parent} lacks {len(missing)} of the {count} files of a split model, first "
+            f"{one_line(missing[0].name)}",
+            "download the model again",
+        )
+    return _joined([read_header(f) for f in files])
+
+
+def layers_in(header: Header) -> int | None:
+    """The number of layers that the names of the tensors show; None where they show none."""
+    found = filter(None, (re.match(r"blk\.(\d{1,9})\.", name) for name in header.tensors))
+    return max((int(match[1]) + 1 for match in found), default=None)
+
+
+def _joined(headers: list[Header]) -> Header:
+    tensors = {}
+    for i, header in enumerate(headers):
+        place = header.values.get("split.no"), header.values.get("split.count")
+        if place != (i, len(headers)) or tensors.keys() & header.tensors.keys():
+            raise SetupError(
+                f"{header.file} is not file {i + 1} of {len(headers)} of this split model",
+                "files of several models are mixed; download the model again",
+            )
+        tensors |= header.tensors
+    first = headers[0]
+    wanted = first.values.get("split.tensors.count", len(tensors))
+    if wanted != len(tensors):
+        raise SetupError(
+            f"the files of the split model {first.file} have {len(tensors)} tensors, and it says "
+            f"that it has {wanted}",
+            "files of several models are mixed; download the model again",
+        )
+    return Header(first.file, first.values, tensors, first.size)

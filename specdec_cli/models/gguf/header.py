@@ -1,0 +1,231 @@
+"""The header of a GGUF file, with each of its counts, lengths and offsets checked.
+
+The file says how long everything in it is, and libraries believe it. Here nothing is allocated or
+walked beyond the file. Does not know models. Imports nothing heavy.
+"""
+
+import mmap
+import os
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.errors import SetupError
+from specdec_cli.text import first_line, one_line
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
+_SCALARS |= {10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_MOST_STRINGS = 1 << 22  # in arrays: tokens and merges of the largest vocabularies are 1 << 20
+_MOST_NUMBERS = 1 << 22  # of one array
+_NAME_BYTES = 1 << 12
+_MOST_DIMS = 4
+_MOST_ALIGNMENT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor in a file: its shape, slowest dimension first, the number of its type in GGUF, and
+    its place, in bytes from the beginning."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Values by key, arrays as lists; tensors by name; the bytes before the first tensor."""
+
+    file: Path
+    values: dict[str, Any]
+    tensors: dict[str, Stored]
+    size: int
+
+
+def read_header(file: Path) -> Header:
+    """The header of a file. Raises `SetupError` for a file that is none, is cut off or contradicts
+    itself."""
+    try:
+        status = file.stat()
+        return _read(file, status.st_size, status.st_mtime_ns)
+    except OSError as problem:
+        raise SetupError(f"cannot read {file}: {problem.strerror}", "is the path right?") from None
+    except (ValueError, OverflowError, struct.error) as problem:
+        raise SetupError(
+            f"cannot read the GGUF file {file}: {first_line(problem)}",
+            "the file is truncated or damaged; download it again",
+        ) from None
+
+
+@lru_cache(maxsize=16)
+def _read(file: Path, size: int, changed: int) -> Header:
+    """The header of a file that has not changed since."""
+    if not file.is_file():
+        raise ValueError("it is no regular file")
+    if size < 24:
+        raise ValueError(f"it has {size} bytes, and a header has 24")
+    with file.open("rb") as stream:
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            return _Reader(file, content, size).read()
+
+
+class _Reader:
+    """Reads a header from the front; `at` is the next byte."""
+
+    def __init__(self, file: Path, content: mmap.mmap, size: int) -> None:
+        self.file, self.content, self.size, self.at = file, content, size, 0
+        self.strings = 0
+
+    def read(self) -> Header:
+        if self.take(4, "its first bytes") != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        version, tensors, keys = self.numbers("IQQ", "its counts")
+        if version not in _VERSIONS:
+            raise ValueError(f"its version is {version}, and {_said(_VERSIONS)} are read")
+        self.fits(keys, 13, "keys")
+        values: dict[str, Any] = {}
+        for _ in range(keys):
+            key = self.name("a key")
+            if key in values:
+                raise ValueError(f"it has the key {one_line(key)} twice")
+            (kind,) = self.numbers("I", one_line(key))
+            values[key] = self.value(kind, one_line(key))
+        self.fits(tensors, 32, "tensors")
+        entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
+        for _ in range(tensors):
+            name = self.name("a tensor's name")
+            if name in entries:
+                raise ValueError(f"it has the tensor {one_line(name)} twice")
+            entries[name] = self.entry(one_line(name))
+        alignment = values.get("general.alignment", 32)
+        if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNMENT:
+            raise ValueError("general.alignment is no size")
+        begin = -(-self.at // alignment) * alignment
+        placed = {n: self.placed(n, begin, *entry) for n, entry in entries.items()}
+        return Header(self.file, values, placed, self.at)
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.size - self.at:
+            raise ValueError(f"{what} would end {count - self.size + self.at} bytes after the file")
+        self.at += count
+        return self.content[self.at - count : self.at]
+
+    def numbers(self, form: str, what: str) -> tuple[Any, ...]:
+        form = f"<{form}"
+        return struct.unpack(form, self.take(struct.calcsize(form), what))
+
+    def fits(self, count: int, least: int, what: str) -> None:
+        """Check a count of things that each take so many bytes at least."""
+        if count * least > self.size - self.at:
+            raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
+
+    def text(self, what: str, most: int | None = None) -> str:
+        (length,) = self.numbers("Q", what)
+        if most is not None and length > most:
+            raise ValueError(f"{what} has {length} bytes")
+        try:
+            return self.take(length, what).decode()
+        except UnicodeDecodeError:
+            raise ValueError(f"{what} is no UTF-8 text") from None
+
+    def name(self, what: str) -> str:
+        return self.text(what, _NAME_BYTES)
+
+    def value(self, kind: int, what: str) -> Any:
+        if kind in _SCALARS:
+            return self.numbers(_SCALARS[kind], what)[0]
+        if kind == _STRING:
+            return self.text(what)
+        if kind != _ARRAY:
+            raise ValueError(f"{what} has a value of type {kind}, which GGUF does not have")
+        inner, count = self.numbers("IQ", what)
+        if inner in _SCALARS:
+            self.fits(count, struct.calcsize(f"<{_SCALARS[inner]}"), f"numbers in {what}")
+            if count > _MOST_NUMBERS:
+                raise ValueError(f"{what} has {count} numbers")
+            return list(self.numbers(f"{count}{_SCALARS[inner]}", what))
+        if inner != _STRING:
+            raise ValueError(f"{what} is an array of type {inner}, and numbers and texts are read")
+        self.fits(count, 8, f"texts in {what}")
+        self.strings += count
+        if self.strings > _MOST_STRINGS:
+            raise ValueError(f"{what} has {count} texts")
+        return self.texts(count, what)
+
+    def texts(self, count: int, what: str) -> list[str]:
+        """So many texts. A loop of its own, since there are hundreds of thousands."""
+        found, at, content, size = [], self.at, self.content, self.size
+        length_of = struct.Struct("<Q").unpack_from
+        try:
+            for _ in range(count):
+                (length,) = length_of(content, at)
+                end = at + 8 + length
+                if end > size:
+                    raise ValueError(f"a text in {what} would end {end - size} bytes after the file")
+                found.append(content[at + 8 : end].decode())
+                at = end
+        except struct.error:
+            raise ValueError(f"{what} is longer than the file") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"a text in {what} is no UTF-8 text") from None
+        self.at = at
+        return found
+
+    def entry(self, name: str) -> tuple[tuple[int, ...], int, int]:
+        """Shape, type and offset of a tensor."""
+        (dims,) = self.numbers("I", name)
+        if not 0 < dims <= _MOST_DIMS:
+            raise ValueError(f"{name} has {dims} dimensions")
+        shape = self.numbers(f"{dims}Q", name)
+        kind, offset = self.numbers("IQ", name)
+        return tuple(reversed(shape)), kind, offset
+
+    def placed(
+        self, name: str, begin: int, shape: tuple[int, ...], kind: int, offset: int
+    ) -> Stored:
+        """The place of a tensor in the file, which has to hold all of it."""
+        name = one_line(name)
+        width, nbytes = _block(kind, name)
+        if min(shape) < 1:
+            raise ValueError(f"{name} has shape {list(shape)}")
+        if shape[-1] % width:
+            raise ValueError(f"{name} has rows of {shape[-1]} numbers, stored in blocks of {width}")
+        stored, start = prod(shape) // width * nbytes, begin + offset
+        if start + stored > self.size:
+            raise ValueError(f"{name} would end {start + stored - self.size} bytes after the file")
+        return Stored(self.file, shape, kind, start, stored)
+
+
+def _block(kind: int, name: str) -> tuple[int, int]:
+    """Numbers and bytes of a block of a type."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    try:
+        width, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+    except (KeyError, ValueError):
+        raise ValueError(f"{name} has numbers of type {kind}, which the gguf package lacks") from None
+    return width, nbytes
+
+
+def name_of(kind: int) -> str:
+    """The name of a type, such as Q4_K."""
+    from gguf.constants import GGMLQuantizationType
+
+    return str(GGMLQuantizationType(kind).name)
+
+
+def _said(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
+
+
+def is_gguf(place: Path) -> bool:
+    """Whether a model's place is a GGUF file, rather than a folder."""
+    return place.suffix == ".gguf" and not os.path.isdir(place)

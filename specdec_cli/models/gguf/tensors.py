@@ -1,0 +1,220 @@
+"""A GGUF file's tensors as those of transformers' module: names, dequantised numbers, layouts.
+
+A tensor is undone some rows at a time, straight into the wanted dtype: beside the model there is
+never more than one tensor, and a few rows of it in float32.
+"""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.header import Header, Stored, name_of
+from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.weights import Part, Read, WrongShape
+from specdec_cli.text import one_line, shown
+
+# Architectures in GGUF files, by the names of transformers' families.
+FROM_GGUF = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3",
+    "phi3": "phi3",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+}
+_NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
+_PLAIN |= {"BF16": torch.bfloat16}
+_NUMBERS_AT_ONCE = 1 << 22
+_ALL = slice(None)
+_GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
+_USED_ELSEWHERE = ("rope_freqs.weight",)  # by the config
+
+
+def architecture_of(name: str, header: Header) -> str:
+    """The architecture of a model. Raises `Unsupported` for one that is not known."""
+    found = header.values.get("general.architecture")
+    if not isinstance(found, str) or found not in FROM_GGUF:
+        raise Unsupported(
+            name,
+            f"it is a GGUF file of architecture {shown(found)}",
+            f"of GGUF files, these architectures work: {', '.join(FROM_GGUF)}",
+        )
+    return found
+
+
+def check_kinds(name: str, header: Header) -> None:
+    """Raise `Unsupported` for a quantisation that cannot be undone."""
+    for kind in sorted({t.kind for t in header.tensors.values()}):
+        if name_of(kind) not in _PLAIN and not _is_undone(kind):
+            raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
+
+
+def kinds_of(header: Header) -> str:
+    """The types that the tensors' numbers are stored in, those with most bytes first."""
+    sizes: dict[str, int] = {}
+    for tensor in header.tensors.values():
+        kind = name_of(tensor.kind)
+        sizes[kind] = sizes.get(kind, 0) + tensor.nbytes
+    return ", ".join(sorted(sizes, key=lambda kind: -sizes[kind]))
+
+
+def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, Read], list[str]]:
+    """Readers of the tensors of `module`, in `dtype`, and the file's names that have no use."""
+    architecture, found, used = str(header.values["general.architecture"]), {}, set()
+    name_in_file = _names(architecture, module.config.num_hidden_layers)
+    for name in module.state_dict():
+        if match := _GATE_UP.fullmatch(name):
+            sources = [f"blk.{match[1]}.ffn_{half}_exps.weight" for half in ("gate", "up")]
+        else:
+            sources = [name_in_file(name)]
+        if all(source in header.tensors for source in sources):
+            stored = [header.tensors[source] for source in sources]
+            found[name] = _reader(name, stored, dtype, _layout(architecture, sources[0], module))
+            used |= set(sources)
+    unused = [n for n in header.tensors if n not in used and n not in _USED_ELSEWHERE]
+    return found, unused
+
+
+def _names(architecture: str, layers: int) -> Callable[[str], str]:
+    """The name in a file of each of a module's tensors, by the gguf package's table."""
+    from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+    wanted = _NAMED_LIKE.get(architecture, architecture)
+    number = next(number for number, name in MODEL_ARCH_NAMES.items() if name == wanted)
+    table = get_tensor_name_map(number, layers)
+
+    def name_in_file(name: str) -> str:
+        base, dot, leaf = name.rpartition(".")
+        if leaf not in ("weight", "bias"):  # stacked experts have neither ending here
+            base, dot, leaf = name, ".", "weight"
+        return f"{table.get_name(base)}{dot}{leaf}"
+
+    return name_in_file
+
+
+Change = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _layout(architecture: str, name: str, module: Any) -> Change | None:
+    """The way from a tensor's layout in the file to the module's; None where they are one."""
+    config = module.config
+    if architecture in ("llama", "mistral") and (match := re.search(r"\.attn_([qk])\.", name)):
+        heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        return partial(_halves, heads=heads)
+    if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        return _less_one
+    if name.endswith("ffn_gate_inp_shexp.weight"):
+        return _as_row
+    return None
+
+
+def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows of each head, pairs of rotary dimensions side by side, as first and second halves."""
+    rows = value.shape[0]
+    if rows % (2 * heads):
+        raise WrongShape(tuple(value.shape))
+    return value.unflatten(0, (heads, rows // heads // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _less_one(value: torch.Tensor) -> torch.Tensor:
+    return value - 1
+
+
+def _as_row(value: torch.Tensor) -> torch.Tensor:
+    return value[None] if value.dim() == 1 else value
+
+
+def _reader(name: str, stored: list[Stored], dtype: torch.dtype, change: Change | None) -> Read:
+    """Reads a tensor that the file has whole, or, of experts, in two: gates, then values."""
+
+    def read(part: Part | None = None) -> torch.Tensor:
+        # Norms are shifted before they are rounded, as they were when they were stored.
+        exact = torch.float32 if change is _less_one else dtype
+        if len(stored) == 1:
+            is_rows = part is not None and part.dim == 0 and part.blocks == 1
+            if part is not None and is_rows and change is None and len(stored[0].shape) > 1:
+                if part.shape != stored[0].shape:
+                    raise WrongShape(stored[0].shape)
+                return read_stored(stored[0], exact, slice(part.start, part.stop))
+            whole = read_stored(stored[0], exact)
+        else:
+            if stored[0].shape != stored[1].shape or len(stored[0].shape) != 3:
+                raise WrongShape(stored[0].shape)
+            experts, rows, columns = stored[0].shape
+            whole = torch.empty(experts, 2 * rows, columns, dtype=exact)
+            for half, value in enumerate(stored):
+                read_stored(value, exact, out=whole[:, half * rows : (half + 1) * rows])
+        if change is not None:
+            whole = change(whole).to(dtype)
+        return whole if part is None else part.of(whole)
+
+    return read
+
+
+def read_stored(
+    stored: Stored,
+    dtype: torch.dtype,
+    rows: slice = _ALL,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A tensor of a file, or some rows of a matrix, in `dtype`.
+
+    out: of that shape, to be filled instead. Raises `SetupError` if the file has changed.
+    """
+    first, last, _ = rows.indices(stored.shape[0])
+    shape = (last - first, *stored.shape[1:])
+    out = torch.empty(shape, dtype=dtype) if out is None else out
+    width, nbytes = prod(stored.shape[1:]), stored.nbytes // stored.shape[0]
+    kind = name_of(stored.kind)
+    # Whole rows only, since blocks end with them. A vector is one row.
+    if len(stored.shape) == 1:
+        assert shape == stored.shape
+        first, last, width, nbytes, out = 0, 1, stored.shape[0], stored.nbytes, out[None]
+    step = max(1, _NUMBERS_AT_ONCE // width)
+    try:
+        content = np.memmap(stored.file, np.uint8, "r", stored.start, (last * nbytes,))
+        for begin in range(first, last, step):
+            end = min(begin + step, last)
+            content_rows = content[begin * nbytes : end * nbytes]
+            piece = out[begin - first : end - first]
+            piece.copy_(_plain(content_rows, kind, stored.kind).view(piece.shape))
+    except (OSError, ValueError) as problem:
+        raise SetupError(
+            f"cannot read the weights in {stored.file}: {one_line(str(problem))}",
+            "the file is truncated or damaged; download it again",
+        ) from None
+    return out if len(stored.shape) > 1 else out[0]
+
+
+def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tensor:
+    """The numbers in bytes of one type, flat."""
+    from gguf import dequantize
+    from gguf.constants import GGMLQuantizationType
+
+    if kind in _PLAIN:
+        return torch.from_numpy(np.array(content)).view(_PLAIN[kind])
+    with np.errstate(all="ignore"):  # scales may be anything
+        found = dequantize(np.array(content)[None], GGMLQuantizationType(number))
+    return torch.from_numpy(found).flatten()
+
+
+def _is_undone(kind: int) -> bool:
+    """Whether the gguf package dequantises a type: tried on a block of zeros."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)][1]
+    with suppress(NotImplementedError):
+        _plain(np.zeros(nbytes, np.uint8), "", kind)
+        return True
+    return False

@@ -1,0 +1,97 @@
+"""The tokenizer in a GGUF file, built by transformers from the file's vocabulary.
+
+transformers' versions differ in what they take over from the file, so special tokens and the ids
+that begin and end texts are set here. Does not know what texts a template makes.
+"""
+
+from typing import Any
+
+from tokenizers import AddedToken
+
+from specdec_cli.models.gguf.header import Header
+from specdec_cli.models.gguf.tensors import FROM_GGUF
+
+_VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every cut of every token
+_TOKEN_BYTES = 1 << 12
+_CONTROL, _USER_DEFINED = 3, 4
+_TEMPLATE = "tokenizer.chat_template"
+_SPECIAL = {
+    "bos_token": "bos_token_id",
+    "eos_token": "eos_token_id",
+    "unk_token": "unknown_token_id",
+    "pad_token": "padding_token_id",
+}
+
+
+def gguf_tokenizer(header: Header) -> Any:
+    """transformers' tokenizer of a model. Raises `ValueError` for a vocabulary that cannot be."""
+    from transformers import PreTrainedTokenizerFast
+
+    values, vocabulary = header.values, _vocabulary(header)
+    tokens = vocabulary["tokens"]
+    settings: dict[str, Any] = {}
+    for name, key in _SPECIAL.items():
+        token_id = values.get(f"tokenizer.ggml.{key}")
+        if token_id is not None and not (type(token_id) is int and 0 <= token_id < len(tokens)):
+            raise ValueError(f"its {key} is {token_id}, and it has {len(tokens)} tokens")
+        settings[name] = None if token_id is None else tokens[token_id]
+    for key in ("add_bos_token", "add_eos_token"):
+        settings[key] = values.get(f"tokenizer.ggml.{key}") is True
+    if "tokenizer.ggml.add_bos_token" not in values:  # as of files that are older than the key
+        settings["add_bos_token"] = vocabulary.get("tokenizer_type") == "llama"
+    if isinstance(template := values.get(_TEMPLATE), str):
+        settings["chat_template"] = template
+    backend = _backend(str(values["general.architecture"]), vocabulary)
+    _add_special(backend, vocabulary)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, clean_up_tokenization_spaces=False, **settings
+    )
+
+
+def _vocabulary(header: Header) -> dict[str, Any]:
+    """The values that transformers' builders take, by their names for them."""
+    try:
+        from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
+    except ImportError:  # before 5.20
+        from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING as table
+    found = {
+        name: header.values[f"tokenizer.{key}"]
+        for key, name in table["tokenizer"].items()
+        if f"tokenizer.{key}" in header.values
+    }
+    tokens = found.get("tokens")
+    if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
+        raise ValueError("there is none in the GGUF file")
+    if len(set(tokens)) < len(tokens):
+        raise ValueError("its vocabulary has a token twice")
+    longest = max(map(len, tokens))
+    if longest > _TOKEN_BYTES or sum(map(len, tokens)) > _VOCABULARY_BYTES:
+        raise ValueError(f"its vocabulary has tokens of {longest} characters")
+    for key in ("scores", "token_type"):
+        if key in found and (not isinstance(found[key], list) or len(found[key]) != len(tokens)):
+            raise ValueError(f"it has {len(tokens)} tokens, and another number of {key}")
+    return found
+
+
+def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
+    try:
+        from transformers.integrations.gguf import convert_gguf_tokenizer
+    except ImportError:  # before 5.20, by the family's name
+        from transformers.integrations.ggml import convert_gguf_tokenizer
+
+        family = {"gemma3": "gemma3_text", "mistral": "llama"}.get(architecture)
+        architecture = family or FROM_GGUF[architecture]
+    backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
+    return backend
+
+
+def _add_special(backend: Any, vocabulary: dict[str, Any]) -> None:
+    """Mark the tokens that never come from text, and those that are never cut."""
+    known = backend.get_vocab()
+    kinds = vocabulary.get("token_type") or ()
+    marked = {_CONTROL: [], _USER_DEFINED: []}  # type: dict[int, list[AddedToken]]
+    for token, kind in zip(vocabulary["tokens"], kinds, strict=False):
+        if kind in marked and token in known:
+            marked[kind].append(AddedToken(token, normalized=False, special=kind == _CONTROL))
+    backend.add_special_tokens(marked[_CONTROL])
+    backend.add_tokens(marked[_USER_DEFINED])
