@@ -46,7 +46,9 @@ def settings_difference(there: Document, now: Document) -> Difference | None:
         if None in prints or theirs.get("load_format") != ours.get("load_format"):
             continue
         if prints[0] == prints[1]:
-            ours |= {name: theirs.get(name) for name in ("model", "file")}
+            ours["model"] = theirs["model"]
+            if "file" in ours:
+                ours["file"] = theirs.get("file")
         elif theirs["model"] == ours["model"]:
             return Difference(f"{key}.model", theirs["model"], ours["model"], same_name=True)
     found = first_difference(there, now)

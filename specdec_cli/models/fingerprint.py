@@ -15,7 +15,7 @@ _CONFIGS = ("config.json", "generation_config.json")  # the second may name the 
 
 
 def fingerprint(place: Path, load_format: str) -> str:
-    """A hash of a model's folder or GGUF file: the same for copies of it, another for other weights.
+    """A hash of a model's folder or GGUF file: equal for copies, another for other weights.
 
     It covers each weight file's name, size and header, and pieces spread evenly over the file,
     since training changes weights everywhere. It leaves out file times, which differ between

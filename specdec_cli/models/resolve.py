@@ -157,7 +157,8 @@ def _from_hub(
         return Path(found)
     except HFValidationError:
         raise SetupError(
-            f"no such model: {name}", "name a folder, a .gguf file, a hub id (owner/name), package:NAME or demo:target"
+            f"no such model: {name}",
+            "name a folder, a .gguf file, a hub id (owner/name), package:NAME or demo:target",
         ) from None
     except GatedRepoError:
         raise SetupError(

@@ -154,9 +154,7 @@ def load_tokenizer(
         raise SetupError(f"cannot load the tokenizer of {name}: there is none", _NEEDED)
     from transformers import AutoTokenizer
 
-    load = partial(
-        AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code
-    )
+    load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=trust_remote_code)
     return _loaded(load, name, _NEEDED)
 
 

@@ -68,7 +68,7 @@ def _gguf_name(value: str) -> str:
     """Refuse what is no name of a GGUF file inside a folder."""
     parts = value.split("/")
     if not value.endswith(".gguf") or "" in parts or ".." in parts:
-        raise PydanticCustomError("text", "should be the name of a .gguf file in the model's folder")
+        raise PydanticCustomError("text", "should name a .gguf file in the model's folder")
     return value
 
 

@@ -159,9 +159,10 @@ def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
     Raises `Unsupported` for factors that these settings do not give.
     """
     stored = read_stored(header.tensors[_ROTARY_FACTORS], torch.float32).flatten()
+    factor = float(stored.max())
     settings = {
         "rope_type": "llama3",
-        "factor": float(stored.max()),
+        "factor": factor,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
@@ -169,7 +170,7 @@ def _llama3(name: str, header: Header, config: Any) -> dict[str, Any]:
     theta, dim = float(config.rope_parameters["rope_theta"]), 2 * stored.numel()
     turns = 8192 / (2 * math.pi * theta ** (torch.arange(0, dim, 2).double() / dim))
     smooth = ((turns - 1.0) / 3.0).clamp(0.0, 1.0)
-    factors = 1 / (smooth + (1 - smooth) / settings["factor"])
+    factors = 1 / (smooth + (1 - smooth) / factor)
     if not torch.allclose(factors, stored.double(), rtol=1e-3):
         raise Unsupported(name, f"its rotary factors ({_ROTARY_FACTORS}) are not llama3's")
     return settings

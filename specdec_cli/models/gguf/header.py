@@ -114,7 +114,7 @@ class _Reader:
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            raise ValueError(f"{what} would end {count - self.size + self.at} bytes after the file")
+            raise ValueError(f"{what} ends {count - self.size + self.at} bytes after the file")
         self.at += count
         return self.content[self.at - count : self.at]
 
@@ -169,7 +169,7 @@ class _Reader:
                 (length,) = length_of(content, at)
                 end = at + 8 + length
                 if end > size:
-                    raise ValueError(f"a text in {what} would end {end - size} bytes after the file")
+                    raise ValueError(f"a text in {what} ends {end - size} bytes after the file")
                 found.append(content[at + 8 : end].decode())
                 at = end
         except struct.error:
@@ -200,7 +200,7 @@ class _Reader:
             raise ValueError(f"{name} has rows of {shape[-1]} numbers, stored in blocks of {width}")
         stored, start = prod(shape) // width * nbytes, begin + offset
         if start + stored > self.size:
-            raise ValueError(f"{name} would end {start + stored - self.size} bytes after the file")
+            raise ValueError(f"{name} ends {start + stored - self.size} bytes after the file")
         return Stored(self.file, shape, kind, start, stored)
 
 
@@ -211,7 +211,7 @@ def _block(kind: int, name: str) -> tuple[int, int]:
     try:
         width, nbytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     except (KeyError, ValueError):
-        raise ValueError(f"{name} has numbers of type {kind}, which the gguf package lacks") from None
+        raise ValueError(f"{name} has numbers of type {kind}, which gguf does not know") from None
     return width, nbytes
 
 

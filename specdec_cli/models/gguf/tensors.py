@@ -124,11 +124,12 @@ def _halves(value: torch.Tensor, heads: int) -> torch.Tensor:
     rows = value.shape[0]
     if rows % (2 * heads):
         raise WrongShape(tuple(value.shape))
-    return value.unflatten(0, (heads, rows // heads // 2, 2)).transpose(1, 2).flatten(0, 2)
+    pairs = value.view(heads, rows // heads // 2, 2, *value.shape[1:])
+    return pairs.transpose(1, 2).reshape(value.shape)
 
 
 def _less_one(value: torch.Tensor) -> torch.Tensor:
-    return value - 1
+    return value.sub(1)
 
 
 def _as_row(value: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,127 @@
+"""Models in GGUF files against transformers' own loading of the same file, and against the model
+that was written to it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import dequantize
+from gguf.constants import GGML_QUANT_SIZES
+
+from specdec_cli.models.gguf.header import Stored
+from specdec_cli.models.gguf.tensors import FROM_GGUF, _is_undone, read_stored
+from specdec_cli.models.loader import ModelSpec, describe, load
+from tests.engine.test_families import TOLERANCE, Driver
+from tests.gguf_files import TYPES, gguf_reference, random_blocks, save_gguf, tiny_model
+from tests.support import CPU, decode, greedy_reference, make_engine, paged_model
+
+# Sizes that transformers' tables of keys leave out have its defaults here: it takes no others.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 128},
+    "gemma2": {"head_dim": 32, "sliding_window": 7},
+    "gemma3": {"head_dim": 32, "sliding_window": 7},
+    "qwen2moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "qwen3moe": {
+        "head_dim": 32,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+    },
+}
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22]]
+
+
+def spec(file: Path, dtype: str = "auto", load_format: str = "auto") -> ModelSpec:
+    return ModelSpec("target", str(file), None, dtype, load_format)
+
+
+def assert_as_transformers(file: Path) -> None:
+    """Equal weights, logits and greedy text."""
+    oracle = gguf_reference(file)
+    module = load(describe(spec(file), CPU), CPU)
+    want = oracle.state_dict()
+    assert module.state_dict().keys() == want.keys()
+    for name, tensor in module.state_dict().items():
+        assert torch.equal(tensor, want[name]), name
+    driver = Driver(paged_model(file, 120, 4), oracle, [19, 6, 33])
+    assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE
+    found = decode(make_engine(file, None), PROMPTS, 0, max_new_tokens=12)
+    for seq, prompt in zip(found, PROMPTS, strict=True):
+        assert seq.tokens[len(prompt) :] == greedy_reference(oracle, prompt, 12)
+
+
+@pytest.mark.parametrize("architecture", [a for a in FROM_GGUF if a != "mistral"])
+def test_architectures_as_transformers_loads_them(architecture: str, tmp_path: Path) -> None:
+    """It reads no files of architecture mistral: mistral's say llama."""
+    model = tiny_model(architecture, **DEFAULTS.get(architecture, {}))
+    assert_as_transformers(save_gguf(tmp_path / "m.gguf", architecture, model, TYPES.Q8_0))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "BF16", "F16"])
+def test_types_as_transformers_loads_them(kind: str, tmp_path: Path) -> None:
+    model = tiny_model("llama", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    assert_as_transformers(save_gguf(tmp_path / "m.gguf", "llama", model, TYPES[kind]))
+
+
+@pytest.mark.parametrize("kind", [k for k in TYPES if _is_undone(int(k))], ids=lambda k: k.name)
+def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
+    """Rows of a matrix too, as ranks read them."""
+    width, nbytes = GGML_QUANT_SIZES[kind]
+    blocks = random_blocks(kind, 3 * 5 * 2, 7)
+    (tmp_path / "t").write_bytes(b"front" + blocks.tobytes())
+    stored = Stored(tmp_path / "t", (3, 5, 2 * width), int(kind), 5, blocks.size)
+    with np.errstate(all="ignore"):
+        want = torch.from_numpy(dequantize(blocks.reshape(15, 2 * nbytes), kind))
+    want = want.view(3, 5, 2 * width)
+    found = read_stored(stored, torch.float32)
+    assert torch.equal(found.nan_to_num(), want.nan_to_num())
+    rows = read_stored(stored, torch.float32, slice(1, 3))
+    assert torch.equal(rows.nan_to_num(), want[1:].nan_to_num())
+    assert torch.equal(read_stored(stored, torch.bfloat16).nan_to_num(), want.bfloat16().nan_to_num())
+
+
+ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-untied": ("llama", {}),
+    "llama-bias": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "llama-linear": (
+        "llama",
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
+    ),
+    "mistral": ("mistral", {"sliding_window": 7}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 32, "sliding_window": 7, "attn_logit_softcapping": 2.0}
+        | {"final_logit_softcapping": 5.0},
+    ),
+    "phi3": ("phi3", {"sliding_window": 7}),
+    "qwen3moe": (
+        "qwen3moe",
+        DEFAULTS["qwen3moe"] | {"head_dim": 16, "moe_intermediate_size": 32},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ROUND_TRIPS)
+def test_a_written_model_is_read_back(case: str, tmp_path: Path) -> None:
+    """Sizes, windows, caps, biases and rotary scaling too, which transformers' own reading loses."""
+    architecture, values = ROUND_TRIPS[case]
+    model = tiny_model(architecture, **values)
+    model.set_attn_implementation("eager")
+    model.set_experts_implementation("eager")
+    named = "llama" if architecture == "mistral" else None
+    more: dict[str, Any] = {}
+    if case == "llama-linear":
+        more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    file = save_gguf(tmp_path / "m.gguf", architecture, model, named=named, more=more)
+    driver = Driver(paged_model(file, 120, 4), model, [19, 6, 33])
+    assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE
