@@ -86,11 +86,10 @@ def save_gguf(
     }
     if named == "llama" or architecture == "llama":
         values[f"{architecture}.rope.dimension_count"] = config.head_dim
-    values[f"{architecture}.rope.freq_base"] = float(
-        rope.get("full_attention", rope)["rope_theta"]
-    )
+    values[f"{architecture}.rope.freq_base"] = float(rope.get("full_attention", rope)["rope_theta"])
     values[f"{architecture}.attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
+    values["tokenizer.ggml.padding_token_id"] = 0  # the default of phi3 is beyond tiny vocabularies
     if vocabulary is not None:
         values["tokenizer.ggml.tokens"] = vocabulary
     for key, value in (values | (more or {})).items():
@@ -115,7 +114,9 @@ def write_value(writer: GGUFWriter, key: str, value: Any) -> None:
     writer.add_key_value(key, value, kinds.get(type(value), GGUFValueType.STRING))
 
 
-def file_tensors(architecture: str, model: Any, named: str | None = None) -> dict[str, torch.Tensor]:
+def file_tensors(
+    architecture: str, model: Any, named: str | None = None
+) -> dict[str, torch.Tensor]:
     """The model's tensors by their names and in their layouts in a file, slowest dimension first.
 
     Rotary pairs of llama lie side by side there, gemma's norms are greater by one, and gates and
@@ -134,7 +135,9 @@ def file_tensors(architecture: str, model: Any, named: str | None = None) -> dic
             for half, value in zip(("gate", "up"), halves, strict=True):
                 found[f"blk.{block}.ffn_{half}_exps.weight"] = value.contiguous()
             continue
-        base, _, leaf = name.rpartition(".") if "down_proj" not in name[-9:] else (name, "", "weight")
+        base, _, leaf = (
+            name.rpartition(".") if "down_proj" not in name[-9:] else (name, "", "weight")
+        )
         stored = table.get_name(base)
         assert stored is not None, name
         for part, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):

@@ -85,7 +85,9 @@ def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
     assert torch.equal(found.nan_to_num(), want.nan_to_num())
     rows = read_stored(stored, torch.float32, slice(1, 3))
     assert torch.equal(rows.nan_to_num(), want[1:].nan_to_num())
-    assert torch.equal(read_stored(stored, torch.bfloat16).nan_to_num(), want.bfloat16().nan_to_num())
+    assert torch.equal(
+        read_stored(stored, torch.bfloat16).nan_to_num(), want.bfloat16().nan_to_num()
+    )
 
 
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -89,6 +89,7 @@ def _mapped(architecture: str, header: Header) -> dict[str, Any]:
     }
     if family == "phi3":
         del more["head_dim"]  # it has none of its own
+    if family in ("phi3", "mistral"):
         more["sliding_window"] = said("attention.sliding_window")
     if family in ("llama", "mistral", "qwen2"):
         del more["head_dim"]  # rope.dimension_count, or none of its own

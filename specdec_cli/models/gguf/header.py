@@ -23,6 +23,7 @@ _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 _MOST_STRINGS = 1 << 22  # in arrays: tokens and merges of the largest vocabularies are 1 << 20
 _MOST_NUMBERS = 1 << 22  # of one array
+_MOST_KEYS, _MOST_TENSORS = 1 << 16, 1 << 20
 _NAME_BYTES = 1 << 12
 _MOST_DIMS = 4
 _MOST_ALIGNMENT = 1 << 20
@@ -90,7 +91,7 @@ class _Reader:
         version, tensors, keys = self.numbers("IQQ", "its counts")
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}, and {_said(_VERSIONS)} are read")
-        self.fits(keys, 13, "keys")
+        self.fits(keys, 13, "keys", _MOST_KEYS)
         values: dict[str, Any] = {}
         for _ in range(keys):
             key = self.name("a key")
@@ -98,7 +99,7 @@ class _Reader:
                 raise ValueError(f"it has the key {one_line(key)} twice")
             (kind,) = self.numbers("I", one_line(key))
             values[key] = self.value(kind, one_line(key))
-        self.fits(tensors, 32, "tensors")
+        self.fits(tensors, 32, "tensors", _MOST_TENSORS)
         entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
         for _ in range(tensors):
             name = self.name("a tensor's name")
@@ -122,10 +123,12 @@ class _Reader:
         form = f"<{form}"
         return struct.unpack(form, self.take(struct.calcsize(form), what))
 
-    def fits(self, count: int, least: int, what: str) -> None:
+    def fits(self, count: int, least: int, what: str, most: int | None = None) -> None:
         """Check a count of things that each take so many bytes at least."""
         if count * least > self.size - self.at:
             raise ValueError(f"it says that it has {count} {what}, more than its bytes can hold")
+        if most is not None and count > most:
+            raise ValueError(f"it says that it has {count} {what}, more than any model")
 
     def text(self, what: str, most: int | None = None) -> str:
         (length,) = self.numbers("Q", what)

@@ -1,0 +1,329 @@
+"""The names by which GGUF files, folders, repositories and packages stand for models; tokenizers,
+fingerprints and memory of such models; refusals."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import HfApi
+from transformers import AutoTokenizer
+
+from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.errors import ExitCode, SetupError
+from specdec_cli.models.ahead import check_ahead
+from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.loader import ModelSpec, describe, load
+from specdec_cli.models.package import package_model
+from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.resolve import model_place
+from specdec_cli.models.tokenizer import load_tokenizer
+from specdec_cli.recipe import Recipe
+from tests.gguf_files import TYPES, save_gguf, tiny_model
+from tests.support import CPU, description, save_tiny
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model's file, which no test may change."""
+    file = tmp_path_factory.mktemp("gguf") / "tiny-Q8_0.gguf"
+    return save_gguf(file, "llama", tiny_model("llama"), TYPES.Q8_0)
+
+
+@pytest.fixture
+def file(saved: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(saved, tmp_path / saved.name))
+
+
+def refusal(place: Path | str, file: str | None = None) -> SetupError:
+    """The error of loading; checks exit code 5, one line, and a hint."""
+    with pytest.raises(SetupError) as caught:
+        found = describe(ModelSpec("target", str(place), None, "auto", "auto", file=file), CPU)
+        load(found, CPU)
+    problem = caught.value
+    assert problem.code == ExitCode.ENVIRONMENT and problem.hint and "\n" not in problem.message
+    return problem
+
+
+# Paths.
+
+
+def test_a_folder_with_one_file_is_that_model(file: Path) -> None:
+    assert model_place(str(file), None) == file
+    assert model_place(str(file.parent), None) == file
+
+
+def test_several_files_are_listed_and_one_chosen(file: Path) -> None:
+    shutil.copy(file, file.with_name("other.gguf"))
+    problem = refusal(file.parent)
+    assert "2 GGUF files: other.gguf, tiny-Q8_0.gguf" in problem.message
+    assert "file: other.gguf" in (problem.hint or "")
+    assert model_place(str(file.parent), None, "tiny-Q8_0.gguf") == file
+    assert "no file third.gguf" in refusal(file.parent, "third.gguf").message
+    assert "is a file" in refusal(file, "third.gguf").message
+
+
+def test_a_folder_for_transformers_stays_one(file: Path) -> None:
+    """Unless a file is named; a config beside GGUF files alone changes nothing."""
+    (file.parent / "config.json").write_text("{}")
+    assert model_place(str(file.parent), None) == file
+    save_tiny(file.parent, "llama")
+    assert model_place(str(file.parent), None) == file.parent
+    assert model_place(str(file.parent), None, file.name) == file
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert "no such model file" in refusal(tmp_path / "m.gguf").message
+    assert "no such model file" in refusal("m.gguf").message
+
+
+# Repositories.
+
+
+@pytest.mark.parametrize("is_online", [True, False])
+def test_only_the_files_of_one_model_are_downloaded(
+    is_online: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [f"m-0000{i}-of-00002.gguf" for i in (1, 2)]
+    repository = ["README.md", "config.json", *parts, "q/other.gguf"]
+
+    def download(name: str, *, revision: str, **patterns: list[str]) -> str:
+        for found in huggingface_hub.utils.filter_repo_objects(repository, **patterns):
+            (tmp_path / found).parent.mkdir(exist_ok=True)
+            (tmp_path / found).touch()
+        return str(tmp_path)
+
+    def listed(api: Any, name: str, *, revision: str) -> list[str]:
+        if not is_online:
+            raise OSError("offline")
+        return repository
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(HfApi, "list_repo_files", listed)
+    with pytest.raises(SetupError, match="no file nonesuch.gguf"):
+        model_place("owner/name", "v2", "nonesuch.gguf")
+    if is_online:
+        with pytest.raises(SetupError, match=r"2 GGUF files: m-00001-of-00002.gguf, q/other.gguf"):
+            model_place("owner/name", "v2")
+        repository.remove("q/other.gguf")
+        assert model_place("owner/name", "v2") == tmp_path / parts[0]
+    assert model_place("owner/name", "v2", parts[0]) == tmp_path / parts[0]
+    found = {str(f.relative_to(tmp_path)) for f in tmp_path.rglob("*") if f.is_file()}
+    assert found == {*parts, "config.json"} - ({"config.json"} if not is_online else set())
+
+
+# Packages.
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of installed packages. Importing one of them would fail."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    monkeypatch.syspath_prepend(str(folder))
+    return folder
+
+
+def install(site: Path, name: str, files: list[Path], listed: bool = True) -> Path:
+    """Install a package with these files. listed: its RECORD names them."""
+    folder = site / name
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    for file in files:
+        shutil.copy(file, folder)
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    rows = sorted(p.relative_to(site).as_posix() for p in folder.iterdir()) if listed else []
+    (info / "RECORD").write_text("".join(f"{row},,\n" for row in rows))
+    return folder
+
+
+@pytest.mark.parametrize("listed", [True, False])
+@pytest.mark.parametrize("name", ["tiny_gguf_model", "tiny-gguf-model", "Tiny.GGUF.model"])
+def test_the_model_of_a_package(name: str, listed: bool, site: Path, saved: Path) -> None:
+    folder = install(site, "tiny_gguf_model", [saved], listed)
+    if not listed and name == "Tiny.GGUF.model":  # a package's name alone leads to no module
+        with pytest.raises(SetupError, match="ships no model"):
+            package_model(f"package:{name}", None)
+        return
+    assert model_place(f"package:{name}", None) == folder / saved.name
+    assert "tiny_gguf_model" not in sys.modules
+
+
+def test_a_package_with_a_model_folder(site: Path, tmp_path: Path) -> None:
+    model = save_tiny(tmp_path / "model", "llama")
+    folder = install(site, "tiny_folder_model", sorted(model.iterdir()))
+    assert model_place("package:tiny_folder_model", None) == folder
+    (folder / "extra.gguf").touch()
+    shutil.rmtree(site / "tiny_folder_model-1.0.dist-info")
+    assert "ships 2 models" in refusal("package:tiny_folder_model").message
+
+
+def test_packages_without_one_model(site: Path, file: Path) -> None:
+    assert "no Python package nonesuch_model" in refusal("package:nonesuch_model").message
+    assert "names no package" in refusal("package:../x").message
+    install(site, "empty_model", [])
+    assert "ships no model" in refusal("package:empty_model").message
+    other = Path(shutil.copy(file, file.with_name("other.gguf")))
+    folder = install(site, "two_models", [file, other])
+    assert "2 GGUF files: other.gguf, tiny-Q8_0.gguf" in refusal("package:two_models").message
+    assert model_place("package:two_models", None, "other.gguf") == folder / "other.gguf"
+
+
+# Refusals of models.
+
+
+KEYS: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "falcon"}, 'GGUF file of architecture "falcon"'),
+    "layers": ({"llama.block_count": 2**31}, "num_hidden_layers is 2147483648"),
+    "more-layers": ({"llama.block_count": 3}, "num_hidden_layers is 3, and the weights have 2"),
+    "no-heads": ({"llama.attention.head_count": 0}, "num_attention_heads is 0"),
+    "heads-are-text": ({"llama.attention.head_count": "many"}, 'num_attention_heads is "many"'),
+    "width": ({"llama.embedding_length": 128}, "has shape [97, 64] in the weights"),
+    "vocabulary": ({"llama.vocab_size": 2**31}, "has shape [97, 64] in the weights"),
+    "epsilon": ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "rms_norm_eps is NaN"),
+    "part-of-heads": ({"llama.attention.key_length": 8}, "attention.key_length is 8"),
+    "experts": ({"llama.expert_count": 8}, "reads no experts"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, 'scaled as "yarn"'),
+}
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_that_no_model_has(case: str, tmp_path: Path) -> None:
+    more, told = KEYS[case]
+    file = save_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), more=more)
+    assert told in refusal(file).message
+
+
+def test_a_cut_file(file: Path) -> None:
+    content = file.read_bytes()
+    for kept in (0, 100, len(content) // 2, len(content) - 40):
+        file.write_bytes(content[:kept])
+        assert str(file) in refusal(file).message
+
+
+def test_heads_are_checked_before_ranks_start(file: Path) -> None:
+    recipe = Recipe.model_validate({"target": {"model": str(file), "tensor_parallel_size": 3}})
+    with pytest.raises(Unsupported, match="4 attention heads"):
+        check_ahead(recipe)
+
+
+# What is known of a model.
+
+
+def test_memory_is_that_of_plain_numbers(saved: Path) -> None:
+    model = tiny_model("llama")
+    count = sum(p.numel() for p in model.parameters())
+    for dtype, size in (("float32", 4), ("bfloat16", 2)):
+        found = describe(ModelSpec("target", str(saved), None, dtype, "auto"), CPU)
+        assert found.weight_bytes == count * size
+        held = load(found, CPU).parameters()
+        assert sum(p.numel() * p.element_size() for p in held) == count * size
+    assert found.notes == {"weights": "dequantised from GGUF (Q8_0, F32)"}
+
+
+def test_a_ranks_part_is_cut_from_the_file(saved: Path) -> None:
+    whole = dict(load(description(saved), CPU).named_parameters())
+    for rank in range(2):
+        ours = description(saved, parallel=TensorParallel(rank, 2, None, CPU))
+        for name, value in load(ours, CPU).named_parameters():
+            part = ours.shards.parts.get(name)
+            want = whole[name] if part is None else part.of(whole[name])
+            assert torch.equal(value, want), name
+            assert part is None or value.shape != whole[name].shape
+
+
+def test_dtype_on_a_gpu_is_the_files(tmp_path: Path) -> None:
+    for kind, dtype in (("F16", torch.float16), ("BF16", torch.bfloat16), ("Q8_0", torch.bfloat16)):
+        file = save_gguf(tmp_path / f"{kind}.gguf", "llama", tiny_model("llama"), TYPES[kind])
+        assert describe(_spec(file), torch.device("cuda")).dtype == dtype
+
+
+def _spec(file: Path) -> ModelSpec:
+    return ModelSpec("target", str(file), None, "auto", "auto")
+
+
+def test_fingerprints_cover_the_file(file: Path) -> None:
+    first, shape = fingerprint(file, "auto"), fingerprint(file, "dummy")
+    copied = Path(shutil.copy(file, file.with_name("copy.gguf")))
+    assert fingerprint(copied, "auto") == first
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert fingerprint(file, "auto") != first and fingerprint(file, "dummy") == shape
+
+
+# Tokenizers.
+
+
+def vocabulary() -> dict[str, Any]:
+    """A byte-level vocabulary with merges and special tokens."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    special = ["<|pad|>", "<|start|>", "<|end|>"]
+    letters = sorted(bytes_to_unicode().values())
+    merges = ["h e", "l l", "he ll", "Ġ w"]
+    tokens = [*special, *letters, *(m.replace(" ", "") for m in merges), "<think>"]
+    kinds = [3] * len(special) + [1] * (len(letters) + len(merges)) + [4]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.chat_template": "{% for m in messages %}<|start|>{{ m.content }}<|end|>"
+        "{% endfor %}<|start|>",
+    }
+
+
+TEXTS = ["hello world", "  two  spaces\n", "<|start|>hell<|end|>", "<think>héllo 漢字", ""]
+
+
+@pytest.mark.parametrize("more", [{}, {"tokenizer.ggml.add_bos_token": True}], ids=["", "bos"])
+def test_tokenizer_and_special_ids_are_the_files(more: dict[str, Any], tmp_path: Path) -> None:
+    values = vocabulary() | more
+    size = len(values["tokenizer.ggml.tokens"])
+    model = tiny_model("llama", vocab_size=size)
+    file = save_gguf(tmp_path / "m.gguf", "llama", model, more=values | {"llama.vocab_size": None})
+    found = describe(_spec(file), CPU)
+    assert (found.vocab_size, found.eos_ids) == (size, {2, 0})
+    tokenizer = load_tokenizer(file, "m", size, False)
+    oracle = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    assert tokenizer.vocabulary() == oracle.get_vocab()
+    for text in TEXTS:
+        for special in (True, False):
+            ids = tokenizer.encode(text, add_special_tokens=special)
+            assert ids == oracle(text, add_special_tokens=special).input_ids
+        assert tokenizer.decode(ids) == oracle.decode(ids, skip_special_tokens=True)
+    assert tokenizer.encode("hello")[: 2 if more else 1] == ([1] if more else []) + [
+        values["tokenizer.ggml.tokens"].index("hell")
+    ]
+    assert tokenizer.render([{"role": "user", "content": "hi"}]) == "<|start|>hi<|end|><|start|>"
+
+
+FAULTS: dict[str, tuple[dict[str, Any], str]] = {
+    "none": ({"tokenizer.ggml.tokens": None}, "there is none in the GGUF file"),
+    "twice": ({"tokenizer.ggml.tokens": ["a"] * 97}, "a token twice"),
+    "numbers": ({"tokenizer.ggml.tokens": [1, 2]}, "there is none in the GGUF file"),
+    "kinds": ({"tokenizer.ggml.token_type": [1]}, "another number of token_type"),
+    "eos": ({"tokenizer.ggml.eos_token_id": 999}, "eos_token_id is 999"),
+    "kind": ({"tokenizer.ggml.model": "nonesuch"}, "cannot load the tokenizer"),
+    "merges": ({"tokenizer.ggml.merges": ["a"]}, "cannot load the tokenizer"),
+    "no-merges": ({"tokenizer.ggml.merges": None}, "cannot load the tokenizer"),
+    "long": ({"tokenizer.ggml.tokens": ["a" * 5000, "b"]}, "tokens of 5000 characters"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_damaged_tokenizer_is_one_line(case: str, tmp_path: Path) -> None:
+    more, told = FAULTS[case]
+    values = vocabulary() | more
+    file = save_gguf(tmp_path / "m.gguf", "llama", tiny_model("llama"), more=values)
+    with pytest.raises(SetupError) as caught:
+        load_tokenizer(file, "m", 97, False)
+    assert told in caught.value.message and caught.value.message.isprintable()
