@@ -72,10 +72,10 @@ def save_gguf(
     *,
     named: str | None = None,
     more: dict[str, Any] | None = None,
-    vocabulary: list[str] | None = None,
+    extra: dict[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write a model. named: the family whose names of tensors it has. more: keys beside those of
-    the config; None leaves one out."""
+    the config; None leaves one out. extra: tensors that the model lacks."""
     writer = GGUFWriter(str(file), architecture)
     config = model.config
     rope = config.rope_parameters
@@ -90,12 +90,11 @@ def save_gguf(
     values[f"{architecture}.attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
     values |= {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
     values["tokenizer.ggml.padding_token_id"] = 0  # the default of phi3 is beyond tiny vocabularies
-    if vocabulary is not None:
-        values["tokenizer.ggml.tokens"] = vocabulary
     for key, value in (values | (more or {})).items():
         if value is not None:
             write_value(writer, key, value)
-    for name, tensor in file_tensors(architecture, model, named).items():
+    tensors = file_tensors(architecture, model, named) | (extra or {})
+    for name, tensor in tensors.items():
         array, is_matrix = tensor.float().numpy(), tensor.dim() > 1 and "ffn_gate_inp" not in name
         stored = kind if is_matrix else TYPES.F32
         writer.add_tensor(name, packed(array, stored), raw_dtype=stored)
@@ -107,6 +106,7 @@ def save_gguf(
 
 
 def write_value(writer: GGUFWriter, key: str, value: Any) -> None:
+    """Add a key, with the kind of number that such files have."""
     if isinstance(value, list):
         writer.add_array(key, value)
         return

@@ -97,6 +97,19 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
     ),
+    "llama3": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            }
+        },
+    ),
     "mistral": ("mistral", {"sliding_window": 7}),
     "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 32}),
@@ -115,7 +128,7 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", ROUND_TRIPS)
 def test_a_written_model_is_read_back(case: str, tmp_path: Path) -> None:
-    """Sizes, windows, caps, biases and rotary scaling too, which transformers' own reading loses."""
+    """Sizes, windows, caps, biases and rotary scaling too, which transformers loses."""
     architecture, values = ROUND_TRIPS[case]
     model = tiny_model(architecture, **values)
     model.set_attn_implementation("eager")
@@ -124,6 +137,11 @@ def test_a_written_model_is_read_back(case: str, tmp_path: Path) -> None:
     more: dict[str, Any] = {}
     if case == "llama-linear":
         more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    file = save_gguf(tmp_path / "m.gguf", architecture, model, named=named, more=more)
+    extra = {}
+    if case == "llama3":  # a file has the quotients of frequencies instead of settings
+        plain = 500000.0 ** -(torch.arange(0, 16, 2) / 16)
+        extra["rope_freqs.weight"] = plain / model.model.rotary_emb.inv_freq
+    file = tmp_path / "m.gguf"
+    save_gguf(file, architecture, model, named=named, more=more, extra=extra)
     driver = Driver(paged_model(file, 120, 4), model, [19, 6, 33])
     assert driver.feed([(0, 18), (0, 5), (0, 20)]) < TOLERANCE

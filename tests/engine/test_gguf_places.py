@@ -103,7 +103,7 @@ def test_only_the_files_of_one_model_are_downloaded(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     monkeypatch.setattr(HfApi, "list_repo_files", listed)
-    with pytest.raises(SetupError, match="no file nonesuch.gguf"):
+    with pytest.raises(SetupError, match="no file nonesuch"):
         model_place("owner/name", "v2", "nonesuch.gguf")
     if is_online:
         with pytest.raises(SetupError, match=r"2 GGUF files: m-00001-of-00002.gguf, q/other.gguf"):
