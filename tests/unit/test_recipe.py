@@ -78,6 +78,8 @@ def test_bundled_recipes_are_valid() -> None:
         "llama-3.1-8b-eagle3",
         "llama-3.3-70b-eagle3-tp4",
         "qwen3-8b-eagle3",
+        "smollm2",
+        "smollm2-offline",
     ]
     for bundled in bundled_recipes():
         recipe = load_recipe(bundled.name)
