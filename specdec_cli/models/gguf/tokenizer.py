@@ -10,10 +10,15 @@ from tokenizers import AddedToken
 
 from specdec_cli.models.gguf.header import Header
 from specdec_cli.models.gguf.tensors import FROM_GGUF
+from specdec_cli.text import shown
 
 _VOCABULARY_BYTES = 1 << 25  # without merges, transformers tries every cut of every token
 _TOKEN_BYTES = 1 << 12
 _CONTROL, _USER_DEFINED = 3, 4
+_BYTE_LEVEL, _PIECES = "gpt2", "llama"  # kinds of tokenizers
+# The ways of cutting texts into words that earlier versions of transformers follow, by family.
+_CUT_BEFORE = {"llama": {"smollm", "gpt-2", "default"}, "qwen2": {"qwen2", "deepseek-r1-qwen"}}
+_CUT_BEFORE |= {"qwen3": {"qwen2"}, "qwen2_moe": {"qwen2"}, "qwen3_moe": {"qwen2"}}
 _TEMPLATE = "tokenizer.chat_template"
 _SPECIAL = {
     "bos_token": "bos_token_id",
@@ -38,7 +43,7 @@ def gguf_tokenizer(header: Header) -> Any:
     for key in ("add_bos_token", "add_eos_token"):
         settings[key] = values.get(f"tokenizer.ggml.{key}") is True
     if "tokenizer.ggml.add_bos_token" not in values:  # as of files that are older than the key
-        settings["add_bos_token"] = vocabulary.get("tokenizer_type") == "llama"
+        settings["add_bos_token"] = vocabulary["tokenizer_type"] == _PIECES
     if isinstance(template := values.get(_TEMPLATE), str):
         settings["chat_template"] = template
     backend = _backend(str(values["general.architecture"]), vocabulary)
@@ -52,18 +57,21 @@ def _vocabulary(header: Header) -> dict[str, Any]:
     """The values that transformers' builders take, by their names for them."""
     try:
         from transformers.integrations.gguf import GGUF_TOKENIZER_MAPPING as table
-    except ImportError:  # before 5.20
+    except ImportError:  # earlier versions
         from transformers.integrations.ggml import GGUF_TOKENIZER_MAPPING as table
     found = {
         name: header.values[f"tokenizer.{key}"]
         for key, name in table["tokenizer"].items()
         if f"tokenizer.{key}" in header.values
     }
+    found["pre_tokenizer_type"] = header.values.get("tokenizer.ggml.pre")
     tokens = found.get("tokens")
     if not isinstance(tokens, list) or not tokens or not isinstance(tokens[0], str):
         raise ValueError("there is none in the GGUF file")
     if len(set(tokens)) < len(tokens):
         raise ValueError("its vocabulary has a token twice")
+    if (kind := found.get("tokenizer_type")) not in (_BYTE_LEVEL, _PIECES):
+        raise ValueError(f"it is of kind {shown(kind)}, and {_BYTE_LEVEL} and {_PIECES} are read")
     longest = max(map(len, tokens))
     if longest > _TOKEN_BYTES or sum(map(len, tokens)) > _VOCABULARY_BYTES:
         raise ValueError(f"its vocabulary has tokens of {longest} characters")
@@ -76,11 +84,18 @@ def _vocabulary(header: Header) -> dict[str, Any]:
 def _backend(architecture: str, vocabulary: dict[str, Any]) -> Any:
     try:
         from transformers.integrations.gguf import convert_gguf_tokenizer
-    except ImportError:  # before 5.20, by the family's name
+    except ImportError:
         from transformers.integrations.ggml import convert_gguf_tokenizer
 
-        family = {"gemma3": "gemma3_text", "mistral": "llama"}.get(architecture)
-        architecture = family or FROM_GGUF[architecture]
+        architecture = FROM_GGUF[architecture]
+        if vocabulary["tokenizer_type"] == _PIECES or (
+            vocabulary.get("pre_tokenizer_type") not in _CUT_BEFORE.get(architecture, set())
+        ):
+            raise ValueError(
+                "this version of transformers cuts texts in another way than the model; 5.23 or "
+                "later does not"
+            ) from None
+        vocabulary.setdefault("add_prefix_space", False)
     backend, _ = convert_gguf_tokenizer(architecture, dict(vocabulary))
     return backend
 
