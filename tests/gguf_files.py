@@ -15,7 +15,12 @@ from tests.support import CPU
 TYPES = GGMLQuantizationType
 # Where a block's scales are, as half floats. Any bytes make a block, if its scales are sane.
 _SCALES = {TYPES.Q4_K: (0, 2), TYPES.Q6_K: (208,)}
-_FAMILY_OF = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gemma3": "gemma3_text"}
+_FAMILY_OF = {
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "minimax-m2": "minimax_m2",
+    "gemma3": "gemma3_text",
+}
 _KEYS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -27,6 +32,7 @@ _KEYS = {
     "attention.key_length": "head_dim",
     "vocab_size": "vocab_size",
     "expert_count": "num_experts",
+    "expert_count ": "num_local_experts",  # another name for it, which is stripped
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -58,7 +64,9 @@ def tiny_model(architecture: str, seed: int = 0, **values: Any) -> Any:
     kind = _FAMILY_OF.get(architecture, architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | values))
     with torch.no_grad():
-        for tensor in model.parameters():
+        stored = model.state_dict()
+        buffers = [tensor for name, tensor in model.named_buffers() if name in stored]
+        for tensor in [*model.parameters(), *buffers]:
             if tensor.dim() == 1:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
     return model.eval()
@@ -80,7 +88,7 @@ def save_gguf(
     config = model.config
     rope = config.rope_parameters
     values: dict[str, Any] = {
-        f"{architecture}.{key}": found
+        f"{architecture}.{key.strip()}": found
         for key, name in _KEYS.items()
         if (found := getattr(config, name, None)) is not None
     }
@@ -134,6 +142,9 @@ def file_tensors(
             halves = tensor.chunk(2, dim=1)
             for half, value in zip(("gate", "up"), halves, strict=True):
                 found[f"blk.{block}.ffn_{half}_exps.weight"] = value.contiguous()
+            continue
+        if name.endswith("e_score_correction_bias"):
+            found[f"blk.{name.split('.')[2]}.exp_probs_b.bias"] = tensor
             continue
         base, _, leaf = (
             name.rpartition(".") if "down_proj" not in name[-9:] else (name, "", "weight")

@@ -31,7 +31,7 @@ def test_generate(options: tuple[str, ...], file: Path, capsys: pytest.CaptureFi
     want = greedy_reference(gguf_reference(file), output["prompt_token_ids"], 12)
     assert output["token_ids"] == want
     how = document["environment"]
-    assert how["target_weights"] == "dequantised from GGUF (F32, Q4_0)"
+    assert how["target_weights"] == "dequantised from GGUF (Q4_0, F32)"
     assert document["recipe"]["target"]["model"] == str(file)
     if options:
         assert document["metrics"]["mean_acceptance_length"] == 4.0, "the draft is the target"

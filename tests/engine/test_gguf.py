@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
@@ -36,6 +37,17 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+MINIMAX: dict[str, Any] = {
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+MINIMAX_KEYS = {"minimax-m2.rope.dimension_count": 8, "minimax-m2.expert_gating_func": 2}
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [20, 21, 22]]
 
 
@@ -58,11 +70,22 @@ def assert_as_transformers(file: Path) -> None:
         assert seq.tokens[len(prompt) :] == greedy_reference(oracle, prompt, 12)
 
 
-@pytest.mark.parametrize("architecture", [a for a in FROM_GGUF if a != "mistral"])
+@pytest.mark.parametrize(
+    "architecture", [a for a in FROM_GGUF if a not in ("mistral", "minimax-m2")]
+)
 def test_architectures_as_transformers_loads_them(architecture: str, tmp_path: Path) -> None:
     """It reads no files of architecture mistral: mistral's say llama."""
     model = tiny_model(architecture, **DEFAULTS.get(architecture, {}))
     assert_as_transformers(save_gguf(tmp_path / "m.gguf", architecture, model, TYPES.Q8_0))
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.integrations.gguf, "convert_gguf_tokenizer"),
+    reason="this version of transformers turns all of each head",
+)
+def test_minimax_as_transformers_loads_it(tmp_path: Path) -> None:
+    model, file = tiny_model("minimax-m2", **MINIMAX), tmp_path / "m.gguf"
+    assert_as_transformers(save_gguf(file, "minimax-m2", model, TYPES.Q8_0, more=MINIMAX_KEYS))
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K", "Q6_K", "BF16", "F16"])
@@ -119,6 +142,7 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"final_logit_softcapping": 5.0},
     ),
     "phi3": ("phi3", {"sliding_window": 7}),
+    "minimax-m2": ("minimax-m2", MINIMAX),
     "qwen3moe": (
         "qwen3moe",
         DEFAULTS["qwen3moe"] | {"head_dim": 16, "moe_intermediate_size": 32},
@@ -135,6 +159,8 @@ def test_a_written_model_is_read_back(case: str, tmp_path: Path) -> None:
     model.set_experts_implementation("eager")
     named = "llama" if architecture == "mistral" else None
     more: dict[str, Any] = {}
+    if case == "minimax-m2":
+        more = MINIMAX_KEYS
     if case == "llama-linear":
         more = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     extra = {}

@@ -29,6 +29,7 @@ _TEXT_ONLY = {"gemma3": "gemma3_text"}
 # are told by their number of layers, since no key says so.
 _OTHER_SCALE = {("gemma2", 46), ("gemma3", 62)}
 _PLAIN = {"F32": None, "F16": "float16", "BF16": "bfloat16"}
+_SIGMOID = 2  # the number of a way to score experts
 _ROTARY_FACTORS = "rope_freqs.weight"
 
 
@@ -52,6 +53,8 @@ def gguf_config(name: str, header: Header) -> Any:
         reason = f"transformers cannot make its config ({one_line(str(problem))})"
         raise Unsupported(name, reason) from problem
     _check_heads(name, architecture, header, config)
+    if architecture == "minimax-m2" and values.get("scoring_func", _SIGMOID) != _SIGMOID:
+        raise Unsupported(name, "its experts are chosen in another way than by sigmoid")
     _set_rotary(name, architecture, header, config)
     return config
 
@@ -128,6 +131,9 @@ def _check_heads(name: str, architecture: str, header: Header, config: Any) -> N
         head_dim = config.hidden_size // max(1, config.num_attention_heads)
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
         found = header.values.get(f"{architecture}.{key}", head_dim)
+        if key == "rope.dimension_count" and architecture == "minimax-m2" and type(found) is int:
+            config.rope_parameters["partial_rotary_factor"] = found / head_dim
+            found = head_dim
         if found != head_dim:
             raise Unsupported(name, f"{key} is {shown(found)}, and its heads have {head_dim}")
 

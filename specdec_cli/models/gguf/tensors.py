@@ -32,6 +32,7 @@ FROM_GGUF = {
     "phi3": "phi3",
     "qwen2moe": "qwen2_moe",
     "qwen3moe": "qwen3_moe",
+    "minimax-m2": "minimax_m2",
 }
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
@@ -39,6 +40,7 @@ _PLAIN |= {"BF16": torch.bfloat16}
 _NUMBERS_AT_ONCE = 1 << 20
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
+_ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
 _USED_ELSEWHERE = ("rope_freqs.weight",)  # by the config
 
 
@@ -77,6 +79,8 @@ def readers(module: Any, header: Header, dtype: torch.dtype) -> tuple[dict[str, 
     for name in module.state_dict():
         if match := _GATE_UP.fullmatch(name):
             sources = [f"blk.{match[1]}.ffn_{half}_exps.weight" for half in ("gate", "up")]
+        elif match := _ROUTER_BIAS.fullmatch(name):
+            sources = [f"blk.{match[1]}.exp_probs_b.bias"]
         else:
             sources = [name_in_file(name)]
         if all(source in header.tensors for source in sources):
@@ -141,8 +145,9 @@ def _reader(name: str, stored: list[Stored], dtype: torch.dtype, change: Change 
     """Reads a tensor that the file has whole, or, of experts, in two: gates, then values."""
 
     def read(part: Part | None = None) -> torch.Tensor:
-        # Norms are shifted before they are rounded, as they were when they were stored.
-        exact = torch.float32 if change is _less_one else dtype
+        # Norms are shifted before they are rounded, as they were when they were stored, and some
+        # families keep biases exact.
+        exact = torch.float32 if len(stored[0].shape) == 1 else dtype
         if len(stored) == 1:
             is_rows = part is not None and part.dim == 0 and part.blocks == 1
             if part is not None and is_rows and change is None and len(stored[0].shape) > 1:
@@ -158,7 +163,7 @@ def _reader(name: str, stored: list[Stored], dtype: torch.dtype, change: Change 
             for half, value in enumerate(stored):
                 read_stored(value, exact, out=whole[:, half * rows : (half + 1) * rows])
         if change is not None:
-            whole = change(whole).to(dtype)
+            whole = change(whole)
         return whole if part is None else part.of(whole)
 
     return read
