@@ -21,24 +21,24 @@ _FAMILY_OF = {
     "minimax-m2": "minimax_m2",
     "gemma3": "gemma3_text",
 }
-_KEYS = {
-    "block_count": "num_hidden_layers",
-    "context_length": "max_position_embeddings",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
-    "attention.sliding_window": "sliding_window",
-    "attention.key_length": "head_dim",
-    "vocab_size": "vocab_size",
-    "expert_count": "num_experts",
-    "expert_count ": "num_local_experts",  # another name for it, which is stripped
-    "expert_used_count": "num_experts_per_tok",
-    "expert_feed_forward_length": "moe_intermediate_size",
-    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
-    "attn_logit_softcapping": "attn_logit_softcapping",
-    "final_logit_softcapping": "final_logit_softcapping",
-}
+_KEYS = [
+    ("block_count", "num_hidden_layers"),
+    ("context_length", "max_position_embeddings"),
+    ("embedding_length", "hidden_size"),
+    ("feed_forward_length", "intermediate_size"),
+    ("attention.head_count", "num_attention_heads"),
+    ("attention.head_count_kv", "num_key_value_heads"),
+    ("attention.sliding_window", "sliding_window"),
+    ("attention.key_length", "head_dim"),
+    ("vocab_size", "vocab_size"),
+    ("expert_count", "num_experts"),
+    ("expert_count", "num_local_experts"),
+    ("expert_used_count", "num_experts_per_tok"),
+    ("expert_feed_forward_length", "moe_intermediate_size"),
+    ("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+]
 
 
 def tiny_model(architecture: str, seed: int = 0, **values: Any) -> Any:
@@ -88,8 +88,8 @@ def save_gguf(
     config = model.config
     rope = config.rope_parameters
     values: dict[str, Any] = {
-        f"{architecture}.{key.strip()}": found
-        for key, name in _KEYS.items()
+        f"{architecture}.{key}": found
+        for key, name in _KEYS
         if (found := getattr(config, name, None)) is not None
     }
     if named == "llama" or architecture == "llama":

@@ -56,8 +56,8 @@ def check_layers(config: Any, name: str, held: int) -> None:
     layers = config.num_hidden_layers
     if layers > held:
         raise SetupError(
-            f"config.json of {name}: num_hidden_layers is {layers}, and the weights have {held}",
-            "config.json and the weights do not belong together, or a file is missing",
+            f"the config of {name}: num_hidden_layers is {layers}, and the weights have {held}",
+            "its config and the weights do not belong together, or a file is missing",
         )
 
 

@@ -304,7 +304,7 @@ def _checkpoint_source(
     if missing:
         raise SetupError(
             f"the weights of {spec.name} lack {len(missing)} tensors, first {missing[0]}",
-            "config.json and the weights do not belong together, or a file is missing",
+            "its config and the weights do not belong together, or a file is missing",
         )
 
     def source(name: str, meta: torch.Tensor, part: Part | None) -> torch.Tensor:
@@ -317,7 +317,7 @@ def _checkpoint_source(
             raise SetupError(
                 f"{name} of {spec.name} cannot be put together from its parts in the weights "
                 f"({line_of(problem)})",
-                "config.json and the weights do not belong together, or a file is missing",
+                "its config and the weights do not belong together, or a file is missing",
             ) from None
         # Quantised numbers would be copied as if they were the weights themselves.
         is_code = value.element_size() == 1 or not value.is_floating_point()
@@ -355,8 +355,8 @@ def _same(names: list[str], readers: dict[str, Read], spec: ModelSpec) -> Read:
 
 def _wrong_shape(name: str, spec: ModelSpec, stored: list[int], wanted: list[int]) -> SetupError:
     return SetupError(
-        f"{name} of {spec.name} has shape {stored} in the weights and {wanted} by its config.json",
-        "config.json and the weights do not belong together",
+        f"{name} of {spec.name} has shape {stored} in the weights and {wanted} by its config",
+        "its config and the weights do not belong together",
     )
 
 
