@@ -57,6 +57,10 @@ def read_header(file: Path) -> Header:
     try:
         status = file.stat()
         return _read(file, status.st_size, status.st_mtime_ns)
+    except ImportError:
+        raise SetupError(
+            "reading GGUF files needs the Python package gguf", "install it: pip install gguf"
+        ) from None
     except OSError as problem:
         raise SetupError(f"cannot read {file}: {problem.strerror}", "is the path right?") from None
     except (ValueError, OverflowError, struct.error) as problem:
