@@ -12,7 +12,7 @@ from gguf import dequantize
 from gguf.constants import GGML_QUANT_SIZES
 
 from specdec_cli.models.gguf.header import Stored
-from specdec_cli.models.gguf.tensors import FROM_GGUF, _is_undone, read_stored
+from specdec_cli.models.gguf.tensors import FROM_GGUF, is_undone, read_stored
 from specdec_cli.models.loader import ModelSpec, describe, load
 from tests.engine.test_families import TOLERANCE, Driver
 from tests.gguf_files import TYPES, gguf_reference, random_blocks, save_gguf, tiny_model
@@ -94,7 +94,7 @@ def test_types_as_transformers_loads_them(kind: str, tmp_path: Path) -> None:
     assert_as_transformers(save_gguf(tmp_path / "m.gguf", "llama", model, TYPES[kind]))
 
 
-@pytest.mark.parametrize("kind", [k for k in TYPES if _is_undone(int(k))], ids=lambda k: k.name)
+@pytest.mark.parametrize("kind", [k for k in TYPES if is_undone(int(k))], ids=lambda k: k.name)
 def test_every_type_is_dequantised(kind: TYPES, tmp_path: Path) -> None:
     """Rows of a matrix too, as ranks read them."""
     width, nbytes = GGML_QUANT_SIZES[kind]

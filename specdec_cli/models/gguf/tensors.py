@@ -59,7 +59,7 @@ def architecture_of(name: str, header: Header) -> str:
 def check_kinds(name: str, header: Header) -> None:
     """Raise `Unsupported` for a quantisation that cannot be undone."""
     for kind in sorted({t.kind for t in header.tensors.values()}):
-        if name_of(kind) not in _PLAIN and not _is_undone(kind):
+        if name_of(kind) not in _PLAIN and not is_undone(kind):
             raise Unsupported(name, f"the gguf package does not dequantise {name_of(kind)}")
 
 
@@ -226,7 +226,7 @@ def _plain(content: np.ndarray[Any, Any], kind: str, number: int) -> torch.Tenso
     return torch.from_numpy(found).flatten()
 
 
-def _is_undone(kind: int) -> bool:
+def is_undone(kind: int) -> bool:
     """Whether the gguf package dequantises a type: tried on a block of zeros."""
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
