@@ -82,7 +82,11 @@ def compare_tp(
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.results import to_json
             from specdec_cli.experiment.run_folder import RunFolder
-            from specdec_cli.experiment.settings_file import earlier_environment, read_warnings
+            from specdec_cli.experiment.settings_file import (
+                earlier_environment,
+                read_warnings,
+                unsaid,
+            )
 
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, asked.permissions())
         warnings = warnings_of(plan)
@@ -91,7 +95,7 @@ def compare_tp(
             document = describe_plan(plan, warnings)
         elif output is not None:
             folder = open_folder(output, plan, records, resume=resume)
-            warnings += [one for one in read_warnings(output) if one not in warnings]
+            warnings += unsaid(read_warnings(output), warnings)
             if not records.is_open(plan.to_run):  # every pair is already recorded
                 where = earlier_environment(output, where)
         else:

@@ -46,14 +46,14 @@ class Failure:
     code: ExitCode = ExitCode.RUN_FAILED
 
 
-def block_points(
+def arm_points(
     samples: Mapping[Key, Samples],
     keys: Sequence[Key],
     failures: Mapping[Key, Failure],
     forecasts: Forecasts,
     seed: int,
 ) -> list[Point]:
-    """The points of one draft and batch size, in the order of `keys`.
+    """The points of one arm and batch size, in the order of `keys`; k = 0 is the first of them.
 
     samples: by point and prompt index. failures: of points without metrics.
     """
@@ -154,6 +154,13 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
         shares = zip(sample.distinct_experts, sample.round_share, strict=True)
         found += _mean([count * share for count, share in shares])
     return found if done else None
+
+
+def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
+    """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
+    return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
+        Key(None, key.batch_size, 0), {}
+    )
 
 
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:

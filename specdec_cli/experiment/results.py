@@ -18,6 +18,7 @@ from specdec_cli import __version__, plugin
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.plan import Plan
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.records import Key, Point, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
@@ -91,7 +92,7 @@ def to_json(document: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Record):
+    if isinstance(value, Record | Notice):
         value = value.as_dict()
     if isinstance(value, float):
         return value if math.isfinite(value) else None

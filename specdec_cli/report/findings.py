@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.records import Point
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
@@ -220,5 +221,6 @@ def warnings(run: ReportedRun) -> list[str]:
         )
     recorded = (run.summary or {}).get("warnings")
     if isinstance(recorded, list):
-        found += [str(one) for one in recorded if not str(one).startswith(_SAID_ABOVE)]
+        told = [Notice.read(one).message for one in recorded]
+        found += [one for one in told if not one.startswith(_SAID_ABOVE)]
     return [*found, *run.notes]

@@ -40,6 +40,7 @@ _SPARE = (
     _PROPOSING,
     "tokens a round",
 )
+_NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
@@ -77,7 +78,7 @@ class LiveTable(Watcher):
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._sums: dict[Key, render.Sums] = {}
-        self._shown: tuple[str | None, int] | None = None
+        self._shown: int | None = None  # batch size
         self._live = render.live_view(self._render, 2)
 
     def begin(self, what: str) -> None:
@@ -85,7 +86,7 @@ class LiveTable(Watcher):
         self._progress.update(self._task, description=what)
 
     def sample(self, key: Key, sample: Sample) -> None:
-        self._shown = (key.draft, key.batch_size)
+        self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         self._progress.advance(self._task)
 
@@ -93,16 +94,18 @@ class LiveTable(Watcher):
         self._live.stop()
 
     def _render(self) -> Group:
-        table = render.plain_table("k", "prompts", "tokens a round", "tokens/s", "x k = 0")
-        by_k = {
-            key.k: sums
+        table = render.plain_table("draft", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
+        shown = {
+            key: sums
             for key, sums in list(self._sums.items())  # a copy: another thread draws
-            if (key.draft, key.batch_size) == self._shown
+            if key.batch_size == self._shown
         }
-        plain = by_k.get(0, render.Sums()).speed
-        for k, sums in sorted(by_k.items()):
+        plain = next((sums.speed for key, sums in shown.items() if key.k == 0), 0.0)
+        for key in sorted(shown, key=lambda key: (key.draft or "", key.k)):
+            sums = shown[key]
             table.add_row(
-                str(k),
+                one_line(key.draft or _NO_DRAFT),
+                str(key.k),
                 str(sums.prompts),
                 f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
                 f"{sums.speed:.1f}",
@@ -165,7 +168,7 @@ def results_table(
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
-        columns["draft"] = [one_line(str(p.draft)) for p in points]
+        columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
     if len({p.batch_size for p in points}) > 1:
         columns["batch"] = [str(p.batch_size) for p in points]
     cells = [_cells(point) for point in points]

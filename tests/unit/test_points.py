@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.experiment.points import Forecasts, Samples, block_points, measured
+from specdec_cli.experiment.points import Forecasts, Samples, arm_points, measured
 from specdec_cli.experiment.predict import Text
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.recommend import recommend
@@ -164,7 +164,7 @@ def test_what_follows_the_end_of_a_text_was_not_rejected(
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 4): {0: ended}}
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * num_tokens)
     forecasts = Forecasts(4, [text], {}, is_exact=True)
-    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    _, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     prediction, metrics = point.prediction, metrics_of(point)
     assert prediction is not None
     assert prediction.iid_alpha == alpha
@@ -184,7 +184,7 @@ def test_a_last_round_without_proposals_cuts_no_other() -> None:
     ended = sample(0, [(2, 0), (2, 1)], 0.5, **changes)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 2): {0: ended}}
     forecasts = Forecasts(2, [Text(limit=4, draft_limit=99, accept=(0.5,) * 4)], {}, is_exact=True)
-    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    _, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     assert point.prediction.iid_alpha == pytest.approx(1 / 3)
 
 
@@ -195,7 +195,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     overlap = (0.25,) * 4 + (0.75,) * 8
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * 12, overlap=overlap)
     forecasts = Forecasts(1, [text], {0: 0.1, 1: 0.15}, is_exact=False)
-    plain, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    plain, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     prediction = point.prediction
     assert prediction is not None and plain.prediction is not None
     # Predicted: 12 rounds of 0.1 s over 6 of 0.15 s. Measured: 1.2 s over 1 s.

@@ -6,12 +6,12 @@ If a pair's ranks fail, that pair has failed; the others go on.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_cli.errors import ExitCode
+from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
-from specdec_cli.experiment.lossless import is_broken, tokens_line
+from specdec_cli.experiment.lossless import is_broken, tokens_notice
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
@@ -92,7 +92,7 @@ def conclusion(
     plan: ComparisonPlan,
     records: ComparisonRecords,
     codes: Sequence[int],
-    warnings: Sequence[str],
+    warnings: Sequence[Notice],
     where: dict[str, Any],
 ) -> tuple[dict[str, Any], ExitCode]:
     """The document of `compare-tp --json` and summary.json, and the exit code.
@@ -100,9 +100,11 @@ def conclusion(
     codes: of failed pairs. where: the document's environment.
     """
     verdict = verdict_of(records)
-    said = [*warnings, *prompts_that_failed(records.samples.values())]
-    if is_broken(verdict["tokens"]):
-        said.append(tokens_line(verdict["tokens"]) or "")
+    said = [
+        *warnings,
+        *prompts_that_failed(records.samples.values()),
+        *tokens_notice(verdict["tokens"]),
+    ]
     document = {
         "schema": "specdec.compare-tp/1",
         "recipe": plan.recipe.model_dump(mode="json"),

@@ -7,13 +7,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_line
+from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
     Samples,
-    block_points,
+    arm_points,
     error_of,
     why_none,
 )
@@ -25,20 +25,36 @@ from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import curve_point, seconds_per_round
 
 
-def points_of_block(
+def points_at(
     settings: SweepSettings,
     records: SweepRecords,
-    block: tuple[str | None, int],
+    batch_size: int,
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
-    """The points of one draft and batch size, from the records."""
-    draft, batch_size = block
-    keys = [Key(draft, batch_size, k) for k in settings.ks]
+    """The points of one batch size, from the records: those that arms share once and first."""
+    found = dict[Key, Point]()
+    for draft in settings.drafts:
+        for point in _points_of_arm(settings, records, draft, batch_size, failures):
+            # A baseline that all arms share has no arm's acceptance to predict anything of.
+            if point.draft != draft:
+                point = point.model_copy(update={"prediction": None})
+            found.setdefault(Key.of(point), point)
+    return list(found.values())
+
+
+def _points_of_arm(
+    settings: SweepSettings,
+    records: SweepRecords,
+    draft: str | None,
+    batch_size: int,
+    failures: Mapping[Key, Failure],
+) -> list[Point]:
+    keys = [settings.key(draft, batch_size, k) for k in settings.ks]
     failures = dict(failures)
     for key in keys:
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
-    largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
@@ -54,11 +70,11 @@ def points_of_block(
         },
         is_exact=is_exact,
     )
-    return block_points(records.samples, keys, failures, forecasts, settings.seed)
+    return arm_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
 def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
-    samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    samples = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     texts = list[Text]()
     for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
@@ -76,7 +92,7 @@ def sweep_document(
     where: dict[str, Any],
     records: SweepRecords,
     points: Sequence[Point],
-    warnings: Sequence[str],
+    warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
@@ -89,7 +105,7 @@ def sweep_document(
         for b in settings.batch_sizes
     }
     tokens = tokens_of(settings, records)
-    broken = [tokens_line(tokens)] if is_broken(tokens) else []
+    broken = tokens_notice(tokens)
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
@@ -118,12 +134,12 @@ def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
-    """The sort key of points: drafts as given, batch sizes and ks ascending."""
+    """The sort key of points: batch sizes ascending, drafts as given, ks ascending."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
-    return lambda key: (places[key.draft], key.batch_size, key.k)
+    return lambda key: (key.batch_size, places.get(key.draft, -1), key.k)
 
 
-def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
+def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
     """A warning if prompts could not run. samples: of each point, by prompt."""
     failed = {
         index: sample.error or "no reason is known"
@@ -136,7 +152,8 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
     first = min(failed)
     which = f"prompt {first}: {failed[first]}"
     more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
-    return [f"not every prompt could run, and those count for nothing: {which}{more}"]
+    told = f"not every prompt could run, and those count for nothing: {which}{more}"
+    return [Notice("prompts_failed", told, {"prompts": sorted(failed)})]
 
 
 def exit_code(

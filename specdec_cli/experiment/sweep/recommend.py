@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.points import Samples, speedup, without_errors
+from specdec_cli.experiment.points import Samples, baseline_of, speedup, without_errors
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import SumRatio
 
@@ -35,7 +35,7 @@ def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int
     fastest = candidates[choice.best]
     chosen = _smallest_with_draft_of(fastest, list(filter(_pays, tied)), _measured)
     if chosen is None:
-        chosen = next(p for p in candidates if (p.k, p.draft) == (0, fastest.draft))
+        chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
     with_draft = has_several_drafts(points)
     return _Choice(chosen, fastest, tied, _measured, len(common), with_draft).as_dict()
 
@@ -78,7 +78,7 @@ def _pays(point: Point) -> bool:
 
 def _against_plain(point: Point, samples: Mapping[Key, Samples], common: set[int]) -> SumRatio:
     key = Key.of(point)
-    own, plain = samples[key], samples[Key(key.draft, key.batch_size, 0)]
+    own, plain = samples[key], baseline_of(samples, key)
     found = speedup({i: own[i] for i in common}, {i: plain[i] for i in common})
     assert found is not None
     return found
