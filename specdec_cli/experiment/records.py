@@ -114,7 +114,11 @@ class CategoryMetrics(Record):
 
 
 class Prediction(Record):
-    """Predicted figures of a point, from the run at the largest k; errors are relative."""
+    """Predicted figures of a point, from the run at the largest k; errors are relative.
+
+    speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
+    was measured. Absent where there is none, as in folders of earlier versions.
+    """
 
     method: Name
     is_exact: bool
@@ -126,6 +130,8 @@ class Prediction(Record):
     iid_mean_acceptance_length: float
     iid_error: Figure
     analytic_alpha: Figure
+    speedup_ci: Interval = None
+    speedup_error_ci: Interval = None
 
 
 class Point(Record):
@@ -184,6 +190,41 @@ class Point(Record):
         if self.status != "ok" and self.reason is None:
             raise impossible("it has no reason")
         return self
+
+
+class Arm(Record):
+    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
+
+    k: Count
+    draft: Name | None
+
+
+class CategoryComparison(Record):
+    """The figures of a `Comparison` over the prompts of one category."""
+
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+
+
+class Comparison(Record):
+    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
+
+    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
+    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
+    whether speeds are predicted.
+    """
+
+    batch_size: Count
+    arm: Arm
+    against: Arm
+    is_predicted: bool
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
 
 
 class CurvePart(StageTimes):

@@ -30,6 +30,7 @@ class Content:
         shown = _point_for_categories(run, self.bests)
         self.tables: Mapping[str, Table | None] = {
             "results": tables.results(run, self.bests),
+            "comparisons": tables.comparisons(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
             "predictions": tables.predictions(run),

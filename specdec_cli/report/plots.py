@@ -15,6 +15,7 @@ from specdec_cli.report.drawings.canvas import (
     without_talk,
 )
 from specdec_cli.report.drawings.categories import draw_categories
+from specdec_cli.report.drawings.comparisons import draw_comparisons
 from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
@@ -52,6 +53,14 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; rings mark the "
             "best at each batch size.",
             lambda figure: draw_speedup(figure, run, content.bests),
+        ),
+        (
+            "comparisons",
+            "Arm against arm",
+            "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
+            "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
+            "crosses the line, the two are tied.",
+            lambda figure: draw_comparisons(figure, run),
         ),
         (
             "acceptance",

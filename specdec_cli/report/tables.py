@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.records import Arm, CategoryComparison, Comparison, Key, Point
 from specdec_cli.experiment.stats import proposing_rate
 from specdec_cli.report.findings import Best, residual
 from specdec_cli.report.folder import ReportedRun
@@ -203,6 +203,41 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
     )
 
 
+def comparisons(run: ReportedRun) -> Table | None:
+    """Arm against arm, with a row for each category below; None without several drafts."""
+    pairs = run.comparisons
+    if len({draft for one in pairs for draft in (one.arm.draft, one.against.draft) if draft}) < 2:
+        return None
+    has_categories = any(one.per_category for one in pairs)
+    rows = []
+    for one in pairs:
+        setting = (arm_in_words(run, one.arm), arm_in_words(run, one.against), one.batch_size)
+        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
+        parts += one.per_category.items()
+        for name, part in parts:
+            kept: tuple[Value, ...] = ("all" if name is None else name,) if has_categories else ()
+            found = (part.speed_ratio, _span(part.speed_ratio_ci), _tie_in_words(part.tied))
+            rows.append((*setting, *kept, part.num_prompts, *found))
+    columns = [Column("arm"), Column("against"), Column("batch")]
+    columns += [Column("category")] * has_categories
+    columns += [Column("prompts"), Column("ratio of speeds", 2, "×"), Column("95 % interval")]
+    note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
+    if any(one.is_predicted for one in pairs):
+        note += " Speeds are predicted."
+    return Table("comparisons", "Arm against arm", (*columns, Column("verdict")), tuple(rows), note)
+
+
+def arm_in_words(run: ReportedRun, arm: Arm) -> str:
+    """One side of a comparison: `draft-1b, k = 4`."""
+    return f"{run.labels.get(arm.draft, arm.draft)}, k = {arm.k}" if arm.k else "no speculation"
+
+
+def _tie_in_words(tied: bool | None) -> str:
+    if tied is None:
+        return "too few prompts for an interval"
+    return "tied" if tied else "differ"
+
+
 # Tables for other programs, with full names and figures as recorded.
 _SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")
 
@@ -262,6 +297,22 @@ def raw_points(run: ReportedRun) -> Table:
         for point in run.points
     ]
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
+
+
+def raw_comparisons(run: ReportedRun) -> Table:
+    """One row for each two arms, and one for each of their categories."""
+    rows = []
+    for one in run.comparisons:
+        setting = (one.batch_size, one.arm.draft, one.arm.k, one.against.draft, one.against.k)
+        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
+        parts += one.per_category.items()
+        for name, part in parts:
+            ends = part.speed_ratio_ci or (None, None)
+            rows.append((*setting, name, part.num_prompts, part.speed_ratio, *ends))
+    sides = ("draft", "k", "against_draft", "against_k")
+    figures = ("num_prompts", "speed_ratio", "speed_ratio_lo", "speed_ratio_hi")
+    titles = ("batch_size", *sides, "category", *figures)
+    return Table("comparisons", "", tuple(map(Column, titles)), tuple(rows))
 
 
 def raw_acceptance(run: ReportedRun) -> Table:

@@ -432,8 +432,9 @@ def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content) -> None:
-    names = ["speedup", "acceptance", "rounds", "categories", "predictions"]
+    names = ["speedup", "comparisons", "acceptance", "rounds", "categories", "predictions"]
     assert [plot.name for plot in drawn(sweep)] == names
+    assert "draft-1b, k = " in drawn(sweep)[1].svg and "writing" in drawn(sweep)[1].svg
     pictures = drawn(comparison)
     assert [plot.name for plot in pictures] == ["speedup", "acceptance", "rounds"]
     for plot in pictures:
@@ -549,7 +550,7 @@ def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
     assert content.category_point and content.tables["categories"] is not None
     write_report(content, tmp_path / "out", ("html", "csv", "md", "vllm"))
     texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
-    assert len(texts) == 6
+    assert len(texts) == 7
     for text in texts.values():
         assert not set("\x1b\x07\x9b\u202e\u2066") & set(text)
 
@@ -560,7 +561,7 @@ def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
     assert ["{{ 6 * 7 }}", "{{ 6 * 7 }}"] in parsed.tables["table-environment"]
     assert len(parsed.tables["table-results"]) == 1 + len(points)
 
-    for name in ("points.csv", "acceptance.csv", "categories.csv"):
+    for name in ("points.csv", "acceptance.csv", "categories.csv", "comparisons.csv"):
         for row in csv.reader(io.StringIO(texts[name])):
             for value in row:
                 is_number = value.lstrip("-").replace(".", "").replace("e-", "").isdigit()
@@ -591,6 +592,9 @@ def test_markdown(sweep: Content) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| draft-1b | 1 | 3 |")]
     (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
     assert f" {point['speedup']:.2f} |" in rows[0]
+    compared = [line for line in text.splitlines() if "| draft-300m, k = " in line]
+    assert [line.split(" | ")[-1] for line in compared] == ["differ |", "tied |"]
+    assert "](plots/comparisons.png)" in text and "| 1.01 | 0.97 – 1.04 | tied |" in compared[1]
     # The same number of cells in every row of a table.
     header = next(line for line in text.splitlines() if line.startswith("| draft | batch"))
     assert {row.count("|") for row in rows[:1]} == {header.count("|")}

@@ -9,9 +9,9 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from specdec_cli.core.figures import STAGES, Metrics
-from specdec_cli.experiment import stats
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
+from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.points import measured_speed, without_errors
 from specdec_cli.experiment.records import Point
@@ -62,7 +62,7 @@ def best_of(
     measures = _speeds(records, candidates)
     tied: list[Point] = []
     if measures is not None:
-        choice = stats.choose(measures, records.settings.seed)
+        choice = choose(measures, records.settings.seed)
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
     plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)

@@ -19,10 +19,12 @@ from specdec_cli.experiment.points import (
 )
 from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.sweep.comparisons import compare_arms
+from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.experiment.sweep.time_curve import curve_point, seconds_per_round
+from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
 
 
 def points_at(
@@ -54,35 +56,42 @@ def _points_of_arm(
     for key in keys:
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
+    forecasts = forecasts_of(settings, records, draft, batch_size)
+    return arm_points(records.samples, keys, failures, forecasts, settings.seed)
+
+
+def forecasts_of(
+    settings: SweepSettings, records: SweepRecords, draft: str | None, batch_size: int
+) -> Forecasts:
+    """The basis of an arm's predictions at a batch size."""
     largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
-    forecasts = Forecasts(
+    parts = {
+        k: cost_by_part(records.costs[settings.key(draft, batch_size, k)].values())
+        for k in settings.ks
+    }
+    return Forecasts(
         largest_k=max(settings.ks),
         texts=_texts(settings, records, draft),
-        costs={
-            key.k: cost
-            for key in keys
-            if (cost := seconds_per_round(records.costs[key].values())) is not None
-        },
+        parts={k: found for k, found in parts.items() if found},
         is_exact=is_exact,
     )
-    return arm_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
-def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
+def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> dict[int, Text]:
     samples = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
-    texts = list[Text]()
+    texts = dict[int, Text]()
     for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
         if settings.is_greedy and (text.accept or text.ahead) and sample is not None:
             rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
-            texts.append(with_recorded(text, rounds)[0])
+            texts[index] = with_recorded(text, rounds)[0]
         else:
-            texts.append(text)
+            texts[index] = text
     return texts
 
 
@@ -100,10 +109,9 @@ def sweep_document(
 
     failures: of this run of the command.
     """
-    best = {
-        b: recommend([p for p in points if p.batch_size == b], records.samples, settings.seed)
-        for b in settings.batch_sizes
-    }
+    by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
+    gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
+    best = {b: recommend(found, gains[b], settings.seed) for b, found in by_size.items()}
     tokens = tokens_of(settings, records)
     broken = tokens_notice(tokens)
     document: dict[str, Any] = {
@@ -114,6 +122,11 @@ def sweep_document(
         "points": list(points),
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},
+        "comparisons": [
+            one
+            for b, found in by_size.items()
+            for one in compare_arms(found, gains[b], records.samples, settings.seed)
+        ],
         "time_curve": [
             curve_point(key, found)
             for key in sorted(records.costs, key=order_of(settings))
@@ -124,6 +137,16 @@ def sweep_document(
         "measuring": clock.as_dict() if clock is not None else None,
     }
     return document | error_of(points, exit_code(document, records, failures))
+
+
+def gains_of(
+    settings: SweepSettings, records: SweepRecords, points: Sequence[Point], batch_size: int
+) -> Gains:
+    """What the points of one batch size are compared by: predictions, in a sweep of these."""
+    if not any(point.status == "skipped" for point in points):
+        return measured_gains(points, records.samples)
+    forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}
+    return predicted_gains(points, forecasts)
 
 
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
