@@ -50,6 +50,9 @@ class Notice:
         )
 
 
+LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.options` enters it
+
+
 class SpecdecError(Exception):
     """An error as one clear line: `message` says what is wrong and where, `hint` what to do.
 

@@ -14,7 +14,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -122,11 +122,13 @@ def compare_tp(
         finally:
             view.close()
             folder.close()
-        document, code = conclusion(plan, records, codes, warnings, where)
+        document, code = conclusion(
+            plan, records, codes, [*warnings, *unsaid(LOGGED, warnings)], where
+        )
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
             write_pictures(output)
-    warn(document["warnings"][len(warnings) :])
+    warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
     show(document, print_results, as_json=asked.as_json)
     raise typer.Exit(code)
 

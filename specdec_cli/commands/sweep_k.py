@@ -17,7 +17,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
-from specdec_cli.errors import ExitCode, RunError, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 or 1,2,4; 0 is added."
@@ -169,10 +169,11 @@ def _sweep(
         if folder is not None:
             for one in found:
                 keep_warning(folder, plan.settings, one)
-        said = [*warnings, *found]
+        said = [*warnings, *found, *unsaid(LOGGED, warnings)]
         document = finish(plan, records, measured, said, sweep.clock, folder, failures)
         with world.outside():
-            warn(document["warnings"][len(warnings) :])
+            # What was logged is on stderr already.
+            warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)

@@ -5,7 +5,7 @@ been damaged or edited, so everything is checked as it is read. Imports no torch
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -258,6 +258,13 @@ class PairFacts(Record):
     blocks_per_rank: list[Count]
     load_seconds: Time | None = None
     execution: dict[str, Any] = Field(default_factory=dict)
+
+
+def blocks_in_words(blocks: Sequence[int] | None) -> str:
+    """Blocks by rank: `4 x 1,024` if all ranks have the same, else each."""
+    if blocks and len(set(blocks)) == 1:
+        return f"{len(blocks)} x {blocks[0]:,}"
+    return " ".join(f"{b:,}" for b in blocks or ())
 
 
 def given(**fields: Any) -> dict[str, Any]:

@@ -62,6 +62,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
     pictures = {plot.name: plot for plot in plots}
     order = {
+        "degrees": "speeds",
         "results": "speedup",
         "comparisons": "comparisons",
         "rounds": "rounds",

@@ -20,7 +20,9 @@ from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
+from specdec_cli.report.drawings.speeds import draw_speeds
 from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.findings import residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -53,6 +55,13 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; rings mark the "
             "best at each batch size.",
             lambda figure: draw_speedup(figure, run, content.bests),
+        ),
+        (
+            "speeds",
+            "Tokens a second",
+            "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
+            "are plain decoding.",
+            lambda figure: draw_speeds(figure, run),
         ),
         (
             "comparisons",
@@ -92,7 +101,8 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             "predictions",
             "Predicted and measured speed-up",
             "Each point's predicted speed-up against the measured one, with its 95 % interval; "
-            "the numbers are k. On the line they agree, and the band is 5 %.",
+            "the numbers are k. On the line they agree, and the band is 5 %."
+            f"{residuals_in_words(run)}",
             lambda figure: draw_predictions(figure, run),
         ),
     ]

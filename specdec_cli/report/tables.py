@@ -1,12 +1,19 @@
 """The tables of a report as values, for HTML, markdown and CSV alike."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.records import Arm, CategoryComparison, Comparison, Key, Point
+from specdec_cli.experiment.records import (
+    Arm,
+    CategoryComparison,
+    Comparison,
+    Key,
+    Point,
+    blocks_in_words,
+)
 from specdec_cli.experiment.stats import proposing_rate
-from specdec_cli.report.findings import Best, residual
+from specdec_cli.report.findings import Best, residual, residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
 _PERCENTILES = ("p50", "p90", "p99")
@@ -94,12 +101,60 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
         cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
     if run.is_comparison:
         cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
-        cells.append((Column("blocks"), lambda p: p.num_blocks))
+        cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
     cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
-    table = _by_point(("results", "Every point", note), run, run.points, cells)
+    shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
+    table = _by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
-    return replace(table, strong=frozenset(i for i, p in enumerate(run.points) if id(p) in best))
+    return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
+
+
+def pairs_not_run(run: ReportedRun) -> list[str]:
+    """One line for the pairs of a comparison that were not run, with reasons."""
+    if not run.is_comparison:
+        return []
+    skipped = [p for p in run.points if p.status == "skipped"]
+    names = [f"target TP {p.target_tp} with draft TP {p.draft_tp} ({p.reason})" for p in skipped]
+    return [f"Not run: {'; '.join(dict.fromkeys(names))}."] if names else []
+
+
+def degrees(run: ReportedRun) -> Table | None:
+    """The best draft TP for each target TP, as the run recorded it, and what decided."""
+    recorded = (run.summary or {}).get("best_by_target_tp")
+    rows: list[tuple[Value, ...]] = []
+    for target, row in recorded.items() if isinstance(recorded, Mapping) else ():
+        for size, best in row.items() if isinstance(row, Mapping) else ():
+            if not isinstance(best, Mapping) or not isinstance(best.get("draft_tp"), int):
+                continue
+            speed, tied = best.get("decode_tokens_per_second"), best.get("tied")
+            ties = [
+                str(one.get("draft_tp"))
+                for one in (tied if isinstance(tied, list) else ())
+                if isinstance(one, Mapping)
+            ]
+            rows.append(
+                (
+                    *(str(target), str(size), best["draft_tp"], ", ".join(ties) or None),
+                    _decision_in_words(best.get("decided_by")),
+                    speed if isinstance(speed, float) else None,
+                )
+            )
+    if not rows:
+        return None
+    columns = (
+        *(Column("target TP"), Column("batch"), Column("best draft TP"), Column("tied")),
+        *(Column("decided by"), Column("decoding", 1, "tokens/s")),
+    )
+    note = "Decided by: the stage in which a round saves most against the next best draft TP."
+    return Table("degrees", "The best draft TP", columns, tuple(rows), note)
+
+
+def _decision_in_words(decided: object) -> str | None:
+    if not isinstance(decided, Mapping) or not isinstance(decided.get("saved_ms"), float):
+        return None
+    stage, rival = decided.get("stage"), decided.get("draft_tp")
+    return f"{stage}: {decided['saved_ms']:.2f} ms less than with draft TP {rival}"
 
 
 def _proposing(point: Point) -> float | None:
@@ -151,7 +206,7 @@ def predictions(run: ReportedRun) -> Table | None:
     ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
-        "measured, less one."
+        f"measured, less one.{residuals_in_words(run)}"
     )
     return _by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
@@ -162,7 +217,10 @@ def _method(points: Sequence[Point]) -> str:
     if not are_exact:
         return ""
     if all(are_exact):
-        return " by replaying rounds over the recorded matches, which is exact"
+        return (
+            " by replaying rounds over the recorded matches, which gives the rounds exactly, not "
+            "their times"
+        )
     return (
         " by replaying rounds over the chance of each proposal to stand, given the text: in other "
         "texts it may differ"

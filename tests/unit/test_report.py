@@ -180,22 +180,25 @@ def test_page_has_the_figures(sweep: Content) -> None:
 
 
 def test_comparison(comparison: Content) -> None:
-    tables = Page(html(comparison)).tables
+    parsed = Page(html(comparison))
+    tables = parsed.tables
     points = {
         (str(p["target_tp"]), str(p["draft_tp"] or "–"), str(p["batch_size"])): p
         for p in comparison_points()
     }
     rows = tables["table-results"][1:]
-    assert len(rows) == len(points) + 1
+    # A pair that was not run is a line, not a row of dashes.
+    assert len(rows) == len(points) and not any(row[1] == "3" for row in rows)
+    assert "Not run: target TP 4 with draft TP 3 (3 does not divide 4)." in parsed.text
+    assert tables["table-degrees"][1:] == [
+        ["4", "1", "2", "4", "draft: 0.31 ms less than with draft TP 1", "250.0"]
+    ]
     for row in rows:
-        if row[1] == "3":
-            assert row[-1] == "skipped: 3 does not divide 4" and row[4] == "–"
-            continue
         point = points[row[0], row[1], row[2]]
         assert row[4] == f"{point['speedup']:.2f}"
         assert row[-3:] == [
             f"{point['speedup_vs_equal_tp']:.2f}",
-            str(point["num_blocks"]),
+            f"{point['target_tp']} x {point['num_blocks']:,}",
             "ok",
         ]
     broadcast = {tuple(row[:3]): row[5] for row in tables["table-rounds"][1:]}
@@ -436,7 +439,7 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
     assert [plot.name for plot in drawn(sweep)] == names
     assert "draft-1b, k = " in drawn(sweep)[1].svg and "writing" in drawn(sweep)[1].svg
     pictures = drawn(comparison)
-    assert [plot.name for plot in pictures] == ["speedup", "acceptance", "rounds"]
+    assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:
         assert plot.png.startswith(b"\x89PNG")
         assert plot.svg.startswith("<svg") and "currentColor" in plot.svg
@@ -740,7 +743,7 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     assert found.rehearsal["synthetic_acceptance_length"] == 2.5
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
-    assert "recorded matches, which is exact" in html(content)
+    assert "recorded matches, which gives the rounds exactly, not their times" in html(content)
     point["prediction"]["is_exact"] = False
     assert "given the text" in html(read(write_folder(tmp_path / "sampled", points)))
 

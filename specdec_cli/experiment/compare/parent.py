@@ -13,6 +13,7 @@ from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.lossless import is_broken, tokens_notice
 from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.noise import noise_in
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -104,6 +105,7 @@ def conclusion(
         *warnings,
         *prompts_that_failed(records.samples.values()),
         *tokens_notice(verdict["tokens"]),
+        *(one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))),
     ]
     document = {
         "schema": "specdec.compare-tp/1",

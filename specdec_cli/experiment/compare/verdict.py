@@ -72,6 +72,7 @@ def best_of(
         "k": best.k,
         "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
         "reason": _reason(best, candidates, plain),
+        "decided_by": _decided_by(best, _rival(best, candidates)),
         "decode_tokens_per_second": _speed_of(best),
         "speedup": best.speedup,
         "speedup_vs_equal_tp": best.speedup_vs_equal_tp,
@@ -98,13 +99,34 @@ def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRati
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
     gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
-    if rivals:
-        said.append(_against(best, max(rivals, key=_speed_of)))
+    if (rival := _rival(best, candidates)) is not None:
+        said.append(_against(best, rival))
     if plain is not None and _speed_of(plain) > _speed_of(best):
         speed = f"{_speed_of(plain):.1f} tokens/s"
         said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
     return "; ".join(said)
+
+
+def _rival(best: Point, candidates: Sequence[Point]) -> Point | None:
+    """The next best at the target TP of the best, or None."""
+    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
+    return max(rivals, key=_speed_of, default=None)
+
+
+def _decided_by(best: Point, rival: Point | None) -> dict[str, Any] | None:
+    """The stage in which the best saves most of a round against the next best, and milliseconds."""
+    if rival is None:
+        return None
+    parts = _saved(best, rival)
+    stage = max(parts, key=lambda name: parts[name])
+    return {"stage": stage, "saved_ms": parts[stage], "draft_tp": rival.draft_tp}
+
+
+def _saved(best: Point, rival: Point) -> dict[str, float]:
+    """Milliseconds of a round that the best saves, by stage; `host` is the rest of the round."""
+    ours, theirs = _metrics(best), _metrics(rival)
+    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
+    return parts | {"host": theirs.round_ms - ours.round_ms - sum(parts.values())}
 
 
 def _name(point: Point) -> str:
@@ -116,8 +138,7 @@ def _against(best: Point, rival: Point) -> str:
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = theirs.round_ms - ours.round_ms
-    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
-    parts["host"] = faster - sum(parts.values())
+    parts = _saved(best, rival)
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
     told = [s for s in ranked if whole and abs(parts[s]) >= _NOTABLE * whole]
@@ -189,9 +210,16 @@ def _line(size: str, best: Mapping[str, Any], sizes: Mapping[str, Any]) -> str:
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, Mapping[str, Any]]) -> str:
-    """`at target TP 4 the best draft TP is 1 at batch size 1, 8; 4 at batch size 32`."""
+    """`at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1, 8; 4 at batch size 32`."""
     parts = []
-    for degree, group in groupby(row.items(), key=lambda item: item[1]["draft_tp"]):
+
+    def degree_of(item: tuple[str, Mapping[str, Any]]) -> str:
+        best = item[1]
+        ties = [str(p["draft_tp"]) for p in best["tied"] if str(p["target_tp"]) == target_tp]
+        tied = f" (tied: {', '.join(ties)})" if ties else ""
+        return f"{best['draft_tp']}{tied}"
+
+    for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
     return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
 

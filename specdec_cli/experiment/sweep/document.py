@@ -8,7 +8,9 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
+from specdec_cli.experiment.noise import noise_in, predictions_off
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
@@ -111,9 +113,15 @@ def sweep_document(
     """
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
     gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
-    best = {b: recommend(found, gains[b], settings.seed) for b, found in by_size.items()}
     tokens = tokens_of(settings, records)
-    broken = tokens_notice(tokens)
+    told = [
+        *warnings,
+        *noise_in(records.samples),
+        *predictions_off(points),
+        *tokens_notice(tokens),
+    ]
+    disturbed = disturbances(told)
+    best = {b: recommend(found, gains[b], settings.seed, disturbed) for b, found in by_size.items()}
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
@@ -133,7 +141,7 @@ def sweep_document(
             if (found := records.costs[key])
         ],
         "tokens": tokens,
-        "warnings": [*warnings, *broken],
+        "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
     return document | error_of(points, exit_code(document, records, failures))

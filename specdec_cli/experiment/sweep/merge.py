@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_cli.errors import Notice, SetupError, UsageError
+from specdec_cli.errors import LOGGED, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
@@ -70,6 +70,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         *_missing(whole, records),
         *few_prompts(count),
         *prompts_that_failed(records.samples.values()),
+        *LOGGED,
     ]
     document = sweep_document(
         whole, recipe.model_dump(mode="json"), where, records, points, warnings

@@ -4,18 +4,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.sweep.gains import Gains
 
 
-def recommend(points: Sequence[Point], gains: Gains, seed: int) -> dict[str, Any]:
+def recommend(
+    points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
+) -> dict[str, Any]:
     """The contract's `best` among the points of one batch size, over all drafts.
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
     The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
     "no speculation", without candidates. In sweeps with predicted points predictions take the
-    place of speeds, and pass the same test.
+    place of speeds, and pass the same test. disturbed: signs that something disturbed the times,
+    over which no recommendation is called significant.
     """
     candidates = list(gains.points)
     if not candidates:
@@ -28,7 +32,14 @@ def recommend(points: Sequence[Point], gains: Gains, seed: int) -> dict[str, Any
     if chosen is None:
         chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
     with_draft = has_several_drafts(points)
-    return _Choice(chosen, fastest, tied, gains, with_draft).as_dict()
+    found = _Choice(chosen, fastest, tied, gains, with_draft).as_dict()
+    ends = gains.interval(chosen)
+    is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
+    if disturbed:
+        codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
+        reason = f"{found['reason']}; not called significant, since times were disturbed ({codes})"
+        found |= {"reason": reason}
+    return found | {"significant": is_beyond_chance and not disturbed}
 
 
 def _smallest_with_draft_of(
@@ -131,4 +142,4 @@ class _Choice:
 
 
 def _nothing(reason: str) -> dict[str, Any]:
-    return {"k": None, "draft": None, "tied": [], "reason": reason}
+    return {"k": None, "draft": None, "tied": [], "reason": reason, "significant": False}

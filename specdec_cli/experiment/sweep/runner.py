@@ -28,6 +28,7 @@ from specdec_cli.errors import (
     is_out_of_memory,
 )
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, units_of
 from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
@@ -60,6 +61,7 @@ class Sweep:
         self.world = world
         self.failures: dict[Key, Failure] = {}
         self.clock = SweepClock()
+        self._watch = MachineWatch(plan.jobs[0].plan.device)
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
         self._device = plan.jobs[0].plan.device
@@ -67,15 +69,16 @@ class Sweep:
 
     @property
     def notices(self) -> list[Notice]:
-        """Warnings about the way in which this run measured."""
+        """Warnings about the machine, and the way in which this run measured."""
+        found = self._watch.notices()
         if not self._arms.alternates:
-            return []
+            return found
         told = (
             "the drafts do not fit in memory together: they were loaded in turn and measured in "
             f"passes of at most {_MOST_PASSES} over the prompts, so that a comparison of drafts "
             "also compares different minutes"
         )
-        return [Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
+        return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
@@ -199,6 +202,7 @@ class Sweep:
         self._begin("warming up")
         loop.warm_up({key: hosts[key.draft] for key in keys})
         self._begin("measuring")
+        self._watch.begin()
         began, processor = time.perf_counter(), time.process_time()
         units = {name: units_of(job, batch_size) for name, job in hosts.items()}
         parts = range(curve_parts(plain, batch_size))
@@ -216,9 +220,11 @@ class Sweep:
             processor += time.process_time() - curve_began[1]
             at_unit = {key: units[key.draft][number] for key in keys}
             loop.measure(self._without_samples(at_unit), number)
+            self._watch.look()
             if batch_size == settings.batch_sizes[0]:
                 for name, engine in engines.items():
                     self._forecast(units[name][number], engine)
+        self._watch.look(at_end=True)
         self.clock.rounds += loop.seconds
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
