@@ -65,7 +65,7 @@ def swept(folder: Path, limit: int, hogs: int, seed: int) -> Outcome:
         *("--max-new-tokens", "32", "--seed", str(seed), "-o", str(folder)),
     ]
     busy: list[subprocess.Popen[bytes]] = []
-    sweep = subprocess.Popen(program)
+    sweep = subprocess.Popen(program, stdout=subprocess.DEVNULL)
     half = limit * (1 + 2 * 4) // 2
     try:
         while sweep.poll() is None:

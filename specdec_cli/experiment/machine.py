@@ -91,7 +91,7 @@ class MachineWatch:
 
     def _crowded(self) -> list[Notice]:
         counts = [r.runnable for s in self._stretches for r in s if r.runnable is not None]
-        cores = len(os.sched_getaffinity(0))
+        cores = os.cpu_count() or 1
         if len(counts) < 4 or (mean := sum(counts) / len(counts)) <= cores + _WAITING:
             return []
         told = f"{mean:.1f} processes were ready to run on {cores} processors"

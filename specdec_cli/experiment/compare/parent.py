@@ -11,6 +11,7 @@ from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
+from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import is_broken, tokens_notice
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.noise import noise_in
@@ -100,12 +101,13 @@ def conclusion(
 
     codes: of failed pairs. where: the document's environment.
     """
-    verdict = verdict_of(records)
+    noise = [one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))]
+    verdict = verdict_of(records, disturbances([*warnings, *noise]))
     said = [
         *warnings,
         *prompts_that_failed(records.samples.values()),
+        *noise,
         *tokens_notice(verdict["tokens"]),
-        *(one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))),
     ]
     document = {
         "schema": "specdec.compare-tp/1",

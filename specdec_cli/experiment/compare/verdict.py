@@ -9,8 +9,10 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from specdec_cli.core.figures import STAGES, Metrics
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
+from specdec_cli.experiment.disturbed import doubt_in_words
 from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.points import measured_speed, without_errors
@@ -23,12 +25,18 @@ _NOTABLE = 0.1  # share of the difference between two rounds below which a stage
 _SAME = 0.01  # relative difference of tokens a round that is not mentioned
 
 
-def verdict_of(records: ComparisonRecords) -> Verdict:
-    """The part of the document that concerns all points together."""
+def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
+    """The part of the document that concerns all points together.
+
+    disturbed: signs that something disturbed the times, over which nothing is called significant.
+    """
     settings = records.settings
     sizes = settings.batch_sizes
-    overall = {b: best_of(records, settings.target_tps, b) for b in sizes}
-    by_target = {t: {b: best_of(records, [t], b) for b in sizes} for t in settings.target_tps}
+    doubt = doubt_in_words(disturbed)
+    overall = {b: best_of(records, settings.target_tps, b, doubt) for b in sizes}
+    by_target = {
+        t: {b: best_of(records, [t], b, doubt) for b in sizes} for t in settings.target_tps
+    }
     return {
         "best": overall[sizes[0]],
         "best_by_batch_size": {str(b): best for b, best in overall.items()},
@@ -41,12 +49,13 @@ def verdict_of(records: ComparisonRecords) -> Verdict:
 
 
 def best_of(
-    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int
+    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int, doubt: str = ""
 ) -> dict[str, Any]:
     """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
-    95 % over prompts; variation between starts of the ranks is not included.
+    95 % over prompts; variation between starts of the ranks is not included. doubt: added to the
+    reason.
     """
     chosen = set(target_tps)
     points = [
@@ -71,7 +80,7 @@ def best_of(
         "draft_tp": best.draft_tp,
         "k": best.k,
         "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
-        "reason": _reason(best, candidates, plain),
+        "reason": _reason(best, candidates, plain) + doubt,
         "decided_by": _decided_by(best, _rival(best, candidates)),
         "decode_tokens_per_second": _speed_of(best),
         "speedup": best.speedup,

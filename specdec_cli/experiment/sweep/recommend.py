@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import Notice
+from specdec_cli.experiment.disturbed import doubt_in_words
 from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.sweep.gains import Gains
@@ -35,10 +36,7 @@ def recommend(
     found = _Choice(chosen, fastest, tied, gains, with_draft).as_dict()
     ends = gains.interval(chosen)
     is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
-    if disturbed:
-        codes = ", ".join(dict.fromkeys(one.code for one in disturbed))
-        reason = f"{found['reason']}; not called significant, since times were disturbed ({codes})"
-        found |= {"reason": reason}
+    found["reason"] += doubt_in_words(disturbed)
     return found | {"significant": is_beyond_chance and not disturbed}
 
 
