@@ -383,16 +383,12 @@ class _InertFormatter(logging.Formatter):
 
 
 class _Kept(logging.Filter):
-    """Keeps warnings for the command's document, and lets pass what is shown."""
-
-    def __init__(self, shown: int) -> None:
-        super().__init__()
-        self._shown = shown
+    """Keeps warnings for the command's document."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno == logging.WARNING:
             LOGGED.append(Notice("log", record.getMessage()))
-        return record.levelno >= self._shown
+        return True
 
 
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
@@ -409,12 +405,12 @@ def set_up_logging(*, quiet: bool, verbose: bool) -> None:
     Warnings are kept for the command's document, whatever is shown.
     """
     handler = logging.StreamHandler()
+    handler.setLevel(logging.ERROR if quiet else logging.DEBUG)
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
     logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logger = logging.getLogger("specdec")
     logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    for earlier in [one for one in logger.filters if isinstance(one, _Kept)]:
-        logger.removeFilter(earlier)
-    logger.addFilter(_Kept(logging.ERROR if quiet else logging.DEBUG))
+    if not any(isinstance(one, _Kept) for one in logger.filters):
+        logger.addFilter(_Kept())
     LOGGED.clear()
