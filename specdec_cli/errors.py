@@ -1,10 +1,13 @@
-"""The errors that a user can cause, each with the contract's exit code.
+"""The errors that a user can cause, each with the contract's exit code, and warnings.
 
-Does not know how they are shown: `app.main` turns one into a line on stderr, or into the JSON error
-document under `--json`.
+Does not know how they are shown: `app.main` turns an error into a line on stderr, or into the JSON
+error document under `--json`; warnings stand in the documents' `warnings`.
 """
 
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from typing import Any, Self
 
 
 class ExitCode(IntEnum):
@@ -18,6 +21,36 @@ class ExitCode(IntEnum):
     ENVIRONMENT = 5  # no such model, no device, out of memory, disk full
     SIGINT = 130
     SIGTERM = 143
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """A warning beside results.
+
+    code: for scripts, such as few_prompts. message: one line. evidence: the figures behind it.
+    """
+
+    code: str
+    message: str
+    evidence: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def read(cls, found: object) -> Self:
+        """A warning in a document; those of earlier versions are texts."""
+        if not isinstance(found, Mapping):
+            return cls("recorded", str(found))
+        evidence = found.get("evidence")
+        return cls(
+            str(found.get("code", "recorded")),
+            str(found.get("message", "")),
+            evidence if isinstance(evidence, Mapping) else {},
+        )
+
+
+LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.options` enters it
 
 
 class SpecdecError(Exception):

@@ -235,6 +235,28 @@ def best_of(points: Iterable[Record], batch_size: int) -> Record:
     }
 
 
+def comparisons_of(points: Iterable[Record]) -> list[Record]:
+    """One draft against another at batch size 1, and one category in which they are tied."""
+    fastest: dict[str, Record] = {}
+    for p in points:
+        known = p.get("batch_size") == 1 and p.get("draft") and p.get("speedup")
+        if known and p["k"] and p["speedup"] >= fastest.get(p["draft"], p)["speedup"]:
+            fastest[p["draft"]] = p
+    if len(fastest) < 2:
+        return []
+    arm, against = sorted(fastest.values(), key=lambda p: -p["speedup"])[:2]
+    ratio = arm["speedup"] / against["speedup"]
+    found = {"speed_ratio": ratio, "speed_ratio_ci": [ratio - 0.05, ratio + 0.06], "tied": False}
+    tied = {"speed_ratio": 1.01, "speed_ratio_ci": [0.97, 1.04], "tied": True}
+    sides = {
+        name: {"k": p["k"], "draft": p["draft"]} for name, p in (("arm", arm), ("against", against))
+    }
+    return [
+        {"batch_size": 1, **sides, "is_predicted": False, "num_prompts": 80, **found}
+        | {"per_category": {"writing": {"num_prompts": 16, **tied}}}
+    ]
+
+
 def write_folder(
     folder: Path,
     points: Sequence[Record],
@@ -263,5 +285,12 @@ def write_folder(
             "best": bests[str(sizes[0])] if sizes else None,
             "best_by_batch_size": bests,
         }
+        if kind == "sweep-k":
+            summary["comparisons"] = comparisons_of(points)
+        else:
+            decided = {"stage": "draft", "saved_ms": 0.31, "draft_tp": 1}
+            best = {"target_tp": 4, "draft_tp": 2, "decode_tokens_per_second": 250.0}
+            best |= {"tied": [{"target_tp": 4, "draft_tp": 4}], "decided_by": decided}
+            summary["best_by_target_tp"] = {"4": {"1": best}}
         (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -14,7 +14,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place, join
 
 RANKS_COMMAND = "compare-tp-ranks"
@@ -82,7 +82,11 @@ def compare_tp(
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
             from specdec_cli.experiment.results import to_json
             from specdec_cli.experiment.run_folder import RunFolder
-            from specdec_cli.experiment.settings_file import earlier_environment, read_warnings
+            from specdec_cli.experiment.settings_file import (
+                earlier_environment,
+                read_warnings,
+                unsaid,
+            )
 
         plan = plan_comparison(resolved, prompts, degrees, sizes, batches, asked.permissions())
         warnings = warnings_of(plan)
@@ -91,7 +95,7 @@ def compare_tp(
             document = describe_plan(plan, warnings)
         elif output is not None:
             folder = open_folder(output, plan, records, resume=resume)
-            warnings += [one for one in read_warnings(output) if one not in warnings]
+            warnings += unsaid(read_warnings(output), warnings)
             if not records.is_open(plan.to_run):  # every pair is already recorded
                 where = earlier_environment(output, where)
         else:
@@ -118,11 +122,13 @@ def compare_tp(
         finally:
             view.close()
             folder.close()
-        document, code = conclusion(plan, records, codes, warnings, where)
+        document, code = conclusion(
+            plan, records, codes, [*warnings, *unsaid(LOGGED, warnings)], where
+        )
         if output is not None:
             folder.write("summary.json", to_json(document) + "\n")
             write_pictures(output)
-    warn(document["warnings"][len(warnings) :])
+    warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
     show(document, print_results, as_json=asked.as_json)
     raise typer.Exit(code)
 

@@ -8,12 +8,13 @@ from typing import Any
 import typer
 
 from specdec_cli.commands.options import Asked
-from specdec_cli.commands.status import Stages
+from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.build import build
 from specdec_cli.engine.run import Emission
-from specdec_cli.errors import ExitCode, UsageError
+from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.generation import Job, Ready, baseline, prepare, requests
+from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import (
     Output,
@@ -59,7 +60,8 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
 
     is_single: the only prompt is on the command line, so the run fails if it cannot run.
     """
-    outputs, metrics = _run(world, ready, asked)
+    watch = MachineWatch(ready.job.plan.device)
+    outputs, metrics = _run(world, ready, asked, watch)
     if is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
@@ -67,7 +69,10 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     with world.outside():
-        _deliver(ready, outputs, metrics, as_json=asked.as_json)
+        found = watch.notices()
+        if not asked.quiet:
+            warn(found)
+        _deliver(ready, outputs, metrics, found, as_json=asked.as_json)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
@@ -75,7 +80,9 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
 
 
-def _run(world: World, ready: Ready, asked: Asked) -> tuple[list[Output], Metrics]:
+def _run(
+    world: World, ready: Ready, asked: Asked, watch: MachineWatch
+) -> tuple[list[Output], Metrics]:
     """Run the prompts; each output is shown and on disk as soon as it comes."""
     job, sinks = ready.job, []
     if world.is_first:
@@ -84,20 +91,30 @@ def _run(world: World, ready: Ready, asked: Asked) -> tuple[list[Output], Metric
 
     def on_emit(emissions: list[Emission]) -> None:
         world.beat()
+        watch.look()
         with world.outside():
             show(emissions)
 
+    watch.begin()
     try:
         result = ready.engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
+        watch.look(at_end=True)
         return finish(), result.metrics
     finally:
         for sink in sinks:
             sink.close()
 
 
-def _deliver(ready: Ready, outputs: list[Output], metrics: Metrics, *, as_json: bool) -> None:
+def _deliver(
+    ready: Ready,
+    outputs: list[Output],
+    metrics: Metrics,
+    found: list[Notice],
+    *,
+    as_json: bool,
+) -> None:
     """Finish the folder, write the document and report prompts that could not run."""
-    document = generate_document(ready.recipe, ready.where, outputs, metrics)
+    document = generate_document(ready.recipe, ready.where, outputs, metrics, found)
     if (folder := ready.folder) is not None:
         plan = ready.job.plan
         key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)

@@ -8,7 +8,7 @@ import typer
 from specdec_cli.commands import options
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.commands.status import show, waiting, warn, write_pictures
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import LOGGED, UsageError
 from specdec_cli.launch.world import Place
 
 Folders = Annotated[
@@ -39,12 +39,13 @@ def merge(
     options.set_up_logging(quiet=quiet, verbose=verbose)
     check_room("numpy", NUMPY_MIB)
     with waiting("merging", quiet=quiet):
+        from specdec_cli.experiment.settings_file import unsaid
         from specdec_cli.experiment.sweep.document import exit_code
         from specdec_cli.experiment.sweep.merge import merge_folders
         from specdec_cli.terminal.sweep import print_results
 
         document, records = merge_folders(folders, output)
-    warn(document["warnings"])
+    warn(unsaid(document["warnings"], LOGGED))
     write_pictures(output)
     show(document, print_results, as_json=as_json)
     raise typer.Exit(exit_code(document, records))

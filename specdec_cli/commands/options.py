@@ -19,7 +19,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import specdec_cli
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import LOGGED, Notice, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, is_unicode, one_line, shortened
 
@@ -382,6 +382,15 @@ class _InertFormatter(logging.Formatter):
         return inert(super().formatException(ei))
 
 
+class _Kept(logging.Filter):
+    """Keeps warnings for the command's document."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno == logging.WARNING:
+            LOGGED.append(Notice("log", record.getMessage()))
+        return True
+
+
 def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
     """A record of any library, escaped and shortened: it may hold names of files and tensors."""
     record = logging.LogRecord(*fields, **more)
@@ -391,10 +400,17 @@ def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
 
 
 def set_up_logging(*, quiet: bool, verbose: bool) -> None:
-    """Send the package's logger to stderr: errors with -q, everything with -v, else warnings."""
+    """Send the package's logger to stderr: errors with -q, everything with -v, else warnings.
+
+    Warnings are kept for the command's document, whatever is shown.
+    """
     handler = logging.StreamHandler()
+    handler.setLevel(logging.ERROR if quiet else logging.DEBUG)
     handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
     logging.setLogRecordFactory(_inert_record)
     logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    level = logging.DEBUG if verbose else logging.ERROR if quiet else logging.WARNING
-    logging.getLogger("specdec").setLevel(level)
+    logger = logging.getLogger("specdec")
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
+    if not any(isinstance(one, _Kept) for one in logger.filters):
+        logger.addFilter(_Kept())
+    LOGGED.clear()

@@ -30,7 +30,8 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
 
     recipes = bundled_recipes()
     if as_json:
-        _print_json({"recipes": [asdict(r) | {"path": str(r.path)} for r in recipes]})
+        found = [asdict(r) | {"path": str(r.path)} for r in recipes]
+        _print_json({"recipes": found, "warnings": []})
         return
     width = max((len(r.name) for r in recipes), default=0)
     for r in recipes:
@@ -55,7 +56,8 @@ def show_recipe(
     recipe = resolve(name, sets, {})
     path = find_source(name)
     if as_json:
-        _print_json({"path": str(path), "recipe": recipe.model_dump(mode="json")})
+        shown = recipe.model_dump(mode="json")
+        _print_json({"path": str(path), "recipe": shown, "warnings": []})
     elif resolved or sets:
         typer.echo(dump_recipe(recipe), nl=False)
     else:
@@ -81,7 +83,7 @@ def validate_recipes(
     if problems:
         raise UsageError("\n".join(problems), hint)
     if as_json:
-        _print_json({"valid": [str(Path(path)) for path in paths]})
+        _print_json({"valid": [str(Path(path)) for path in paths], "warnings": []})
         return
     for path in paths:
         typer.echo(f"{inert(path)}: ok")

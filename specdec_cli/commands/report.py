@@ -76,7 +76,7 @@ def report(
             "answer": content.headline,
             "answers": content.answers,
             "is_partial": content.run.is_partial,
-            "warnings": content.warnings,
+            "warnings": [one.as_dict() for one in content.notices],
             "files": [str(file) for file in files],
             "vllm": content.deployment and asdict(content.deployment),
         }

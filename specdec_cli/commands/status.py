@@ -12,13 +12,14 @@ from typing import Any
 
 import typer
 
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import Notice, SetupError
 from specdec_cli.text import inert, shortened
 
 
-def warn(warnings: Iterable[str]) -> None:
+def warn(warnings: Iterable[str | Notice]) -> None:
     for warning in warnings:
-        typer.echo(inert(f"warning: {shortened(warning)}"), err=True)
+        told = warning.message if isinstance(warning, Notice) else warning
+        typer.echo(inert(f"warning: {shortened(told)}"), err=True)
 
 
 def show(

@@ -17,7 +17,7 @@ from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
-from specdec_cli.errors import ExitCode, RunError, UsageError
+from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
 from specdec_cli.launch.world import World
 
 _KS = "Proposal lengths, such as 0-8 or 1,2,4; 0 is added."
@@ -127,7 +127,7 @@ def _sweep(
     """Measure; rank 0 keeps and shows the results. Returns the exit code."""
     from specdec_cli.experiment.preparing import few_prompts
     from specdec_cli.experiment.results import to_json
-    from specdec_cli.experiment.settings_file import read_warnings
+    from specdec_cli.experiment.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.sweep.document import exit_code
     from specdec_cli.experiment.sweep.runner import Sweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder
@@ -142,7 +142,7 @@ def _sweep(
         if not dry_run and output is not None:
             if world.is_first:
                 folder = open_folder(output, plan, records, resume=resume)
-                warnings += [one for one in read_warnings(output) if one not in warnings]
+                warnings += unsaid(read_warnings(output), warnings)
             # Every rank has to skip the samples that the folder holds.
             found = world.once(records.without_folder)
             records = records if world.is_first else found
@@ -165,9 +165,15 @@ def _sweep(
 
     def end() -> ExitCode:
         failures = sweep.failures.values()
-        document = finish(plan, records, measured, warnings, sweep.clock, folder, failures)
+        found = unsaid(sweep.notices, warnings)
+        if folder is not None:
+            for one in found:
+                keep_warning(folder, plan.settings, one)
+        said = [*warnings, *found, *unsaid(LOGGED, warnings)]
+        document = finish(plan, records, measured, said, sweep.clock, folder, failures)
         with world.outside():
-            warn(document["warnings"][len(warnings) :])
+            # What was logged is on stderr already.
+            warn(unsaid(document["warnings"], [*warnings, *LOGGED]))
             if folder is not None:
                 write_pictures(folder.path)
             show(document, print_results, as_json=asked.as_json)

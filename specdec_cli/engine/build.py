@@ -56,15 +56,12 @@ def build(
     out.
     """
     recipe = plan.recipe
-    need = CacheNeed(
-        batch_size=recipe.run.batch_size,
-        longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
-        k=plan.k,
-        block_size=recipe.cache.block_size,
-    )
+    need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
     rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
+    if loaded_target is not None:
+        loaded_target.cache.layers.clear()
     try:
         models = load_models(plan, on_stage, loaded_target)
         if (num_blocks := recipe.cache.num_blocks) is None:
@@ -75,10 +72,57 @@ def build(
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
-    if plan.device.type == "cuda":
-        on_stage("compiling kernels and capturing rounds")
-        _warm_up(engine, plan, longest_prompt)
+    _compile_ahead(engine, plan, longest_prompt, on_stage)
     return engine
+
+
+def build_beside(
+    plan: Plan,
+    longest_prompt: int,
+    engine: Engine,
+    on_stage: Callable[[str], None] = lambda _: None,
+) -> Engine | None:
+    """An engine of another proposer over the target and the cache of `engine`.
+
+    Both stay in use, one at a time: a run leaves nothing in a cache. None if both do not fit, or if
+    a compiled target would have to return other hidden states; nothing was loaded then. The other
+    arguments, and what is raised, are as for `build`.
+    """
+    need = _need_of(plan, longest_prompt)
+    plan = _within_reach(plan, need.longest)
+    target, num_blocks = engine.target, engine.target.cache.num_blocks
+    if target.compiled is not None and target.hidden_layers != plan.target.hidden_layers:
+        return None
+    if not all(plan.parallel.gather_objects(_fits_beside(plan, need, num_blocks))):
+        return None
+    if engine.hidden_layers is None:
+        engine.hidden_layers = target.hidden_layers
+    try:
+        models = load_models(plan, on_stage, target)
+        beside = wire(plan, models, num_blocks, keeps_target_cache=True)
+        beside.hidden_layers = target.hidden_layers
+    except (torch.OutOfMemoryError, MemoryError) as problem:
+        raise out_of_memory(plan) from problem
+    _compile_ahead(beside, plan, longest_prompt, on_stage)
+    return beside
+
+
+def _need_of(plan: Plan, longest_prompt: int) -> CacheNeed:
+    recipe = plan.recipe
+    return CacheNeed(
+        batch_size=recipe.run.batch_size,
+        longest=min(longest_prompt + recipe.sampling.max_new_tokens, plan.max_model_len),
+        k=plan.k,
+        block_size=recipe.cache.block_size,
+    )
+
+
+def _fits_beside(plan: Plan, need: CacheNeed, num_blocks: int) -> bool:
+    """Whether this rank has room for the plan's draft, its cache and its passes."""
+    wanted = sum(d.weight_bytes for d in plan.held[1:]) + num_blocks * block_bytes_of(plan)[1]
+    if plan.device.type != "cuda":
+        return wanted < available_memory() // local_world_size()
+    return wanted + 2 * sum(estimate_passes(plan, need)) < room_now(plan.device, allowance_of(plan))
 
 
 def _within_reach(plan: Plan, longest: int) -> Plan:
@@ -102,14 +146,12 @@ def load_models(
 ) -> Models:
     """The models that this rank holds a part of, with caches of zero blocks.
 
-    The arguments are those of `build`.
+    The arguments are those of `build`, except that the target keeps its cache.
     """
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
     on_stage("loading the target")
-    if loaded_target is not None:
-        loaded_target.cache.layers.clear()
     with found_alike():
         module = loaded_target.module if loaded_target else load(plan.target, device)
         draft_module = None
@@ -153,13 +195,19 @@ def _paged(
     return model
 
 
-def wire(plan: Plan, models: Models, num_blocks: int) -> Engine:
-    """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks."""
+def wire(
+    plan: Plan, models: Models, num_blocks: int, *, keeps_target_cache: bool = False
+) -> Engine:
+    """An engine over `models`, whose caches are replaced by ones of `num_blocks` blocks.
+
+    keeps_target_cache: replace the draft's only; the target's has as many.
+    """
     recipe, device = plan.recipe, plan.device
     block_size = recipe.cache.block_size
-    for model in models.held:
+    first = 1 if keeps_target_cache else 0
+    for model in models.held[first:]:
         model.cache.layers.clear()
-    for held, model in zip(plan.held, models.held, strict=True):
+    for held, model in zip(plan.held[first:], models.held[first:], strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     proposer: Proposer | None = None
     if plan.k:
@@ -238,6 +286,14 @@ def _check_host_room(plan: Plan, num_blocks: int) -> None:
                 f"{mib(found[1])} MiB are free",
                 "set fewer with --num-blocks (cache.num_blocks), or none: what fits is found out",
             )
+
+
+def _compile_ahead(
+    engine: Engine, plan: Plan, longest_prompt: int, on_stage: Callable[[str], None]
+) -> None:
+    if plan.device.type == "cuda":
+        on_stage("compiling kernels and capturing rounds")
+        _warm_up(engine, plan, longest_prompt)
 
 
 def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:

@@ -40,7 +40,9 @@ class Engine:
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
     runs_ahead: launch a round before the previous one has been read, for devices that run
-    asynchronously. parallel: the ranks that the target is split over.
+    asynchronously. parallel: the ranks that the target is split over. Engines may share a target
+    and its cache if they run one at a time. hidden_layers: those that a shared target returns in
+    this one's runs; None for a target of its own, which returns what it was told to.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Engine:
         parallel: TensorParallel = ALONE,
     ) -> None:
         self.target = target
+        self.hidden_layers: tuple[int, ...] | None = None
         self.proposer = proposer
         self.allocator = allocator
         self.batch_size = batch_size
@@ -149,12 +152,14 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
+        self._take_target()
         teacher = Teacher(self.target, self.allocator, self.prefill_chunk, self.parallel)
         return self.proposer.forecast(teacher, prompt, output, k, params)
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Queue `requests` for `step`."""
         assert k == 0 or self.proposer is not None, "proposing needs a proposer"
+        self._take_target()
         draft_max_len = self.proposer.max_len if self.proposer is not None else 0
         by_slots = self._rounds.of(self._parts(params, k), k)
         run = Run(
@@ -168,6 +173,12 @@ class Engine:
         for request in requests:
             self._add(run, request)
         return run
+
+    def _take_target(self) -> None:
+        """Have a shared target return what this engine's proposer reads."""
+        layers = self.hidden_layers
+        if layers is not None and layers != self.target.hidden_layers:
+            self.target.hidden_layers = layers
 
     def _parts(self, params: SamplingParams, k: int) -> RoundParts:
         eos_ids = [] if params.ignore_eos else sorted(self.eos_ids)

@@ -6,6 +6,7 @@ Computed from samples alone. Knows no engine and no terminal.
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.points import Samples, without_errors
 from specdec_cli.experiment.run_settings import RunSettings
 
@@ -55,6 +56,13 @@ def compare_tokens(
 def is_broken(tokens: Mapping[str, Any]) -> bool:
     """Whether tokens differ that must be identical."""
     return bool(tokens["must_be_identical"]) and tokens["identical"] is False
+
+
+def tokens_notice(tokens: Mapping[str, Any]) -> list[Notice]:
+    """A warning if tokens differ that must be identical."""
+    if not is_broken(tokens):
+        return []
+    return [Notice("tokens_differ", tokens_line(tokens) or "", {"diverging": tokens["diverging"]})]
 
 
 def tokens_line(tokens: Mapping[str, Any]) -> str | None:

@@ -1,17 +1,17 @@
 """The measuring loop of sweeps and comparisons: warm up, then every k over a few prompts at a time.
 
-Prompts go through all proposal lengths before the next ones come, in a rotating order, so that
-disturbances of the machine affect every point alike. Knows no folders and no terminals.
+Prompts go through all points before the next ones come, in a balanced order, so that disturbances
+of the machine affect every point alike. Knows no folders and no terminals.
 """
 
 import logging
 import resource
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission, RunResult
 from specdec_cli.experiment.generation import Job, requests
+from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Key, Point, Sample, given
 from specdec_cli.launch.world import World
@@ -28,7 +29,6 @@ _log = logging.getLogger("specdec")
 # Batches in a unit: enough to keep the batch full most of the time, and few enough that a killed
 # job loses little.
 _BATCHES_A_UNIT = 8
-T = TypeVar("T")
 Guard = Callable[[Key, Callable[[], object]], object]
 
 
@@ -56,53 +56,49 @@ def units_of(job: Job, batch_size: int) -> list[Job]:
     return [job.part(start, stop) for start, stop in pairwise(bounds)]
 
 
-def turned(values: Sequence[T], turn: int) -> list[T]:
-    """The values, rotated by `turn` places."""
-    start = turn % max(1, len(values))
-    return [*values[start:], *values[:start]]
-
-
 @dataclass(slots=True)
 class MeasuringLoop:
-    """Runs prompts on one engine and hands over each sample once its last repeat is done.
+    """Runs prompts at points and hands over each sample once its last repeat is done.
 
-    keep: takes the samples of a point that one round finished; called on every rank. peak_memory:
-    the most bytes held so far. guard: runs a part of a point, and decides what becomes of the point
-    where that fails; by default errors pass. seconds: spent in rounds and prefill passes of
-    measured runs.
+    engine_of: the engine of each point; engines run one at a time. keep: takes the samples of a
+    point that one round finished; called on every rank. peak_memory: the most bytes held so far.
+    guard: runs a part of a point, and decides what becomes of the point where that fails; by
+    default errors pass. seconds: spent in rounds and prefill passes of measured runs.
     """
 
-    engine: Engine
+    engine_of: Callable[[Key], Engine]
     world: World
     keep: Callable[[Key, list[Sample]], None]
     peak_memory: Callable[[], int]
     guard: Guard = lambda _, run: run()
     seconds: float = 0.0
 
-    def warm_up(self, job: Job, keys: Iterable[Key], most_tokens: int | None = None) -> None:
+    def warm_up(self, jobs: Mapping[Key, Job], most_tokens: int | None = None) -> None:
         """Run the first batch at each point, without keeping samples.
 
         most_tokens: limit on new tokens; None for the recipe's.
         """
-        first, params = job.part(0, self.engine.batch_size), job.plan.params
-        if most_tokens is not None:
-            params = replace(params, max_new_tokens=min(most_tokens, params.max_new_tokens))
-        for key in keys:
+        for key, job in jobs.items():
+            first, params = job.part(0, key.batch_size), job.plan.params
+            if most_tokens is not None:
+                params = replace(params, max_new_tokens=min(most_tokens, params.max_new_tokens))
             for _ in range(job.plan.recipe.run.warmup):
-                self.guard(key, partial(self.run, first, key.k, params))
+                self.guard(key, partial(self.run, key, first, params))
 
     def measure(self, jobs: Mapping[Key, Job], number: int) -> None:
         """Run all repeats of each point's prompts. number: of their unit."""
         taken: dict[Key, dict[int, list[Seq]]] = {key: defaultdict(list) for key in jobs}
-        repeats = max((job.plan.recipe.run.repeats for job in jobs.values()), default=0)
-        for repeat in range(repeats):
-            for key in turned(list(jobs), number * repeats + repeat):
+        if not jobs:
+            return
+        run = next(iter(jobs.values())).plan.recipe.run
+        for repeat in range(run.repeats):
+            for key in balanced(list(jobs), number * run.repeats + repeat, run.seed):
                 self.guard(key, partial(self._repeat, jobs[key], key, taken[key]))
 
     def run(
         self,
+        key: Key,
         job: Job,
-        k: int,
         params: SamplingParams,
         on_emit: Callable[[list[Emission]], None] = lambda _: None,
     ) -> RunResult:
@@ -112,7 +108,7 @@ class MeasuringLoop:
             self.world.beat()
             on_emit(emissions)
 
-        return self.engine.run(requests(job), k, params, each_round)
+        return self.engine_of(key).run(requests(job), key.k, params, each_round)
 
     def _repeat(self, job: Job, key: Key, taken: dict[int, list[Seq]]) -> None:
         """One repeat of a point. taken: the sequences of all repeats so far, by prompt."""
@@ -131,7 +127,7 @@ class MeasuringLoop:
             if whole:
                 self.keep(key, whole)
 
-        metrics = self.run(job, key.k, job.plan.params, on_emit).metrics
+        metrics = self.run(key, job, job.plan.params, on_emit).metrics
         self.seconds += metrics.decode_seconds + metrics.prefill_seconds
 
 

@@ -23,7 +23,7 @@ from specdec_cli.engine.estimate import (
 )
 from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
-from specdec_cli.errors import SetupError, SpecdecError, UsageError
+from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.generation import tokenised
 from specdec_cli.experiment.results import environment
 from specdec_cli.models.loader import describe
@@ -153,6 +153,7 @@ def document(recipe: Recipe, profile: Profile) -> dict[str, Any]:
         "context": profile.context,
         "fit": _fit(profile, cost),
         "draft_cost": cost,
+        "warnings": list(LOGGED),
     }
 
 

@@ -5,15 +5,18 @@ sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+import numpy as np
 
 from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
-from specdec_cli.experiment.predict import Text, expected_rounds, iid_length
-from specdec_cli.experiment.records import CategoryMetrics, Key, Point, Prediction, Sample
+from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
+from specdec_cli.experiment.records import CategoryMetrics, Key, Point, Prediction, Sample, given
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
@@ -23,15 +26,39 @@ Samples = Mapping[int, Sample]  # of one point, by prompt index
 class Forecasts:
     """The basis of predictions, for one draft and batch size.
 
-    texts: outputs of the run at the largest k. costs: for each k, seconds of engine time per round
-    of one sequence, from the time curve. is_exact: whether replaying `texts` gives exactly the
-    rounds of every k.
+    texts: outputs of the run at the largest k, by prompt. parts: for each k, seconds of engine time
+    per round of one sequence, in each part of the time curve. is_exact: whether replaying `texts`
+    gives exactly the rounds of every k.
     """
 
     largest_k: int
-    texts: list[Text]
-    costs: Mapping[int, float]
+    texts: Mapping[int, Text]
+    parts: Mapping[int, Mapping[int, float]]
     is_exact: bool
+    _known: dict[tuple[int, int], Rounds] = field(default_factory=dict, init=False)
+
+    def rounds(self, index: int, k: int) -> Rounds:
+        """The expected rounds of one prompt at a k."""
+        if (index, k) not in self._known:
+            self._known[index, k] = expected_rounds([self.texts[index]], k)
+        return self._known[index, k]
+
+    def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
+        """The predicted speed-up at `k` over some prompts and parts; None without them."""
+        chosen, timed = sorted(prompts), sorted(parts)
+        plain = [self.rounds(i, 0).total for i in chosen]
+        rounds = [self.rounds(i, k).total for i in chosen]
+        if not timed or not sum(rounds):
+            return None
+        costs = [[self.parts[0][part], self.parts[k][part]] for part in timed]
+        return Product(
+            SumRatio(np.stack((np.asarray(plain), np.asarray(rounds)), axis=1), (1, -1)),
+            MidRatio(np.asarray(costs), (1, -1)),
+        )
+
+    def timed(self, *ks: int) -> set[int]:
+        """The parts of the time curve in which all of some ks were timed."""
+        return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +73,14 @@ class Failure:
     code: ExitCode = ExitCode.RUN_FAILED
 
 
-def block_points(
+def arm_points(
     samples: Mapping[Key, Samples],
     keys: Sequence[Key],
     failures: Mapping[Key, Failure],
     forecasts: Forecasts,
     seed: int,
 ) -> list[Point]:
-    """The points of one draft and batch size, in the order of `keys`.
+    """The points of one arm and batch size, in the order of `keys`; k = 0 is the first of them.
 
     samples: by point and prompt index. failures: of points without metrics.
     """
@@ -71,7 +98,7 @@ def block_points(
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )
-        found = _prediction(point, forecasts, alpha)
+        found = _prediction(point, forecasts, alpha, without_errors(own), baseline, seed)
         predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
         points.append(point.model_copy(update=predicted))
     return points
@@ -156,6 +183,13 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
     return found if done else None
 
 
+def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
+    """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
+    return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
+        Key(None, key.batch_size, 0), {}
+    )
+
+
 def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
     """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
     common = sorted(samples.keys() & baseline.keys())
@@ -171,17 +205,38 @@ def decode_seconds(sample: Sample) -> float:
     return _mean(sample.decode_seconds)
 
 
-def _prediction(point: Point, forecasts: Forecasts, alpha: float) -> Prediction | None:
-    """The predicted mean length and speed-up, with their errors where both are known."""
+def _prediction(
+    point: Point,
+    forecasts: Forecasts,
+    alpha: float,
+    samples: Samples,
+    baseline: Samples,
+    seed: int,
+) -> Prediction | None:
+    """The predicted mean length and speed-up, with their errors where both are known.
+
+    samples, baseline: of the point and at k = 0, without errors.
+    """
     if not forecasts.texts:
         return None
-    k, costs = point.k, forecasts.costs
-    rounds, plain = expected_rounds(forecasts.texts, k), expected_rounds(forecasts.texts, 0)
+    k, parts = point.k, forecasts.timed(0, point.k)
+    rounds = [forecasts.rounds(index, k) for index in sorted(forecasts.texts)]
+    gain = forecasts.gain(k, forecasts.texts, parts)
     predicted = None
-    if k in costs and 0 in costs and rounds.total:
-        predicted = plain.total * costs[0] / (rounds.total * costs[k])
+    if gain is not None:
+        costs = [midmean([forecasts.parts[one][part] for part in sorted(parts)]) for one in (0, k)]
+        total, plain = (
+            sum(forecasts.rounds(index, one).total for index in forecasts.texts) for one in (k, 0)
+        )
+        predicted = plain * costs[0] / (total * costs[1])
+    common = forecasts.texts.keys() & samples.keys() & baseline.keys()
+    error = None
+    if common and (paired := forecasts.gain(k, common, parts)) is not None:
+        found = speedup({i: samples[i] for i in common}, baseline)
+        assert found is not None
+        error = Product(paired.prompts.over(found), paired.parts).interval(seed)
     faster = point.speedup
-    length, iid = rounds.mean_acceptance_length, iid_length(alpha, k)
+    length, iid = mean_length(rounds), iid_length(alpha, k)
     true_length = point.metrics.mean_acceptance_length if point.metrics else None
     return Prediction(
         method="replay",
@@ -194,6 +249,10 @@ def _prediction(point: Point, forecasts: Forecasts, alpha: float) -> Prediction 
         iid_mean_acceptance_length=iid,
         iid_error=iid / true_length - 1 if true_length else None,
         analytic_alpha=_analytic_alpha(forecasts),
+        **given(
+            speedup_ci=gain.interval(seed) if gain is not None else None,
+            speedup_error_ci=[end - 1 for end in error] if error else None,
+        ),
     )
 
 
@@ -225,7 +284,7 @@ def _judged_per_round(sample: Sample) -> list[int]:
 
 def _analytic_alpha(forecasts: Forecasts) -> float | None:
     """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for text in forecasts.texts for o in text.overlap or ()]
+    overlaps = [o for text in forecasts.texts.values() for o in text.overlap or ()]
     return sum(overlaps) / len(overlaps) if overlaps else None
 
 

@@ -115,6 +115,14 @@ class Rounds:
         return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
 
 
+def mean_length(found: Iterable[Rounds]) -> float:
+    """The mean acceptance length over the rounds of several texts."""
+    accepted = drafts = 0.0
+    for rounds in found:
+        accepted, drafts = accepted + rounds.accepted, drafts + rounds.drafts
+    return 1.0 + (accepted / drafts if drafts else 0.0)
+
+
 def expected_rounds(texts: Iterable[Text], k: int) -> Rounds:
     """Rounds of proposal length `k` over `texts`, as `engine.loop` counts them."""
     found = Rounds(k)

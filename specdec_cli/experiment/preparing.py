@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from specdec_cli.acceptance.registry import for_k
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job
 from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
@@ -37,9 +38,10 @@ def device_settings(job: Job) -> dict[str, str]:
     }
 
 
-def few_prompts(count: int) -> list[str]:
+def few_prompts(count: int) -> list[Notice]:
     """A warning if there are too few prompts for narrow intervals."""
     if count >= _FEW_PROMPTS:
         return []
     few = "1 prompt is" if count == 1 else f"{count} prompts are"
-    return [f"{few} few: intervals are wide (--limit, --dataset)"]
+    told = f"{few} few: intervals are wide (--limit, --dataset)"
+    return [Notice("few_prompts", told, {"num_prompts": count})]

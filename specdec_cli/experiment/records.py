@@ -5,7 +5,7 @@ been damaged or edited, so everything is checked as it is read. Imports no torch
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -114,7 +114,11 @@ class CategoryMetrics(Record):
 
 
 class Prediction(Record):
-    """Predicted figures of a point, from the run at the largest k; errors are relative."""
+    """Predicted figures of a point, from the run at the largest k; errors are relative.
+
+    speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
+    was measured. Absent where there is none, as in folders of earlier versions.
+    """
 
     method: Name
     is_exact: bool
@@ -126,6 +130,8 @@ class Prediction(Record):
     iid_mean_acceptance_length: float
     iid_error: Figure
     analytic_alpha: Figure
+    speedup_ci: Interval = None
+    speedup_error_ci: Interval = None
 
 
 class Point(Record):
@@ -186,6 +192,41 @@ class Point(Record):
         return self
 
 
+class Arm(Record):
+    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
+
+    k: Count
+    draft: Name | None
+
+
+class CategoryComparison(Record):
+    """The figures of a `Comparison` over the prompts of one category."""
+
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+
+
+class Comparison(Record):
+    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
+
+    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
+    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
+    whether speeds are predicted.
+    """
+
+    batch_size: Count
+    arm: Arm
+    against: Arm
+    is_predicted: bool
+    num_prompts: Count
+    speed_ratio: Figure
+    speed_ratio_ci: Interval
+    tied: bool | None
+    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
+
+
 class CurvePart(StageTimes):
     """A line of curve.jsonl: one part of the time curve at one k.
 
@@ -217,6 +258,13 @@ class PairFacts(Record):
     blocks_per_rank: list[Count]
     load_seconds: Time | None = None
     execution: dict[str, Any] = Field(default_factory=dict)
+
+
+def blocks_in_words(blocks: Sequence[int] | None) -> str:
+    """Blocks by rank: `4 x 1,024` if all ranks have the same, else each."""
+    if blocks and len(set(blocks)) == 1:
+        return f"{len(blocks)} x {blocks[0]:,}"
+    return " ".join(f"{b:,}" for b in blocks or ())
 
 
 def given(**fields: Any) -> dict[str, Any]:

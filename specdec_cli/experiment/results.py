@@ -18,6 +18,7 @@ from specdec_cli import __version__, plugin
 from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.plan import Plan
+from specdec_cli.errors import LOGGED, Notice
 from specdec_cli.experiment.records import Key, Point, TextSample, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
@@ -73,15 +74,20 @@ def environment(plan: Plan, device: torch.device | None = None) -> dict[str, Any
 
 
 def generate_document(
-    recipe: Recipe, where: dict[str, Any], outputs: Values[Output], metrics: Metrics
+    recipe: Recipe,
+    where: dict[str, Any],
+    outputs: Values[Output],
+    metrics: Metrics,
+    warnings: Values[Notice] = (),
 ) -> dict[str, Any]:
-    """The document of `generate --json`."""
+    """The document of `generate --json`. warnings: beside those that were logged."""
     return {
         "schema": "specdec.generate/1",
         "recipe": recipe.model_dump(mode="json"),
         "environment": where,
         "outputs": list(outputs),
         "metrics": metrics,
+        "warnings": [*warnings, *LOGGED],
     }
 
 
@@ -91,7 +97,7 @@ def to_json(document: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    if isinstance(value, Record):
+    if isinstance(value, Record | Notice):
         value = value.as_dict()
     if isinstance(value, float):
         return value if math.isfinite(value) else None

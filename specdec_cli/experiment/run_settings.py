@@ -42,8 +42,13 @@ class RunSettings:
     recipe: dict[str, Any]
 
     @property
+    def values(self) -> dict[str, Any]:
+        """The fields that count and are written."""
+        return asdict(self)
+
+    @property
     def digest(self) -> str:
-        return text.digest(asdict(self))
+        return text.digest(self.values)
 
     @property
     def seed(self) -> int:
@@ -63,5 +68,5 @@ class RunSettings:
 
     def as_dict(self) -> dict[str, Any]:
         """The settings as read back from JSON: with lists for tuples."""
-        found: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        found: dict[str, Any] = json.loads(json.dumps(self.values))
         return found

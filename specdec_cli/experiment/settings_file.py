@@ -1,11 +1,11 @@
 """settings.json of a run folder: the settings of its records, and whether a run may resume."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.records import json_of
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
@@ -26,16 +26,16 @@ def reopened(path: Path, load: Callable[[RunFolder], None]) -> RunFolder:
     return folder
 
 
-def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[str]) -> None:
+def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[Notice]) -> None:
     """Write settings.json."""
     found = {"hash": settings.digest, "settings": settings.as_dict(), "warnings": list(warnings)}
     folder.write(SETTINGS, to_json(found) + "\n")
 
 
-def read_warnings(path: Path) -> list[str]:
+def read_warnings(path: Path) -> list[Notice]:
     """The warnings of the runs that wrote a folder."""
     found = read_settings_file(path).get("warnings")
-    return [str(one) for one in found] if isinstance(found, list) else []
+    return [Notice.read(one) for one in found] if isinstance(found, list) else []
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:
@@ -89,8 +89,21 @@ def keep_environment_warning(
         return
     key, was, is_now = found
     told = f"samples are of two environments: {key} was {to_json(was)} and is {to_json(is_now)}"
-    if told not in (said := read_warnings(folder.path)):
-        write_settings(folder, settings, [*said, told])
+    found_now = Notice("environment_changed", told, {"key": key, "was": was, "is": is_now})
+    keep_warning(folder, settings, found_now)
+
+
+def keep_warning(folder: RunFolder, settings: RunSettings, found: Notice) -> None:
+    """Add a warning to settings.json, unless it says so already."""
+    said = read_warnings(folder.path)
+    if found.message not in [one.message for one in said]:
+        write_settings(folder, settings, [*said, found])
+
+
+def unsaid(found: Iterable[Notice], said: Iterable[Notice]) -> list[Notice]:
+    """The warnings whose messages are not among those said, each once."""
+    known = {one.message for one in said}
+    return list({one.message: one for one in found if one.message not in known}.values())
 
 
 def earlier_environment(path: Path, where: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ Array = npt.NDArray[np.float64]
 RESAMPLES = 2000
 _FEW = 8  # prompts; with fewer, resamples are too similar
 # 97.5 % points of Student's t for 1 to 6 degrees of freedom.
-_STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
+STUDENT = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447)
 # Lower bound on a resample's standard error, relative to that of the sample. Without one outlier,
 # the other prompts may be nearly identical, and dividing by their error would blow up the interval.
 _LEAST_ERROR = 0.25
@@ -101,7 +101,7 @@ def interval(measure: SumRatio, seed: int = 0, resamples: int = RESAMPLES) -> li
     if error < 1e-12:
         return None
     if n < _FEW:
-        reach = _STUDENT[n - 2] * error
+        reach = STUDENT[n - 2] * error
         return [float(np.exp(log_value - reach)), float(np.exp(log_value + reach))]
     rng = np.random.default_rng(seed)
     t = []
@@ -127,33 +127,3 @@ def _error(x: Array, weights: Array, powers: Array) -> tuple[Array, Array]:
         mean = (weights * influence).sum(axis=1, keepdims=True) / n
         variance = (weights * (influence - mean) ** 2).sum(axis=1) / (n - 1)
         return logs, np.sqrt(variance / n)
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The recommended one of several measures, by places in their list.
-
-    best: the largest. tied: those that do not differ from it at 95 %, including the best.
-    """
-
-    best: int
-    tied: tuple[int, ...]
-
-
-def choose(measures: Sequence[SumRatio], seed: int = 0) -> Choice:
-    """The largest of several measures over the same prompts, and the ones tied with it.
-
-    A measure is tied if the interval of its ratio to the best contains 1; without an interval only
-    an equal value is tied. A measure without a value is neither, unless all have none.
-    """
-    values = [m.value for m in measures]
-    best = max(range(len(values)), key=lambda i: -np.inf if np.isnan(values[i]) else values[i])
-    tied = [best]
-    for place, measure in enumerate(measures):
-        if place == best:
-            continue
-        ratio = measure.over(measures[best])
-        low, high = interval(ratio, seed) or (ratio.value, ratio.value)
-        if low <= 1.0 <= high:
-            tied.append(place)
-    return Choice(best, tuple(sorted(tied)))

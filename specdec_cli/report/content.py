@@ -14,8 +14,9 @@ from specdec_cli.report.vllm import deployment
 class Content:
     """The content of a report on a run, complete or not.
 
-    headline: the answer. answers: one by batch size. reasons: the run's own words for them. tables:
-    by name, None if there is nothing to show. category_point: the point that categories are of.
+    headline: the answer. notices, warnings: the warnings, and their texts. answers: one by batch
+    size. reasons: the run's own words for them. tables: by name, None if there is nothing to show.
+    category_point: the point that categories are of.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -25,11 +26,15 @@ class Content:
         self.headline = findings.headline(run, self.bests)
         self.answers = [findings.answer(run, best) for best in self.bests]
         self.reasons = list(dict.fromkeys(b.reason for b in self.bests if b.reason))
-        self.warnings = findings.warnings(run)
+        self.reasons += tables.pairs_not_run(run)
+        self.notices = findings.warnings(run)
+        self.warnings = [one.message for one in self.notices]
         self.setup = _setup(run)
         shown = _point_for_categories(run, self.bests)
         self.tables: Mapping[str, Table | None] = {
             "results": tables.results(run, self.bests),
+            "degrees": tables.degrees(run),
+            "comparisons": tables.comparisons(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
             "predictions": tables.predictions(run),

@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import Table, Value, raw_acceptance, raw_categories, raw_points
+from specdec_cli.report.tables import (
+    Table,
+    Value,
+    raw_acceptance,
+    raw_categories,
+    raw_comparisons,
+    raw_points,
+)
 from specdec_cli.text import inert, one_line
 
 # Characters that begin a formula in spreadsheets.
@@ -19,8 +26,9 @@ _MARKUP = re.compile(r"([\\`*_\[\]|<>~$&]|^[-+#=](?![\d.]))")
 
 
 def csv_tables(run: ReportedRun) -> dict[str, str]:
-    """CSV files by name: points.csv, and acceptance.csv and categories.csv if they have rows."""
-    found = [raw_points(run), raw_acceptance(run), raw_categories(run)]
+    """CSV files by name: points.csv, and those of acceptance, categories and comparisons that have
+    rows."""
+    found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
     return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
 
 
@@ -54,7 +62,9 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
     pictures = {plot.name: plot for plot in plots}
     order = {
+        "degrees": "speeds",
         "results": "speedup",
+        "comparisons": "comparisons",
         "rounds": "rounds",
         "categories": "categories",
         "predictions": "predictions",

@@ -5,8 +5,11 @@ For a run that was cut short they are computed from its points. Knows nothing of
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
+from specdec_cli.errors import Notice
+from specdec_cli.experiment.disturbed import disturbances, off_points
 from specdec_cli.experiment.records import Point
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
@@ -21,7 +24,7 @@ class Best:
 
     point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
     not differ statistically, in words. is_recorded: the run recorded it; else it is the fastest of
-    the points there are.
+    the points there are. is_disturbed: the run says that its times were disturbed.
     """
 
     batch_size: int | None
@@ -29,12 +32,36 @@ class Best:
     tied: tuple[str, ...]
     reason: str
     is_recorded: bool
+    is_disturbed: bool = False
 
 
 def residual(point: Point) -> float | None:
     """The relative error of the predicted speed-up."""
     predicted, measured = point.predicted_speedup, point.speedup
     return predicted / measured - 1 if predicted is not None and measured else None
+
+
+def residuals_in_words(run: ReportedRun) -> str:
+    """How far predictions are off, and in which direction: a sentence for captions, or ""."""
+    points = [p for p in run.points if not p.is_baseline and residual(p) is not None]
+    errors = [residual(p) or 0.0 for p in points]
+    if not errors:
+        return ""
+    low, high, mean = 100 * min(errors), 100 * max(errors), 100 * fmean(errors)
+    off = [error for _, error in off_points(points)]
+    known = any(p.prediction and p.prediction.speedup_error_ci for p in points)
+    chance = ""
+    if known:
+        chance = f" {len(off)} of {len(errors)} are off by more than their intervals"
+        ways = {"too high" if error > 0 else "too low" for error in off}
+        chance += f", all of them {ways.pop()}." if len(ways) == 1 and len(off) > 1 else "."
+    if len(errors) > 2 and (low > 0 or high < 0):
+        way = "high" if low > 0 else "low"
+        return (
+            f" All {len(errors)} predictions are too {way}, by {abs(mean):.1f} % on average "
+            f"({low:+.1f} to {high:+.1f} %).{chance}"
+        )
+    return f" Predictions are {mean:+.1f} % off on average ({low:+.1f} to {high:+.1f} %).{chance}"
 
 
 def best_by_batch_size(run: ReportedRun) -> list[Best]:
@@ -72,7 +99,16 @@ def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | N
     own = [_tied_in_words({"k": chosen.k} | named) for named in ({}, {"draft": chosen.draft})]
     others = [one for one in dict.fromkeys(others) if one and one not in own]
     reason = entry.get("reason")
-    return Best(size, chosen, tuple(others), reason if isinstance(reason, str) else "", True)
+    told = (run.summary or {}).get("warnings")
+    notices = map(Notice.read, told if isinstance(told, list) else ())
+    return Best(
+        size,
+        chosen,
+        tuple(others),
+        reason if isinstance(reason, str) else "",
+        True,
+        bool(disturbances(notices)),
+    )
 
 
 def _tied_in_words(one: object) -> str:
@@ -149,6 +185,8 @@ def answer(run: ReportedRun, best: Best) -> str:
     if measured is not None and measured < 1 and run.is_comparison:
         fast += ", so no speculation would be faster still"
     tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
+    if best.is_disturbed:
+        tied += " Not called significant: times were disturbed (see the warnings)."
     least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
     return f"Best {at}: {what}{fast}.{tied}{least}"
 
@@ -202,8 +240,17 @@ def headline(run: ReportedRun, bests: list[Best]) -> str:
     return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
 
 
-def warnings(run: ReportedRun) -> list[str]:
+def warnings(run: ReportedRun) -> list[Notice]:
     """Warnings for readers of the figures."""
+    found = [Notice("report", told) for told in _own_warnings(run)]
+    recorded = (run.summary or {}).get("warnings")
+    if isinstance(recorded, list):
+        told = map(Notice.read, recorded)
+        found += [one for one in told if not one.message.startswith(_SAID_ABOVE)]
+    return [*found, *(Notice("damaged", note) for note in run.notes)]
+
+
+def _own_warnings(run: ReportedRun) -> list[str]:
     found = []
     if run.is_partial:
         found.append(
@@ -218,7 +265,4 @@ def warnings(run: ReportedRun) -> list[str]:
         found.append(
             "Random weights of a model's shape were run: times are real, acceptance is no pair's."
         )
-    recorded = (run.summary or {}).get("warnings")
-    if isinstance(recorded, list):
-        found += [str(one) for one in recorded if not str(one).startswith(_SAID_ABOVE)]
-    return [*found, *run.notes]
+    return found

@@ -15,7 +15,16 @@ import yaml
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.records import Key, Point, R, Sample, checked, json_of, parsed
+from specdec_cli.experiment.records import (
+    Comparison,
+    Key,
+    Point,
+    R,
+    Sample,
+    checked,
+    json_of,
+    parsed,
+)
 
 _LABEL_LENGTH = 32
 
@@ -26,6 +35,7 @@ class ReportedRun:
 
     points: with a speed-up each, if there is a baseline. labels: a short name for each draft.
     samples: finished prompts by point and category, as (drafts, accepted tokens, prompts).
+    comparisons: arm against arm, in runs that came to their end.
     """
 
     path: Path
@@ -38,6 +48,7 @@ class ReportedRun:
     environment: Mapping[str, Any]
     samples: Mapping[Key, Mapping[str, tuple[int, int, int]]]
     notes: tuple[str, ...]
+    comparisons: tuple[Comparison, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -101,6 +112,9 @@ def read_folder(path: Path) -> ReportedRun:
     if not recipe and isinstance((summary or {}).get("recipe"), dict):
         recipe = (summary or {})["recipe"]
     environment = _document(path / "environment.json", notes)
+    compared = (summary or {}).get("comparisons")
+    pairs = [checked(one, Comparison) for one in compared] if isinstance(compared, list) else []
+    paired = tuple(_good("summary.json, comparison", enumerate(pairs, start=1), notes))
     return ReportedRun(
         path=path,
         is_comparison=is_comparison,
@@ -110,6 +124,7 @@ def read_folder(path: Path) -> ReportedRun:
         recipe=recipe,
         recipe_text=text,
         environment=environment or {},
+        comparisons=paired,
         samples=_count(path / "samples.jsonl", notes),
         notes=tuple(notes),
     )

@@ -15,11 +15,14 @@ from specdec_cli.report.drawings.canvas import (
     without_talk,
 )
 from specdec_cli.report.drawings.categories import draw_categories
+from specdec_cli.report.drawings.comparisons import draw_comparisons
 from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.drawings.panels import axis_of
 from specdec_cli.report.drawings.predictions import draw_predictions
 from specdec_cli.report.drawings.rounds import draw_rounds
+from specdec_cli.report.drawings.speeds import draw_speeds
 from specdec_cli.report.drawings.speedup import draw_speedup
+from specdec_cli.report.findings import residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -54,6 +57,21 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             lambda figure: draw_speedup(figure, run, content.bests),
         ),
         (
+            "speeds",
+            "Tokens a second",
+            "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
+            "are plain decoding.",
+            lambda figure: draw_speeds(figure, run),
+        ),
+        (
+            "comparisons",
+            "Arm against arm",
+            "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
+            "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
+            "crosses the line, the two are tied.",
+            lambda figure: draw_comparisons(figure, run),
+        ),
+        (
             "acceptance",
             "Acceptance by position",
             "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
@@ -83,7 +101,8 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
             "predictions",
             "Predicted and measured speed-up",
             "Each point's predicted speed-up against the measured one, with its 95 % interval; "
-            "the numbers are k. On the line they agree, and the band is 5 %.",
+            "the numbers are k. On the line they agree, and the band is 5 %."
+            f"{residuals_in_words(run)}",
             lambda figure: draw_predictions(figure, run),
         ),
     ]

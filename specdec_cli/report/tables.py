@@ -1,12 +1,19 @@
 """The tables of a report as values, for HTML, markdown and CSV alike."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.records import (
+    Arm,
+    CategoryComparison,
+    Comparison,
+    Key,
+    Point,
+    blocks_in_words,
+)
 from specdec_cli.experiment.stats import proposing_rate
-from specdec_cli.report.findings import Best, residual
+from specdec_cli.report.findings import Best, residual, residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
 _PERCENTILES = ("p50", "p90", "p99")
@@ -94,12 +101,60 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
         cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
     if run.is_comparison:
         cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
-        cells.append((Column("blocks"), lambda p: p.num_blocks))
+        cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
     cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
-    table = _by_point(("results", "Every point", note), run, run.points, cells)
+    shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
+    table = _by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
-    return replace(table, strong=frozenset(i for i, p in enumerate(run.points) if id(p) in best))
+    return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
+
+
+def pairs_not_run(run: ReportedRun) -> list[str]:
+    """One line for the pairs of a comparison that were not run, with reasons."""
+    if not run.is_comparison:
+        return []
+    skipped = [p for p in run.points if p.status == "skipped"]
+    names = [f"target TP {p.target_tp} with draft TP {p.draft_tp} ({p.reason})" for p in skipped]
+    return [f"Not run: {'; '.join(dict.fromkeys(names))}."] if names else []
+
+
+def degrees(run: ReportedRun) -> Table | None:
+    """The best draft TP for each target TP, as the run recorded it, and what decided."""
+    recorded = (run.summary or {}).get("best_by_target_tp")
+    rows: list[tuple[Value, ...]] = []
+    for target, row in recorded.items() if isinstance(recorded, Mapping) else ():
+        for size, best in row.items() if isinstance(row, Mapping) else ():
+            if not isinstance(best, Mapping) or not isinstance(best.get("draft_tp"), int):
+                continue
+            speed, tied = best.get("decode_tokens_per_second"), best.get("tied")
+            ties = [
+                str(one.get("draft_tp"))
+                for one in (tied if isinstance(tied, list) else ())
+                if isinstance(one, Mapping)
+            ]
+            rows.append(
+                (
+                    *(str(target), str(size), best["draft_tp"], ", ".join(ties) or None),
+                    _decision_in_words(best.get("decided_by")),
+                    speed if isinstance(speed, float) else None,
+                )
+            )
+    if not rows:
+        return None
+    columns = (
+        *(Column("target TP"), Column("batch"), Column("best draft TP"), Column("tied")),
+        *(Column("decided by"), Column("decoding", 1, "tokens/s")),
+    )
+    note = "Decided by: the stage in which a round saves most against the next best draft TP."
+    return Table("degrees", "The best draft TP", columns, tuple(rows), note)
+
+
+def _decision_in_words(decided: object) -> str | None:
+    if not isinstance(decided, Mapping) or not isinstance(decided.get("saved_ms"), float):
+        return None
+    stage, rival = decided.get("stage"), decided.get("draft_tp")
+    return f"{stage}: {decided['saved_ms']:.2f} ms less than with draft TP {rival}"
 
 
 def _proposing(point: Point) -> float | None:
@@ -151,7 +206,7 @@ def predictions(run: ReportedRun) -> Table | None:
     ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
-        "measured, less one."
+        f"measured, less one.{residuals_in_words(run)}"
     )
     return _by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
@@ -162,7 +217,10 @@ def _method(points: Sequence[Point]) -> str:
     if not are_exact:
         return ""
     if all(are_exact):
-        return " by replaying rounds over the recorded matches, which is exact"
+        return (
+            " by replaying rounds over the recorded matches, which gives the rounds exactly, not "
+            "their times"
+        )
     return (
         " by replaying rounds over the chance of each proposal to stand, given the text: in other "
         "texts it may differ"
@@ -201,6 +259,41 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
         tuple(tuple(row[i] for i in kept) for row in found),
         note,
     )
+
+
+def comparisons(run: ReportedRun) -> Table | None:
+    """Arm against arm, with a row for each category below; None without several drafts."""
+    pairs = run.comparisons
+    if len({draft for one in pairs for draft in (one.arm.draft, one.against.draft) if draft}) < 2:
+        return None
+    has_categories = any(one.per_category for one in pairs)
+    rows = []
+    for one in pairs:
+        setting = (arm_in_words(run, one.arm), arm_in_words(run, one.against), one.batch_size)
+        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
+        parts += one.per_category.items()
+        for name, part in parts:
+            kept: tuple[Value, ...] = ("all" if name is None else name,) if has_categories else ()
+            found = (part.speed_ratio, _span(part.speed_ratio_ci), _tie_in_words(part.tied))
+            rows.append((*setting, *kept, part.num_prompts, *found))
+    columns = [Column("arm"), Column("against"), Column("batch")]
+    columns += [Column("category")] * has_categories
+    columns += [Column("prompts"), Column("ratio of speeds", 2, "×"), Column("95 % interval")]
+    note = "Each draft at its fastest k, the faster one first; speeds over the same prompts."
+    if any(one.is_predicted for one in pairs):
+        note += " Speeds are predicted."
+    return Table("comparisons", "Arm against arm", (*columns, Column("verdict")), tuple(rows), note)
+
+
+def arm_in_words(run: ReportedRun, arm: Arm) -> str:
+    """One side of a comparison: `draft-1b, k = 4`."""
+    return f"{run.labels.get(arm.draft, arm.draft)}, k = {arm.k}" if arm.k else "no speculation"
+
+
+def _tie_in_words(tied: bool | None) -> str:
+    if tied is None:
+        return "too few prompts for an interval"
+    return "tied" if tied else "differ"
 
 
 # Tables for other programs, with full names and figures as recorded.
@@ -262,6 +355,22 @@ def raw_points(run: ReportedRun) -> Table:
         for point in run.points
     ]
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
+
+
+def raw_comparisons(run: ReportedRun) -> Table:
+    """One row for each two arms, and one for each of their categories."""
+    rows = []
+    for one in run.comparisons:
+        setting = (one.batch_size, one.arm.draft, one.arm.k, one.against.draft, one.against.k)
+        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
+        parts += one.per_category.items()
+        for name, part in parts:
+            ends = part.speed_ratio_ci or (None, None)
+            rows.append((*setting, name, part.num_prompts, part.speed_ratio, *ends))
+    sides = ("draft", "k", "against_draft", "against_k")
+    figures = ("num_prompts", "speed_ratio", "speed_ratio_lo", "speed_ratio_hi")
+    titles = ("batch_size", *sides, "category", *figures)
+    return Table("comparisons", "", tuple(map(Column, titles)), tuple(rows))
 
 
 def raw_acceptance(run: ReportedRun) -> Table:

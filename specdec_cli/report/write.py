@@ -18,9 +18,9 @@ PICTURES = "plots"
 def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
     """Write the formats asked for into a folder; returns the files in order.
 
-    html: report.html. png: plots/NAME.png. csv: points.csv, acceptance.csv, categories.csv. md:
-    report.md. vllm: vllm.json. Raises `SetupError` when the folder cannot be written, or plots are
-    asked for and matplotlib is missing.
+    html: report.html. png: plots/NAME.png. csv: points.csv, acceptance.csv, categories.csv,
+    comparisons.csv. md: report.md. vllm: vllm.json. Raises `SetupError` when the folder cannot be
+    written, or plots are asked for and matplotlib is missing.
     """
     drawn = []
     if {"html", "png"} & set(formats):

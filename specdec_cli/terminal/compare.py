@@ -19,7 +19,7 @@ from specdec_cli.experiment.compare.verdict import summary_lines
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import PairFacts, Point, R, Sample, parsed
+from specdec_cli.experiment.records import PairFacts, Point, R, Sample, blocks_in_words, parsed
 from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")
@@ -204,12 +204,5 @@ def _cells(point: Point) -> dict[str, str]:
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m.mean_acceptance_length:.2f}",
         **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},
-        "blocks": _counts(point.blocks_per_rank),
+        "blocks": blocks_in_words(point.blocks_per_rank),
     }
-
-
-def _counts(blocks: Sequence[int] | None) -> str:
-    """Blocks by rank; a single number if all ranks have the same."""
-    if blocks and len(set(blocks)) == 1:
-        return f"{len(blocks)} x {blocks[0]:,}"
-    return " ".join(f"{b:,}" for b in blocks or ())

@@ -14,7 +14,14 @@ from rich.table import Table
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.records import Key, Point, Sample
+from specdec_cli.experiment.records import (
+    Arm,
+    CategoryComparison,
+    Comparison,
+    Key,
+    Point,
+    Sample,
+)
 from specdec_cli.experiment.stats import among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
@@ -40,6 +47,7 @@ _SPARE = (
     _PROPOSING,
     "tokens a round",
 )
+_NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
@@ -77,7 +85,7 @@ class LiveTable(Watcher):
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._sums: dict[Key, render.Sums] = {}
-        self._shown: tuple[str | None, int] | None = None
+        self._shown: int | None = None  # batch size
         self._live = render.live_view(self._render, 2)
 
     def begin(self, what: str) -> None:
@@ -85,7 +93,7 @@ class LiveTable(Watcher):
         self._progress.update(self._task, description=what)
 
     def sample(self, key: Key, sample: Sample) -> None:
-        self._shown = (key.draft, key.batch_size)
+        self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         self._progress.advance(self._task)
 
@@ -93,16 +101,18 @@ class LiveTable(Watcher):
         self._live.stop()
 
     def _render(self) -> Group:
-        table = render.plain_table("k", "prompts", "tokens a round", "tokens/s", "x k = 0")
-        by_k = {
-            key.k: sums
+        table = render.plain_table("draft", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
+        shown = {
+            key: sums
             for key, sums in list(self._sums.items())  # a copy: another thread draws
-            if (key.draft, key.batch_size) == self._shown
+            if key.batch_size == self._shown
         }
-        plain = by_k.get(0, render.Sums()).speed
-        for k, sums in sorted(by_k.items()):
+        plain = next((sums.speed for key, sums in shown.items() if key.k == 0), 0.0)
+        for key in sorted(shown, key=lambda key: (key.draft or "", key.k)):
+            sums = shown[key]
             table.add_row(
-                str(k),
+                one_line(key.draft or _NO_DRAFT),
+                str(key.k),
                 str(sums.prompts),
                 f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
                 f"{sums.speed:.1f}",
@@ -145,8 +155,12 @@ def print_results(document: Mapping[str, Any]) -> None:
     if categories is not None:
         out.print()
         out.print(categories, soft_wrap=False)
-    out.print()
     with_draft = has_several_drafts(document["points"])
+    if with_draft:
+        for table in comparison_tables(document["comparisons"], out.width):
+            out.print()
+            out.print(table, soft_wrap=False)
+    out.print()
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
@@ -165,7 +179,7 @@ def results_table(
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
-        columns["draft"] = [one_line(str(p.draft)) for p in points]
+        columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
     if len({p.batch_size for p in points}) > 1:
         columns["batch"] = [str(p.batch_size) for p in points]
     cells = [_cells(point) for point in points]
@@ -184,6 +198,9 @@ def _cells(point: Point) -> dict[str, str]:
     m = point.metrics
     if m is None:
         prediction = point.prediction
+        ends = prediction.speedup_ci if prediction is not None else None
+        if predicted:
+            found["predicted"] = render.with_interval(point.predicted_speedup, ends)
         why = point.status if point.status == "skipped" else f"{point.status}: "
         reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
         return found | {
@@ -202,6 +219,49 @@ def _cells(point: Point) -> dict[str, str]:
         "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
         **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
     }
+
+
+def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
+    """Arm against arm, then by category where there are several."""
+    with_batch = len({one.batch_size for one in comparisons}) > 1
+
+    def named(arm: Arm, batch_size: int | None = None) -> str:
+        words = f"{arm.draft}, k = {arm.k}" if arm.k else "k = 0"
+        return one_line(f"batch {batch_size}: {words}" if batch_size is not None else words)
+
+    rows = [(one, named(one.arm, one.batch_size if with_batch else None)) for one in comparisons]
+    columns = {
+        "arm, fastest k": [name for _, name in rows],
+        "against": [named(one.against) for one in comparisons],
+        "x": [render.with_interval(one.speed_ratio, one.speed_ratio_ci) for one in comparisons],
+        "": [_verdict(one) for one in comparisons],
+    }
+    long = ["arm, fastest k", "against"]
+    tables = [render.table_within(width, columns, spare=[], names=long)[0]]
+    parts = [
+        (name, category, one, part)
+        for one, name in rows
+        if one.against.k
+        for category, part in one.per_category.items()
+    ]
+    if parts:
+        columns = {
+            "category": [one_line(category) for _, category, _, _ in parts],
+            "prompts": [str(part.num_prompts) for *_, part in parts],
+            "arm": [name for name, *_ in parts],
+            "against": [named(one.against) for _, _, one, _ in parts],
+            "x": [render.with_interval(p.speed_ratio, p.speed_ratio_ci) for *_, p in parts],
+            "": [_verdict(part) for *_, part in parts],
+        }
+        names = ["category", "arm", "against"]
+        tables.append(render.table_within(width, columns, spare=["prompts"], names=names)[0])
+    return tables
+
+
+def _verdict(found: Comparison | CategoryComparison) -> str:
+    if found.tied is None:
+        return "no interval"
+    return "tied" if found.tied else ""
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:

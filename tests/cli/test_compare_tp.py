@@ -261,7 +261,10 @@ def test_resume_after_a_killed_parent(tmp_path: Path) -> None:
     assert [s for s in samples if s["batch_size"] == 1] == kept  # none is measured again
     assert len(records(folder, "pairs.jsonl")) == 2
     said = f"samples are of two environments: cpu_count was 99 and is {where['cpu_count']}"
-    assert said in result.document["warnings"] and f"warning: {said}\n" in result.err
+    assert (
+        said in [one["message"] for one in result.document["warnings"]]
+        and f"warning: {said}\n" in result.err
+    )
 
 
 @pytest.mark.slow  # sweeps tell of them by the same function, in test_sweep_k.py
@@ -271,7 +274,7 @@ def test_prompts_that_cannot_run_are_told(tmp_path: Path) -> None:
     result = compare(*COMPARE, "--dataset", data, "--json")
     told = "not every prompt could run, and those count for nothing: prompt 1: the prompt has"
     assert result.code == 3 and result.document["points"][0]["status"] == "ok"
-    assert told in result.document["warnings"][-1] and told in result.err
+    assert told in result.document["warnings"][-1]["message"] and told in result.err
 
 
 @pytest.mark.slow  # sweeps say it by the same function, in test_sweep_k.py

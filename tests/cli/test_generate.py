@@ -102,7 +102,7 @@ def test_document(k: int, run: Run) -> None:
     assert result.code == 0
     assert result.out.count("\n") == 1 and result.err.count("\n") == 1
     document, metrics = result.document, result.document["metrics"]
-    assert set(document) == {"schema", "recipe", "environment", "outputs", "metrics"}
+    assert set(document) == {"schema", "recipe", "environment", "outputs", "metrics", "warnings"}
     assert set(metrics) >= METRIC_KEYS
     assert [o["index"] for o in result.outputs] == [0, 1, 2]
     for output, prompt in zip(result.outputs, PROMPTS, strict=True):

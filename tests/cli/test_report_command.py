@@ -17,8 +17,10 @@ Capture = pytest.CaptureFixture[str]
 ALL = [
     "acceptance.csv",
     "categories.csv",
+    "comparisons.csv",
     "plots/acceptance.png",
     "plots/categories.png",
+    "plots/comparisons.png",
     "plots/predictions.png",
     "plots/rounds.png",
     "plots/speedup.png",
@@ -52,7 +54,8 @@ def test_everything_into_the_run_folder(folder: Path, capsys: Capture) -> None:
 def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "new" / "out"
     assert main(["report", str(folder), "-o", str(out), "--format", "md, csv"]) == 0
-    assert files(out) == ["acceptance.csv", "categories.csv", "points.csv", "report.md"]
+    tables = ["acceptance.csv", "categories.csv", "comparisons.csv", "points.csv"]
+    assert files(out) == [*tables, "report.md"]
     assert main(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()

@@ -16,6 +16,7 @@ from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
+from specdec_cli.text import digest
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -190,7 +191,7 @@ def test_resumed_is_whole(
 def test_resuming_what_is_done_measures_nothing(
     capsys: Capture, whole: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", None)
     before = {path.name: path.read_bytes() for path in whole[0].glob("*.jsonl")}
     result = specdec(capsys, *SWEEP, "-o", whole[0], "--resume", "--json")
     assert result.code == 0 and json.loads(result.out)["points"] == whole[1]["points"]
@@ -298,7 +299,7 @@ def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Pat
     said = "the draft's context holds 3 tokens, past which it proposes nothing: 4 of 4 prompts"
     for command in (SWEEP, ["compare-tp", *SWEEP[1:-4], "--limit", "4"]):
         result = specdec(capsys, *command, "--draft", short, "--dry-run", "--json")
-        found = [one for one in json.loads(result.out)["warnings"] if said in one]
+        found = [one for one in json.loads(result.out)["warnings"] if said in one["message"]]
         assert result.code == 0 and len(found) == 1 and result.err.count(said) == 1
     both = [*SWEEP, "--draft", "demo:draft", "--draft", short, "--shard", "0/2", "--dry-run"]
     assert f"warning: {short}: {said}" in specdec(capsys, *both).err
@@ -355,7 +356,7 @@ def test_a_slurm_task_takes_its_share(
 def test_dry_run_loads_no_weights(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", None)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", None)
     result = specdec(capsys, *SWEEP, "--dry-run", "-o", tmp_path / "run", "--json")
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
@@ -534,7 +535,7 @@ def test_a_prompt_that_cannot_run(capsys: Capture, tmp_path: Path) -> None:
     assert f"warning: {said}" in result.err
     merged = specdec(capsys, "merge", tmp_path / "run", "-o", tmp_path / "new", "-q")
     assert merged.code == 3 and f"warning: {said}" in merged.err
-    assert any(said in one for one in result.document["warnings"])
+    assert any(said in one["message"] for one in result.document["warnings"])
 
 
 def test_no_prompt_can_run(capsys: Capture, tmp_path: Path) -> None:
@@ -588,10 +589,11 @@ def test_several_drafts_load_the_target_once(
     assert loaded == ["target", "draft", "draft"]
     points = json.loads(result.out)["points"]
     assert [(p["draft"], p["k"]) for p in points] == [
-        (d, k) for d in ("demo:draft", "demo:draft-distilled") for k in (0, 2)
-    ]
+        (None, 0), ("demo:draft", 2), ("demo:draft-distilled", 2)
+    ]  # fmt: skip
     lengths = [p["metrics"]["mean_acceptance_length"] for p in points]
-    assert lengths[1] != lengths[3]
+    assert lengths[0] == 1.0 and lengths[1] != lengths[2] > 1.0
+    assert [p["speedup"] for p in points[:1]] == [1.0] and all(p["speedup"] for p in points)
 
 
 def test_predict_only(capsys: Capture, whole: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
@@ -693,7 +695,7 @@ def test_distinct_experts(tmp_path: Path, capsys: Capture) -> None:
         *options, "--json", "-o", folder,
     )  # fmt: skip
     document = json.loads(result.out)
-    assert any("and so are routers" in warning for warning in document["warnings"])
+    assert any("and so are routers" in warning["message"] for warning in document["warnings"])
     by_k: dict[int, list[Sample]] = {0: [], 3: []}
     for sample in samples(folder):
         assert len(sample["distinct_experts"]) == 2
@@ -729,9 +731,8 @@ def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
     )  # fmt: skip
     points = json.loads(result.out)["points"]
     assert result.code == 0, result.err
-    assert [(p["draft"], p["k"]) for p in points] == [
-        (name, k) for name in ("demo:draft", "ngram") for k in (0, 2)
-    ]
+    arms = [(None, 0), ("demo:draft", 2), ("ngram", 2)]
+    assert [(p["draft"], p["k"]) for p in points] == arms
     accepted = {p["draft"]: p["metrics"]["num_accepted_tokens"] for p in points if p["k"]}
     assert accepted["demo:draft"] > accepted["ngram"] >= 0
     before = samples(tmp_path / "run")
@@ -741,6 +742,51 @@ def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
     )  # fmt: skip
     assert resumed.code == 0, resumed.err
     assert samples(tmp_path / "run") == before
+    # A prompt goes through all points before the next one comes, in changing orders.
+    by_prompt = [[(s["draft"], s["k"]) for s in before[i : i + 3]] for i in (0, 3, 6)]
+    assert [s["index"] for s in before] == [0] * 3 + [1] * 3 + [2] * 3
+    assert all(sorted(turn, key=str) == sorted(arms, key=str) for turn in by_prompt)
+    assert len({tuple(turn) for turn in by_prompt}) > 1
+    # What an earlier version began, drafts one after another, is not continued like this.
+    earlier = json.loads((tmp_path / "run" / "settings.json").read_text())
+    del earlier["settings"]["shares_baseline"]
+    earlier["hash"] = digest(earlier["settings"])
+    (tmp_path / "run" / "settings.json").write_text(json.dumps(earlier))
+    again = specdec(
+        capsys, "sweep-k", tmp_path / "run" / "recipe.yaml", *QUICK, *ONCE, *drafts, "--k", "0,2",
+        "--limit", "3", "--json", "--resume", "-o", tmp_path / "run",
+    )  # fmt: skip
+    assert again.code == 2 and "one draft after another" in again.document["error"]["message"]
+
+
+def test_arms_that_do_not_fit_together_take_turns(
+    capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The texts and the one baseline are those of arms that stay loaded."""
+    from specdec_cli.experiment.sweep import arms
+
+    options = [*SWEEP, *ONCE, "--draft", "demo:draft", "--draft", "ngram", "--k", "2", "--json"]
+    whole = specdec(capsys, *options, "-q", "-o", tmp_path / "whole")
+    built: list[str | None] = []
+    build = arms.build
+
+    def counted(plan: Any, *rest: Any) -> Any:
+        built.append(plan.proposer)
+        return build(plan, *rest)
+
+    monkeypatch.setattr(arms, "build", counted)
+    monkeypatch.setattr(arms, "build_beside", lambda *_: None)
+    result = specdec(capsys, *options, "-o", tmp_path / "run")
+    assert result.code == whole.code == 0, result.err
+    ours, theirs = samples(tmp_path / "run"), samples(tmp_path / "whole")
+    assert without_times(ours) == without_times(theirs)
+    # Four passes over one prompt each, after the attempt to keep the first arm loaded.
+    assert built[0] == "demo:draft" and sorted(map(str, built[1:])) == sorted(
+        ["demo:draft", "ngram"] * 4
+    )
+    assert built[1:3] != built[3:5] or built[3:5] != built[5:7]
+    codes = [warning["code"] for warning in result.document["warnings"]]
+    assert "arms_alternate" in codes and "do not fit in memory together" in result.err
 
 
 @pytest.mark.parametrize(
@@ -1006,7 +1052,7 @@ def test_another_environment_is_told_wherever_its_samples_go(
     assert f"warning: {said}\n" in specdec(capsys, *resume).err
     merged = specdec(capsys, "merge", folder, "-o", tmp_path / "new", "--json")
     for document in ((folder / "summary.json").read_text(), merged.out):
-        assert said in json.loads(document)["warnings"]
+        assert said in [one["message"] for one in json.loads(document)["warnings"]]
     assert (folder / "recipe.yaml").read_text() == (whole[0] / "recipe.yaml").read_text()
 
 

@@ -101,4 +101,4 @@ def test_every_number_is_labelled(capsys: pytest.CaptureFixture[str], tmp_path: 
     assert LABEL in document["environment"]["acceptance"]
     assert document["points"][1]["predicted_speedup"] is None
     assert LABEL in (run / "report.html").read_text().replace("&#39;", "'")
-    assert any(LABEL in warning for warning in document["warnings"])
+    assert any(LABEL in warning["message"] for warning in document["warnings"])

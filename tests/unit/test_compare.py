@@ -491,7 +491,8 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     degrees = ((1, 2), (1,))
     found = plan_comparison(recipe, prompts, degrees, (32, 4), 2, Permissions())
     assert [found.settings.num_prompts(b) for b in (32, 4)] == [40, 8]
-    assert warnings_of(found) == ["8 prompts are few: intervals are wide (--limit, --dataset)"]
+    said = "8 prompts are few: intervals are wide (--limit, --dataset)"
+    assert [one.message for one in warnings_of(found)] == [said]
     found = plan_comparison(recipe, prompts, degrees, (32, 4), None, Permissions())
     assert warnings_of(found) == []
 

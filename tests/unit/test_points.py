@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.experiment.points import Forecasts, Samples, block_points, measured
+from specdec_cli.experiment.points import Failure, Forecasts, Samples, arm_points, measured
 from specdec_cli.experiment.predict import Text
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.sweep.comparisons import compare_arms
+from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.time_curve import curve_point
 from specdec_cli.terminal import sweep as view
@@ -57,7 +59,7 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     assert point.mean_acceptance_length_ci == [3.0, 3.0]
     for known in (plain, plain.per_category["all"]):  # by definition
         assert (known.speedup, known.speedup_ci) == (1.0, [1.0, 1.0])
-    best = recommend([plain, point], samples, seed=0)
+    best = recommend([plain, point], measured_gains([plain, point], samples), seed=0)
     assert (best["k"], best["tied"]) == (2, [2])
     assert "share a batch and end together, and so it has no interval" in best["reason"]
 
@@ -163,8 +165,8 @@ def test_what_follows_the_end_of_a_text_was_not_rejected(
     ended = sample(0, rounds, 0.5, finish_reason=reason, token_ids=tokens)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 4): {0: ended}}
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * num_tokens)
-    forecasts = Forecasts(4, [text], {}, is_exact=True)
-    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    forecasts = Forecasts(4, {0: text}, {}, is_exact=True)
+    _, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     prediction, metrics = point.prediction, metrics_of(point)
     assert prediction is not None
     assert prediction.iid_alpha == alpha
@@ -183,8 +185,10 @@ def test_a_last_round_without_proposals_cuts_no_other() -> None:
     changes = {"finish_reason": "eos", "token_ids": [1] * 4, "rounds_without_proposal": 1}
     ended = sample(0, [(2, 0), (2, 1)], 0.5, **changes)
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.0)}, Key("d", 1, 2): {0: ended}}
-    forecasts = Forecasts(2, [Text(limit=4, draft_limit=99, accept=(0.5,) * 4)], {}, is_exact=True)
-    _, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    forecasts = Forecasts(
+        2, {0: Text(limit=4, draft_limit=99, accept=(0.5,) * 4)}, {}, is_exact=True
+    )
+    _, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     assert point.prediction.iid_alpha == pytest.approx(1 / 3)
 
 
@@ -194,8 +198,8 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     samples = {Key("d", 1, 0): {0: sample(0, [], 1.2)}, Key("d", 1, 1): {0: sample(0, rounds, 1.0)}}
     overlap = (0.25,) * 4 + (0.75,) * 8
     text = Text(limit=12, draft_limit=99, accept=(1.0,) * 12, overlap=overlap)
-    forecasts = Forecasts(1, [text], {0: 0.1, 1: 0.15}, is_exact=False)
-    plain, point = block_points(samples, list(samples), {}, forecasts, seed=0)
+    forecasts = Forecasts(1, {0: text}, {0: {0: 0.1}, 1: {0: 0.15}}, is_exact=False)
+    plain, point = arm_points(samples, list(samples), {}, forecasts, seed=0)
     prediction = point.prediction
     assert prediction is not None and plain.prediction is not None
     # Predicted: 12 rounds of 0.1 s over 6 of 0.15 s. Measured: 1.2 s over 1 s.
@@ -258,8 +262,11 @@ def with_drafts(
         for k in [0, *(k for name, k in speeds if name == draft)]:
             key = Key(draft, 1, k)
             points.append(point_of(key, samples[key], plain))
-    best = recommend(points, samples, seed=0)
-    return points, best, {"best_by_batch_size": {"1": best}, "best": best, "points": points}
+    gains = measured_gains(points, samples)
+    best = recommend(points, gains, seed=0)
+    compared = compare_arms(points, gains, samples, seed=0)
+    document = {"best_by_batch_size": {"1": best}, "best": best, "points": points}
+    return points, best, document | {"comparisons": compared}
 
 
 def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
@@ -276,6 +283,17 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
         "the speed of k = 0 over 10 prompts, and proposes less"
     )
     assert best["reason"] == reason
+    # Each draft at its fastest k against each other one, and against plain decoding.
+    found = {
+        (one.arm.draft, one.arm.k, one.against.draft, one.against.k): one
+        for one in document["comparisons"]
+    }
+    assert list(found) == [("b", 3, "a", 1), ("b", 3, None, 0), ("a", 1, None, 0)]
+    against_a, against_plain, _ = found.values()
+    assert against_a.speed_ratio == pytest.approx(2.0 / 1.995)
+    assert against_a.tied and not against_plain.tied and against_plain.num_prompts == 10
+    low, high = against_plain.speed_ratio_ci or (0, 0)
+    assert 1.9 < low < against_plain.speed_ratio < high < 2.1
     for place, point in enumerate(points):
         categories = {name: point.per_category["all"] for name in ("x", "y")}
         points[place] = point.model_copy(update={"per_category": categories})
@@ -285,6 +303,11 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     tied = "k = 1 with draft a, k = 2 with draft b, k = 3 with draft b"
     assert f"{reason} (tied: {tied})" in shown
     assert "category, k = 3 with draft b" in shown
+    (line,) = [
+        line for line in shown.splitlines() if line.startswith("b, k = 3") and "a, k" in line
+    ]
+    assert line.split()[4:9] == "a, k = 1 1.00".split()
+    assert line.split()[9].startswith("(0.9") and line.split()[10:] == ["tied"]
 
 
 def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
@@ -303,11 +326,33 @@ def test_no_speculation_with_several_drafts() -> None:
     assert best["reason"].startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
 
 
-def test_predictions_are_compared_within_the_fastest_draft() -> None:
-    speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0}
-    points, _, _ = with_drafts(speeds, {})
-    points = [p.model_copy(update={"predicted_speedup": p.speedup}) for p in points]
-    points[1] = points[1].model_copy(update={"status": "skipped"})
-    best = recommend(points, {}, seed=0)
+def predicted(speeds: dict[tuple[str, int], float], spread: float) -> dict[str, Any]:
+    """The recommendation for predicted points with these speed-ups by (draft, k).
+
+    Nothing is accepted, so that speed-ups are those of rounds. spread: factor on the variation of
+    rounds between the 10 parts of the time curve.
+    """
+    points, forecasts = list[Point](), dict[str | None, Forecasts]()
+    texts = {i: Text(limit=12, draft_limit=99, accept=(0.0,) * 12) for i in range(10)}
+    for draft in dict.fromkeys(name for name, _ in speeds):
+        own = {k: speed for (name, k), speed in speeds.items() if name == draft}
+        parts = {0: dict.fromkeys(range(10), 1.0)}
+        for k, speed in own.items():
+            turned = NOISE[k:] + NOISE[:k]
+            parts[k] = {i: (1 + (x - 1) * spread) / speed for i, x in enumerate(turned)}
+        forecasts[draft] = Forecasts(max(own), texts, parts, is_exact=True)
+        keys = [Key(draft, 1, k) for k in (0, *own)]
+        skipped = dict.fromkeys(keys, Failure("skipped", "predicted, not measured"))
+        points += arm_points({}, keys, skipped, forecasts[draft], seed=0)
+    return recommend(points, predicted_gains(points, forecasts), seed=0)
+
+
+def test_predictions_pass_the_same_test_of_chance() -> None:
+    speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.9}
+    best = predicted(speeds, 0.5)
     assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
-    assert best["reason"].startswith("predicted: k = 2 with draft b at 1.99x")
+    said = "predicted from the texts of the largest k and 10 parts of the time curve: k = 2 with"
+    assert best["reason"].startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
+    chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
+    assert (chance["k"], chance["draft"]) == (0, None)
+    assert chance["reason"].endswith("is not faster beyond chance")

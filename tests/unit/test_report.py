@@ -180,22 +180,25 @@ def test_page_has_the_figures(sweep: Content) -> None:
 
 
 def test_comparison(comparison: Content) -> None:
-    tables = Page(html(comparison)).tables
+    parsed = Page(html(comparison))
+    tables = parsed.tables
     points = {
         (str(p["target_tp"]), str(p["draft_tp"] or "–"), str(p["batch_size"])): p
         for p in comparison_points()
     }
     rows = tables["table-results"][1:]
-    assert len(rows) == len(points) + 1
+    # A pair that was not run is a line, not a row of dashes.
+    assert len(rows) == len(points) and not any(row[1] == "3" for row in rows)
+    assert "Not run: target TP 4 with draft TP 3 (3 does not divide 4)." in parsed.text
+    assert tables["table-degrees"][1:] == [
+        ["4", "1", "2", "4", "draft: 0.31 ms less than with draft TP 1", "250.0"]
+    ]
     for row in rows:
-        if row[1] == "3":
-            assert row[-1] == "skipped: 3 does not divide 4" and row[4] == "–"
-            continue
         point = points[row[0], row[1], row[2]]
         assert row[4] == f"{point['speedup']:.2f}"
         assert row[-3:] == [
             f"{point['speedup_vs_equal_tp']:.2f}",
-            str(point["num_blocks"]),
+            f"{point['target_tp']} x {point['num_blocks']:,}",
             "ok",
         ]
     broadcast = {tuple(row[:3]): row[5] for row in tables["table-rounds"][1:]}
@@ -432,10 +435,11 @@ def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content) -> None:
-    names = ["speedup", "acceptance", "rounds", "categories", "predictions"]
+    names = ["speedup", "comparisons", "acceptance", "rounds", "categories", "predictions"]
     assert [plot.name for plot in drawn(sweep)] == names
+    assert "draft-1b, k = " in drawn(sweep)[1].svg and "writing" in drawn(sweep)[1].svg
     pictures = drawn(comparison)
-    assert [plot.name for plot in pictures] == ["speedup", "acceptance", "rounds"]
+    assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:
         assert plot.png.startswith(b"\x89PNG")
         assert plot.svg.startswith("<svg") and "currentColor" in plot.svg
@@ -549,7 +553,7 @@ def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
     assert content.category_point and content.tables["categories"] is not None
     write_report(content, tmp_path / "out", ("html", "csv", "md", "vllm"))
     texts = {path.name: path.read_text() for path in (tmp_path / "out").iterdir()}
-    assert len(texts) == 6
+    assert len(texts) == 7
     for text in texts.values():
         assert not set("\x1b\x07\x9b\u202e\u2066") & set(text)
 
@@ -560,7 +564,7 @@ def test_hostile_text_is_inert(tmp_path: Path, sweep: Content) -> None:
     assert ["{{ 6 * 7 }}", "{{ 6 * 7 }}"] in parsed.tables["table-environment"]
     assert len(parsed.tables["table-results"]) == 1 + len(points)
 
-    for name in ("points.csv", "acceptance.csv", "categories.csv"):
+    for name in ("points.csv", "acceptance.csv", "categories.csv", "comparisons.csv"):
         for row in csv.reader(io.StringIO(texts[name])):
             for value in row:
                 is_number = value.lstrip("-").replace(".", "").replace("e-", "").isdigit()
@@ -591,6 +595,9 @@ def test_markdown(sweep: Content) -> None:
     rows = [line for line in text.splitlines() if line.startswith("| draft-1b | 1 | 3 |")]
     (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
     assert f" {point['speedup']:.2f} |" in rows[0]
+    compared = [line for line in text.splitlines() if "| draft-300m, k = " in line]
+    assert [line.split(" | ")[-1] for line in compared] == ["differ |", "tied |"]
+    assert "](plots/comparisons.png)" in text and "| 1.01 | 0.97 – 1.04 | tied |" in compared[1]
     # The same number of cells in every row of a table.
     header = next(line for line in text.splitlines() if line.startswith("| draft | batch"))
     assert {row.count("|") for row in rows[:1]} == {header.count("|")}
@@ -736,7 +743,7 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     assert found.rehearsal["synthetic_acceptance_length"] == 2.5
     assert any("predicted and not measured" in note for note in found.notes)
     assert content.category_point.startswith("k = ")  # of one that was measured
-    assert "recorded matches, which is exact" in html(content)
+    assert "recorded matches, which gives the rounds exactly, not their times" in html(content)
     point["prediction"]["is_exact"] = False
     assert "given the text" in html(read(write_folder(tmp_path / "sampled", points)))
 

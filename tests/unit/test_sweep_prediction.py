@@ -143,7 +143,7 @@ def swept(monkeypatch: pytest.MonkeyPatch, batch_size: int) -> list[Point]:
         shard=None,
     )
     engine = KnownEngine(batch_size)
-    monkeypatch.setattr("specdec_cli.experiment.sweep.runner.build", lambda *_: engine)
+    monkeypatch.setattr("specdec_cli.experiment.sweep.arms.build", lambda *_: engine)
     return Sweep(plan, SweepRecords(), Watcher(), World(None, "cpu", 120.0)).run()
 
 

@@ -12,7 +12,7 @@ import torch
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions, draft_at, plan
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
@@ -166,27 +166,30 @@ def _cannot_split(described: Callable[[TensorParallel], object], size: int) -> s
     return None
 
 
-def warnings_of(plan: ComparisonPlan) -> list[str]:
+def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     """Warnings for readers of the results."""
     found = []
     is_dummy = any(m.spec.load_format == "dummy" for m in plan.job.plan.models)
     if is_dummy and not plan.settings.has_given_acceptance:
-        found.append(
+        told = (
             "the weights are random, and so is what is accepted: set speculation.acceptance to "
             "synthetic, and rates"
         )
+        found.append(Notice("random_weights", told))
     if (remark := plan.job.plan.remark) is not None:
-        found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
+        rule = plan.recipe.speculation.acceptance
+        found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
     if len(plan.to_run) == 1:
-        found.append("there is one pair to measure: give more with --target-tp and --draft-tp")
+        told = "there is one pair to measure: give more with --target-tp and --draft-tp"
+        found.append(Notice("one_pair", told))
     counts = [plan.settings.num_prompts(b) for b in plan.settings.batch_sizes]
     job = plan.job
     if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
-        found.append(short)
+        found.append(Notice("draft_context", short, {"draft": plan.settings.draft}))
     return [*found, *few_prompts(min(counts))]
 
 
-def describe_plan(plan: ComparisonPlan, warnings: Sequence[str]) -> dict[str, Any]:
+def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     prompts = ", ".join(f"{s.num_prompts(b)} at batch size {b}" for b in s.batch_sizes)

@@ -78,6 +78,10 @@ class ComparisonRecords:
     def of(self, pair: Pair, batch_size: int, k: int) -> Samples:
         return self.samples.get((pair, Key(self.settings.draft, batch_size, k)), {})
 
+    def by_key(self, pair: Pair) -> dict[Key, Samples]:
+        """The samples of one pair, by point."""
+        return {key: found for (of, key), found in self.samples.items() if of == pair}
+
     def update_points(self, folder: RunFolder) -> list[Point]:
         """Compute all points anew and write those that changed; returns these."""
         earlier = {_place(point): point for point in self.points}

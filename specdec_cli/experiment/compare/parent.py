@@ -6,13 +6,15 @@ If a pair's ranks fail, that pair has failed; the others go on.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_cli.errors import ExitCode
+from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.compare.comparison_plan import ComparisonPlan
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.verdict import verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
-from specdec_cli.experiment.lossless import is_broken, tokens_line
+from specdec_cli.experiment.disturbed import disturbances
+from specdec_cli.experiment.lossless import is_broken, tokens_notice
 from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.noise import noise_in
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -92,17 +94,21 @@ def conclusion(
     plan: ComparisonPlan,
     records: ComparisonRecords,
     codes: Sequence[int],
-    warnings: Sequence[str],
+    warnings: Sequence[Notice],
     where: dict[str, Any],
 ) -> tuple[dict[str, Any], ExitCode]:
     """The document of `compare-tp --json` and summary.json, and the exit code.
 
     codes: of failed pairs. where: the document's environment.
     """
-    verdict = verdict_of(records)
-    said = [*warnings, *prompts_that_failed(records.samples.values())]
-    if is_broken(verdict["tokens"]):
-        said.append(tokens_line(verdict["tokens"]) or "")
+    noise = [one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))]
+    verdict = verdict_of(records, disturbances([*warnings, *noise]))
+    said = [
+        *warnings,
+        *prompts_that_failed(records.samples.values()),
+        *noise,
+        *tokens_notice(verdict["tokens"]),
+    ]
     document = {
         "schema": "specdec.compare-tp/1",
         "recipe": plan.recipe.model_dump(mode="json"),

@@ -9,9 +9,11 @@ from itertools import groupby, pairwise
 from typing import Any
 
 from specdec_cli.core.figures import STAGES, Metrics
-from specdec_cli.experiment import stats
+from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
+from specdec_cli.experiment.disturbed import doubt_in_words
+from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.lossless import compare_tokens
 from specdec_cli.experiment.points import measured_speed, without_errors
 from specdec_cli.experiment.records import Point
@@ -23,12 +25,18 @@ _NOTABLE = 0.1  # share of the difference between two rounds below which a stage
 _SAME = 0.01  # relative difference of tokens a round that is not mentioned
 
 
-def verdict_of(records: ComparisonRecords) -> Verdict:
-    """The part of the document that concerns all points together."""
+def verdict_of(records: ComparisonRecords, disturbed: Sequence[Notice] = ()) -> Verdict:
+    """The part of the document that concerns all points together.
+
+    disturbed: signs that something disturbed the times, over which nothing is called significant.
+    """
     settings = records.settings
     sizes = settings.batch_sizes
-    overall = {b: best_of(records, settings.target_tps, b) for b in sizes}
-    by_target = {t: {b: best_of(records, [t], b) for b in sizes} for t in settings.target_tps}
+    doubt = doubt_in_words(disturbed)
+    overall = {b: best_of(records, settings.target_tps, b, doubt) for b in sizes}
+    by_target = {
+        t: {b: best_of(records, [t], b, doubt) for b in sizes} for t in settings.target_tps
+    }
     return {
         "best": overall[sizes[0]],
         "best_by_batch_size": {str(b): best for b, best in overall.items()},
@@ -41,12 +49,13 @@ def verdict_of(records: ComparisonRecords) -> Verdict:
 
 
 def best_of(
-    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int
+    records: ComparisonRecords, target_tps: Iterable[int], batch_size: int, doubt: str = ""
 ) -> dict[str, Any]:
     """The fastest pair at a batch size among some target TPs, the pairs tied with it, and why.
 
     Speeds are compared on the same prompts. A pair is tied if it does not differ from the best at
-    95 % over prompts; variation between starts of the ranks is not included.
+    95 % over prompts; variation between starts of the ranks is not included. doubt: added to the
+    reason.
     """
     chosen = set(target_tps)
     points = [
@@ -62,7 +71,7 @@ def best_of(
     measures = _speeds(records, candidates)
     tied: list[Point] = []
     if measures is not None:
-        choice = stats.choose(measures, records.settings.seed)
+        choice = choose(measures, records.settings.seed)
         best = candidates[choice.best]
         tied = [candidates[i] for i in choice.tied if i != choice.best]
     plain = max((p for p in points if p.k == 0), key=_speed_of, default=None)
@@ -71,7 +80,8 @@ def best_of(
         "draft_tp": best.draft_tp,
         "k": best.k,
         "tied": [{"target_tp": p.target_tp, "draft_tp": p.draft_tp} for p in tied],
-        "reason": _reason(best, candidates, plain),
+        "reason": _reason(best, candidates, plain) + doubt,
+        "decided_by": _decided_by(best, _rival(best, candidates)),
         "decode_tokens_per_second": _speed_of(best),
         "speedup": best.speedup,
         "speedup_vs_equal_tp": best.speedup_vs_equal_tp,
@@ -98,13 +108,34 @@ def _speeds(records: ComparisonRecords, points: Sequence[Point]) -> list[SumRati
 def _reason(best: Point, candidates: Sequence[Point], plain: Point | None) -> str:
     gain = f", {best.speedup:.2f}x k = 0" if best.speedup is not None else ""
     said = [f"{_name(best)} is the fastest: {_speed_of(best):.1f} tokens/s{gain}"]
-    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
-    if rivals:
-        said.append(_against(best, max(rivals, key=_speed_of)))
+    if (rival := _rival(best, candidates)) is not None:
+        said.append(_against(best, rival))
     if plain is not None and _speed_of(plain) > _speed_of(best):
         speed = f"{_speed_of(plain):.1f} tokens/s"
         said.append(f"no speculation at target TP {plain.target_tp} is faster still, {speed}")
     return "; ".join(said)
+
+
+def _rival(best: Point, candidates: Sequence[Point]) -> Point | None:
+    """The next best at the target TP of the best, or None."""
+    rivals = [p for p in candidates if p.target_tp == best.target_tp and p is not best]
+    return max(rivals, key=_speed_of, default=None)
+
+
+def _decided_by(best: Point, rival: Point | None) -> dict[str, Any] | None:
+    """The stage in which the best saves most of a round against the next best, and milliseconds."""
+    if rival is None:
+        return None
+    parts = _saved(best, rival)
+    stage = max(parts, key=lambda name: parts[name])
+    return {"stage": stage, "saved_ms": parts[stage], "draft_tp": rival.draft_tp}
+
+
+def _saved(best: Point, rival: Point) -> dict[str, float]:
+    """Milliseconds of a round that the best saves, by stage; `host` is the rest of the round."""
+    ours, theirs = _metrics(best), _metrics(rival)
+    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
+    return parts | {"host": theirs.round_ms - ours.round_ms - sum(parts.values())}
 
 
 def _name(point: Point) -> str:
@@ -116,8 +147,7 @@ def _against(best: Point, rival: Point) -> str:
     ours, theirs = _metrics(best), _metrics(rival)
     name = f"draft TP {rival.draft_tp}"
     faster = theirs.round_ms - ours.round_ms
-    parts = {stage: theirs.stage_ms(stage) - ours.stage_ms(stage) for stage in STAGES}
-    parts["host"] = faster - sum(parts.values())
+    parts = _saved(best, rival)
     whole = sum(map(abs, parts.values()))
     ranked = sorted(parts, key=lambda stage: -abs(parts[stage]))
     told = [s for s in ranked if whole and abs(parts[s]) >= _NOTABLE * whole]
@@ -189,9 +219,16 @@ def _line(size: str, best: Mapping[str, Any], sizes: Mapping[str, Any]) -> str:
 
 
 def _degrees_line(target_tp: str, row: Mapping[str, Mapping[str, Any]]) -> str:
-    """`at target TP 4 the best draft TP is 1 at batch size 1, 8; 4 at batch size 32`."""
+    """`at target TP 4 the best draft TP is 1 (tied: 2) at batch size 1, 8; 4 at batch size 32`."""
     parts = []
-    for degree, group in groupby(row.items(), key=lambda item: item[1]["draft_tp"]):
+
+    def degree_of(item: tuple[str, Mapping[str, Any]]) -> str:
+        best = item[1]
+        ties = [str(p["draft_tp"]) for p in best["tied"] if str(p["target_tp"]) == target_tp]
+        tied = f" (tied: {', '.join(ties)})" if ties else ""
+        return f"{best['draft_tp']}{tied}"
+
+    for degree, group in groupby(row.items(), key=degree_of):
         parts.append(f"{degree} at batch size {', '.join(size for size, _ in group)}")
     return f"at target TP {target_tp} the best draft TP is {'; '.join(parts)}"
 

@@ -109,8 +109,8 @@ def _measure_size(
             folder.append("samples.jsonl", *of_pair)
         found[key] |= {sample.index: sample for sample in of_pair}
 
-    loop = MeasuringLoop(engine, world, keep, partial(peak_memory, job.plan.device))
-    loop.warm_up(job, keys, _WARM_UP_TOKENS)
+    loop = MeasuringLoop(lambda _: engine, world, keep, partial(peak_memory, job.plan.device))
+    loop.warm_up(dict.fromkeys(keys, job), _WARM_UP_TOKENS)
     for number, unit in enumerate(units_of(job, engine.batch_size)):
         loop.measure(dict.fromkeys(keys, unit), number)
     return found

@@ -7,66 +7,93 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from specdec_cli.errors import ExitCode
-from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_line
+from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.disturbed import disturbances
+from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
+from specdec_cli.experiment.noise import noise_in, predictions_off
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
     Samples,
-    block_points,
+    arm_points,
     error_of,
     why_none,
 )
 from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.sweep.comparisons import compare_arms
+from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.experiment.sweep.time_curve import curve_point, seconds_per_round
+from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
 
 
-def points_of_block(
+def points_at(
     settings: SweepSettings,
     records: SweepRecords,
-    block: tuple[str | None, int],
+    batch_size: int,
     failures: Mapping[Key, Failure],
 ) -> list[Point]:
-    """The points of one draft and batch size, from the records."""
-    draft, batch_size = block
-    keys = [Key(draft, batch_size, k) for k in settings.ks]
+    """The points of one batch size, from the records: those that arms share once and first."""
+    found = dict[Key, Point]()
+    for draft in settings.drafts:
+        for point in _points_of_arm(settings, records, draft, batch_size, failures):
+            # A baseline that all arms share has no arm's acceptance to predict anything of.
+            if point.draft != draft:
+                point = point.model_copy(update={"prediction": None})
+            found.setdefault(Key.of(point), point)
+    return list(found.values())
+
+
+def _points_of_arm(
+    settings: SweepSettings,
+    records: SweepRecords,
+    draft: str | None,
+    batch_size: int,
+    failures: Mapping[Key, Failure],
+) -> list[Point]:
+    keys = [settings.key(draft, batch_size, k) for k in settings.ks]
     failures = dict(failures)
     for key in keys:
         if key.k not in settings.measured_ks:
             failures.setdefault(key, Failure("skipped", "predicted, not measured"))
-    largest = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+    forecasts = forecasts_of(settings, records, draft, batch_size)
+    return arm_points(records.samples, keys, failures, forecasts, settings.seed)
+
+
+def forecasts_of(
+    settings: SweepSettings, records: SweepRecords, draft: str | None, batch_size: int
+) -> Forecasts:
+    """The basis of an arm's predictions at a batch size."""
+    largest = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
     # Synthetic acceptance writes another text at each k; only its length may be the same.
     is_exact = settings.is_greedy and not settings.has_given_acceptance
     if settings.has_given_acceptance:
         ends = {sample.finish_reason for sample in largest.values()}
         is_exact = ends <= {"length", "error"}
-    forecasts = Forecasts(
+    parts = {
+        k: cost_by_part(records.costs[settings.key(draft, batch_size, k)].values())
+        for k in settings.ks
+    }
+    return Forecasts(
         largest_k=max(settings.ks),
         texts=_texts(settings, records, draft),
-        costs={
-            key.k: cost
-            for key in keys
-            if (cost := seconds_per_round(records.costs[key].values())) is not None
-        },
+        parts={k: found for k, found in parts.items() if found},
         is_exact=is_exact,
     )
-    return block_points(records.samples, keys, failures, forecasts, settings.seed)
 
 
-def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> list[Text]:
-    samples = records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
-    texts = list[Text]()
+def _texts(settings: SweepSettings, records: SweepRecords, draft: str | None) -> dict[int, Text]:
+    samples = records.samples[settings.key(draft, settings.batch_sizes[0], max(settings.ks))]
+    texts = dict[int, Text]()
     for index, text in sorted(records.texts[draft].items()):
         sample = samples.get(index)
         if settings.is_greedy and (text.accept or text.ahead) and sample is not None:
             rounds = zip(sample.proposed_per_round, sample.accepted_per_round, strict=True)
-            texts.append(with_recorded(text, rounds)[0])
+            texts[index] = with_recorded(text, rounds)[0]
         else:
-            texts.append(text)
+            texts[index] = text
     return texts
 
 
@@ -76,7 +103,7 @@ def sweep_document(
     where: dict[str, Any],
     records: SweepRecords,
     points: Sequence[Point],
-    warnings: Sequence[str],
+    warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
 ) -> dict[str, Any]:
@@ -84,12 +111,17 @@ def sweep_document(
 
     failures: of this run of the command.
     """
-    best = {
-        b: recommend([p for p in points if p.batch_size == b], records.samples, settings.seed)
-        for b in settings.batch_sizes
-    }
+    by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
+    gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
     tokens = tokens_of(settings, records)
-    broken = [tokens_line(tokens)] if is_broken(tokens) else []
+    told = [
+        *warnings,
+        *noise_in(records.samples),
+        *predictions_off(points),
+        *tokens_notice(tokens),
+    ]
+    disturbed = disturbances(told)
+    best = {b: recommend(found, gains[b], settings.seed, disturbed) for b, found in by_size.items()}
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
@@ -98,16 +130,31 @@ def sweep_document(
         "points": list(points),
         "best": best[settings.batch_sizes[0]],
         "best_by_batch_size": {str(b): found for b, found in best.items()},
+        "comparisons": [
+            one
+            for b, found in by_size.items()
+            for one in compare_arms(found, gains[b], records.samples, settings.seed)
+        ],
         "time_curve": [
             curve_point(key, found)
             for key in sorted(records.costs, key=order_of(settings))
             if (found := records.costs[key])
         ],
         "tokens": tokens,
-        "warnings": [*warnings, *broken],
+        "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
     return document | error_of(points, exit_code(document, records, failures))
+
+
+def gains_of(
+    settings: SweepSettings, records: SweepRecords, points: Sequence[Point], batch_size: int
+) -> Gains:
+    """What the points of one batch size are compared by: predictions, in a sweep of these."""
+    if not any(point.status == "skipped" for point in points):
+        return measured_gains(points, records.samples)
+    forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}
+    return predicted_gains(points, forecasts)
 
 
 def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
@@ -118,12 +165,12 @@ def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
 
 
 def order_of(settings: SweepSettings) -> Callable[[Key], tuple[int, int, int]]:
-    """The sort key of points: drafts as given, batch sizes and ks ascending."""
+    """The sort key of points: batch sizes ascending, drafts as given, ks ascending."""
     places = {draft: place for place, draft in enumerate(settings.drafts)}
-    return lambda key: (places[key.draft], key.batch_size, key.k)
+    return lambda key: (key.batch_size, places.get(key.draft, -1), key.k)
 
 
-def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
+def prompts_that_failed(samples: Iterable[Samples]) -> list[Notice]:
     """A warning if prompts could not run. samples: of each point, by prompt."""
     failed = {
         index: sample.error or "no reason is known"
@@ -136,7 +183,8 @@ def prompts_that_failed(samples: Iterable[Samples]) -> list[str]:
     first = min(failed)
     which = f"prompt {first}: {failed[first]}"
     more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
-    return [f"not every prompt could run, and those count for nothing: {which}{more}"]
+    told = f"not every prompt could run, and those count for nothing: {which}{more}"
+    return [Notice("prompts_failed", told, {"prompts": sorted(failed)})]
 
 
 def exit_code(

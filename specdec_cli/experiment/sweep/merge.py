@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import LOGGED, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
@@ -14,10 +14,10 @@ from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, json_o
 from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_diff import settings_difference
-from specdec_cli.experiment.settings_file import read_warnings, write_settings
+from specdec_cli.experiment.settings_file import read_warnings, unsaid, write_settings
 from specdec_cli.experiment.sweep.document import (
     order_of,
-    points_of_block,
+    points_at,
     prompts_that_failed,
     sweep_document,
 )
@@ -56,20 +56,21 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     recipe = load_recipe(str(paths[0] / "recipe.yaml"))
     where = _environments(paths)
     folder = RunFolder.create(output, recipe, where)
-    said = list(dict.fromkeys(w for path in paths for w in read_warnings(path)))
+    said = unsaid((one for path in paths for one in read_warnings(path)), [])
     write_settings(folder, whole, said)
     for key in sorted(records.samples, key=order_of(whole)):
         folder.append("samples.jsonl", *(s for _, s in sorted(records.samples[key].items())))
     texts = (sorted(records.texts[draft].items()) for draft in whole.drafts)
     folder.append("replay.jsonl", *(text for found in texts for _, text in found))
     folder.append("curve.jsonl", *(p for parts in records.costs.values() for p in parts.values()))
-    points = [p for block in whole.blocks for p in points_of_block(whole, records, block, failures)]
+    points = [p for b in whole.batch_sizes for p in points_at(whole, records, b, failures)]
     folder.append("points.jsonl", *points)
     warnings = [
         *said,
         *_missing(whole, records),
         *few_prompts(count),
         *prompts_that_failed(records.samples.values()),
+        *LOGGED,
     ]
     document = sweep_document(
         whole, recipe.model_dump(mode="json"), where, records, points, warnings
@@ -81,7 +82,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:
     """A shard's records, with the draft names of the whole sweep."""
-    names = dict(zip(settings.drafts, whole.drafts, strict=True))
+    names = {None: None, **dict(zip(settings.drafts, whole.drafts, strict=True))}
     found = read_kept(path, kind, settings)
     return [record.model_copy(update={"draft": names[record.draft]}) for record in found]
 
@@ -116,19 +117,16 @@ def _failures(path: Path, settings: SweepSettings, whole: SweepSettings) -> dict
     }
 
 
-def _missing(whole: SweepSettings, records: SweepRecords) -> list[str]:
+def _missing(whole: SweepSettings, records: SweepRecords) -> list[Notice]:
     """Warnings for points that lack prompts."""
     most = max((len(found) for found in records.samples.values()), default=0)
     count = whole.prompts["count"]
-    short = [
-        key
-        for key in (Key(d, b, k) for d, b in whole.blocks for k in whole.measured_ks)
-        if len(records.samples[key]) < count
-    ]
+    short = [key for key in whole.measured_keys if len(records.samples[key]) < count]
     if not short:
         return []
     lack = "1 point lacks" if len(short) == 1 else f"{len(short)} points lack"
-    return [f"{lack} prompts: at most {most} of {count} are there"]
+    told = f"{lack} prompts: at most {most} of {count} are there"
+    return [Notice("points_lack_prompts", told, {"points": len(short), "most": most})]
 
 
 def _environments(paths: Sequence[Path]) -> dict[str, Any]:

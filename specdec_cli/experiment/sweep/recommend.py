@@ -1,46 +1,48 @@
 """The recommended k: the contract's `best` among a sweep's points."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.points import Samples, speedup, without_errors
-from specdec_cli.experiment.records import Key, Point
-from specdec_cli.experiment.stats import SumRatio
-
-Gain = Callable[[Point], float]
-_TIE = 0.02  # relative difference of tied predictions, which have no intervals
+from specdec_cli.errors import Notice
+from specdec_cli.experiment.disturbed import doubt_in_words
+from specdec_cli.experiment.factors import choose
+from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.sweep.gains import Gains
 
 
-def recommend(points: Sequence[Point], samples: Mapping[Key, Samples], seed: int) -> dict[str, Any]:
+def recommend(
+    points: Sequence[Point], gains: Gains, seed: int, disturbed: Sequence[Notice] = ()
+) -> dict[str, Any]:
     """The contract's `best` among the points of one batch size, over all drafts.
 
     Candidates are the points that are tied with the fastest and faster than k = 0 beyond chance.
     The draft is that of the fastest candidate; k is the smallest candidate with that draft, or 0,
-    "no speculation", without candidates. In sweeps with predicted points, predictions are compared.
+    "no speculation", without candidates. In sweeps with predicted points predictions take the
+    place of speeds, and pass the same test. disturbed: signs that something disturbed the times,
+    over which no recommendation is called significant.
     """
-    measured = [p for p in points if p.status == "ok"]
-    if any(p.status == "skipped" for p in points):
-        return _recommend_predicted(points)
-    candidates = [p for p in measured if p.speedup is not None]
+    candidates = list(gains.points)
     if not candidates:
-        return _nothing("no point could be compared with k = 0")
-    common = set.intersection(*(set(without_errors(samples[Key.of(p)])) for p in candidates))
-    if not common:
-        return _nothing("the points have no prompt in common")
-    measures = [_against_plain(p, samples, common) for p in candidates]
-    choice = stats.choose(measures, seed)
+        return _nothing(gains.why_none)
+    choice = choose([gains.of(p) for p in candidates], seed)
     tied = [candidates[i] for i in choice.tied]
     fastest = candidates[choice.best]
-    chosen = _smallest_with_draft_of(fastest, list(filter(_pays, tied)), _measured)
+    paying = [p for p in tied if _pays(p, gains)]
+    chosen = _smallest_with_draft_of(fastest, paying, gains.value)
     if chosen is None:
-        chosen = next(p for p in candidates if (p.k, p.draft) == (0, fastest.draft))
+        chosen = next(p for p in candidates if p.k == 0 and p.draft in (fastest.draft, None))
     with_draft = has_several_drafts(points)
-    return _Choice(chosen, fastest, tied, _measured, len(common), with_draft).as_dict()
+    found = _Choice(chosen, fastest, tied, gains, with_draft).as_dict()
+    ends = gains.interval(chosen)
+    is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
+    found["reason"] += doubt_in_words(disturbed)
+    return found | {"significant": is_beyond_chance and not disturbed}
 
 
-def _smallest_with_draft_of(fastest: Point, tied: Sequence[Point], gain_of: Gain) -> Point | None:
+def _smallest_with_draft_of(
+    fastest: Point, tied: Sequence[Point], gain_of: Callable[[Point], float]
+) -> Point | None:
     """The smallest k with the draft of the fastest point, or None.
 
     If the fastest is not among `tied`, the draft is that of the fastest there. A smaller k is
@@ -62,71 +64,50 @@ def in_words(k: int, draft: str | None, *, with_draft: bool) -> str:
     return f"k = {k} with draft {draft}" if with_draft and k else f"k = {k}"
 
 
-def _measured(point: Point) -> float:
-    return point.speedup or 0.0
-
-
-def _predicted(point: Point) -> float:
-    return point.predicted_speedup or 0.0
-
-
-def _pays(point: Point) -> bool:
+def _pays(point: Point, gains: Gains) -> bool:
     """Whether a point is faster than k = 0 beyond chance, or at all if it has no interval."""
-    low = point.speedup_ci[0] if point.speedup_ci is not None else _measured(point)
-    return point.k > 0 and low > 1.0
-
-
-def _against_plain(point: Point, samples: Mapping[Key, Samples], common: set[int]) -> SumRatio:
-    key = Key.of(point)
-    own, plain = samples[key], samples[Key(key.draft, key.batch_size, 0)]
-    found = speedup({i: own[i] for i in common}, {i: plain[i] for i in common})
-    assert found is not None
-    return found
-
-
-def _recommend_predicted(points: Sequence[Point]) -> dict[str, Any]:
-    candidates = [p for p in points if p.predicted_speedup is not None]
-    if not candidates:
-        return _nothing("nothing could be predicted")
-    fastest = max(candidates, key=_predicted)
-    least = _predicted(fastest) * (1 - _TIE)
-    tied = [p for p in candidates if _predicted(p) >= least]
-    chosen = _smallest_with_draft_of(fastest, tied, _predicted)
-    assert chosen is not None
-    with_draft = has_several_drafts(points)
-    best = _Choice(chosen, fastest, tied, _predicted, None, with_draft).as_dict()
-    return best | {"reason": f"predicted: {best['reason']}"}
+    ends = gains.interval(point)
+    return point.k > 0 and (ends[0] if ends is not None else gains.value(point)) > 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A recommendation. num_prompts: that points were compared on; None for predictions."""
+    """A recommendation."""
 
     chosen: Point
     fastest: Point
     tied: Sequence[Point]
-    gain_of: Gain
-    num_prompts: int | None
+    gains: Gains
     with_draft: bool
 
     def as_dict(self) -> dict[str, Any]:
-        chosen, fastest, gain_of = self.chosen, self.fastest, self.gain_of
+        chosen, fastest, gain_of = self.chosen, self.fastest, self.gains.value
         same_draft = {p.k for p in self.tied if p.draft == chosen.draft or p.k == 0}
         return {
             "k": chosen.k,
             "draft": chosen.draft if chosen.k else None,
             "tied": sorted(same_draft),
-            "reason": self.reason(min(same_draft)),
+            "reason": self._basis + self._reason(min(same_draft)),
             "speedup": gain_of(chosen),
             "fastest": {"k": fastest.k, "draft": fastest.draft, "speedup": gain_of(fastest)},
             "tied_points": [{"k": p.k, "draft": p.draft} for p in self.tied],
         }
 
-    def reason(self, least_tied: int) -> str:
+    @property
+    def _basis(self) -> str:
+        """What predictions rest on."""
+        if not self.gains.is_predicted:
+            return ""
+        parts = self.gains.num_parts
+        timed = "part" if parts == 1 else "parts"
+        return f"predicted from the texts of the largest k and {parts} {timed} of the time curve: "
+
+    def _reason(self, least_tied: int) -> str:
         """The recommendation in words. least_tied: the smallest tied k with the chosen draft."""
-        chosen, fastest, count = self.chosen, self.fastest, self.num_prompts
-        over = "" if count is None else f" over {count} prompt{'s' if count > 1 else ''}"
-        gain = f"{self.gain_of(fastest):.2f}x the speed of k = 0{over}"
+        chosen, fastest = self.chosen, self.fastest
+        gain_of, count = self.gains.value, len(self.gains.prompts)
+        over = f" over {count} prompt{'s' if count > 1 else ''}"
+        gain = f"{gain_of(fastest):.2f}x the speed of k = 0{over}"
         which, leader = (
             in_words(p.k, p.draft, with_draft=self.with_draft) for p in (chosen, fastest)
         )
@@ -140,7 +121,9 @@ class _Choice:
                 return f"{found}; smaller tied k may not pay at all"
             if count == 1:
                 return f"{found}, which says little: no k has an interval"
-            if count is not None and chosen.speedup_ci is None:
+            if self.gains.interval(chosen) is None:
+                if self.gains.is_predicted:
+                    return f"{found}, which says little: one part of the time curve has no interval"
                 return (
                     f"{found}, which says little: all of them share a batch and end together, and "
                     "so it has no interval"
@@ -151,10 +134,10 @@ class _Choice:
         if chosen.draft != fastest.draft or chosen.k > fastest.k:
             why = "which is not faster beyond chance"
         return (
-            f"{which} at {self.gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
+            f"{which} at {gain_of(chosen):.2f}x cannot be told from the fastest, {leader} at "
             f"{gain}, {why}"
         )
 
 
 def _nothing(reason: str) -> dict[str, Any]:
-    return {"k": None, "draft": None, "tied": [], "reason": reason}
+    return {"k": None, "draft": None, "tied": [], "reason": reason, "significant": False}

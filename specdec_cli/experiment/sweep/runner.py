@@ -6,34 +6,44 @@ has a folder and computes points. Knows nothing of terminals.
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 
 from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.figures import STAGES
-from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.measure import release
 from specdec_cli.engine.run import Request
-from specdec_cli.errors import ExitCode, RunError, SetupError, UsageError, is_out_of_memory
+from specdec_cli.errors import (
+    ExitCode,
+    Notice,
+    RunError,
+    SetupError,
+    UsageError,
+    is_out_of_memory,
+)
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, turned, units_of
+from specdec_cli.experiment.machine import MachineWatch
+from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, units_of
+from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, given
-from specdec_cli.experiment.sweep.document import points_of_block
+from specdec_cli.experiment.sweep.arms import Arms
+from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_unit
 from specdec_cli.launch.world import World
-from specdec_cli.models.paged import PagedModel
 from specdec_cli.text import first_line
 
 _log = logging.getLogger("specdec")
+_MOST_PASSES = 4  # of each arm over a batch size's prompts, where arms are loaded in turn
 
 
 class Sweep:
@@ -51,9 +61,24 @@ class Sweep:
         self.world = world
         self.failures: dict[Key, Failure] = {}
         self.clock = SweepClock()
+        self._watch = MachineWatch(plan.jobs[0].plan.device)
+        self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
         self._device = plan.jobs[0].plan.device
         self._peak_memory = 0  # the largest of all ranks, updated after each part of a point
+
+    @property
+    def notices(self) -> list[Notice]:
+        """Warnings about the machine, and the way in which this run measured."""
+        found = self._watch.notices()
+        if not self._arms.alternates:
+            return found
+        told = (
+            "the drafts do not fit in memory together: they were loaded in turn and measured in "
+            f"passes of at most {_MOST_PASSES} over the prompts, so that a comparison of drafts "
+            "also compares different minutes"
+        )
+        return [*found, Notice("arms_alternate", told, {"most_passes": _MOST_PASSES})]
 
     def run(self) -> list[Point]:
         """Measure what is not recorded yet. Returns the points of the whole sweep, on rank 0.
@@ -62,27 +87,16 @@ class Sweep:
         failed points.
         """
         points: list[Point] = []
-        target: PagedModel | None = None
-        for job in self.plan.jobs:
-            engine: Engine | None = None
-            if any(self._is_open(job, b) for b in self.plan.settings.batch_sizes):
-                self._begin("loading models")
-                engine = self._build(job, target)
-                target = engine.target if engine is not None else None
-            for batch_size in self.plan.settings.batch_sizes:
-                if engine is not None and self._is_open(job, batch_size):
-                    sized = engine.with_batch_size(batch_size)
-                    if sized is not engine:
-                        engine.forget_rounds()  # captured for the largest batch
-                    self._measure(job, sized)
-                if self.world.is_first:
-                    points += self._points(job.plan.proposer, batch_size)
+        for batch_size in self.plan.settings.batch_sizes:
+            if jobs := self._open_jobs(batch_size):
+                self._measure_all(jobs, batch_size)
+                self._give_up_arms(batch_size)
+            if self.world.is_first:
+                points += self._points(batch_size)
         return points
 
-    def _points(self, draft: str | None, batch_size: int) -> list[Point]:
-        found = points_of_block(
-            self.plan.settings, self.records, (draft, batch_size), self.failures
-        )
+    def _points(self, batch_size: int) -> list[Point]:
+        found = points_at(self.plan.settings, self.records, batch_size, self.failures)
         for point in found:
             self.records.add_point(point)
         with self.world.outside():
@@ -93,82 +107,143 @@ class Sweep:
         with self.world.outside():
             self.watcher.begin(what)
 
-    def _build(self, job: Job, target: PagedModel | None) -> Engine | None:
-        self.world.loading()
-        try:
-            engine = build(job.plan, job.longest_prompt, self._begin, target)
-            self.world.ready()
-            return engine
-        except SetupError as problem:
-            # A rank may fail alone: ranks without a part of the draft do not.
-            if len(self.plan.jobs) == 1 or self.world.size > 1:
-                raise
-            is_memory = problem.message.startswith("out of memory")
-            for batch_size in self.plan.settings.batch_sizes:
-                for k in self.plan.settings.measured_ks:
-                    key = Key(job.plan.proposer, batch_size, k)
-                    self.failures[key] = Failure(
-                        "oom" if is_memory else "failed", problem.message, problem.code
-                    )
-            return None
+    def _keys_of(self, job: Job, batch_size: int, ks: Iterable[int]) -> list[Key]:
+        """The points of one arm, without a k = 0 that all arms share."""
+        draft = job.plan.proposer
+        keys = (self.plan.settings.key(draft, batch_size, k) for k in ks)
+        return [key for key in keys if key.draft == draft]
+
+    def _open_jobs(self, batch_size: int) -> list[Job]:
+        """The arms for which samples or data for predictions are missing at a batch size.
+
+        The first one if only the k = 0 that all arms share is not whole.
+        """
+        settings, jobs = self.plan.settings, self.plan.jobs
+        found = [job for job in jobs if self._is_open(job, batch_size)]
+        shared = [key for key in settings.keys(batch_size, [0]) if settings.shares_baseline]
+        if not found and self._lack(jobs[0], shared, shared):
+            return jobs[:1]
+        return found
 
     def _is_open(self, job: Job, batch_size: int) -> bool:
-        """Whether samples or data for predictions are missing at a batch size."""
-        draft = job.plan.proposer
-        keys = [Key(draft, batch_size, k) for k in self.plan.settings.measured_ks]
+        settings = self.plan.settings
+        keys = self._keys_of(job, batch_size, settings.measured_ks)
         return (
-            any(p.index not in self.records.samples[key] for key in keys for p in job.prompts)
-            or any(
-                len(self.records.costs[Key(draft, batch_size, k)]) < curve_parts(job, batch_size)
-                for k in self.plan.settings.ks
-            )
+            self._lack(job, keys, self._keys_of(job, batch_size, settings.ks))
             # Predictions at every batch size use the texts of the first one.
-            or (batch_size == self.plan.settings.batch_sizes[0] and bool(self._without_text(job)))
+            or (batch_size == settings.batch_sizes[0] and bool(self._without_text(job)))
         )
 
-    def _measure(self, job: Job, engine: Engine) -> None:
-        """Measure all points of one draft and batch size, then release their captured rounds."""
-        settings, batch_size = self.plan.settings, engine.batch_size
-        keys = [Key(job.plan.proposer, batch_size, k) for k in settings.ks]
-        loop = MeasuringLoop(engine, self.world, self._keep, self._most_memory, self._guarded)
+    def _lack(self, job: Job, measured: Iterable[Key], timed: Iterable[Key]) -> bool:
+        """Whether points lack samples of an arm's prompts, or parts of the time curve."""
+        indices = {prompt.index for prompt in job.prompts}
+        return any(indices - self.records.samples[key].keys() for key in measured) or any(
+            len(self.records.costs[key]) < curve_parts(job, key.batch_size) for key in timed
+        )
+
+    def _measure_all(self, jobs: Sequence[Job], batch_size: int) -> None:
+        """Measure arms together or, where memory lacks, in alternating passes over the prompts."""
+        units = range(len(units_of(jobs[0], batch_size)))
+        if (engines := self._arms.together(jobs)) is not None:
+            self._measure(jobs, engines, batch_size, units)
+            return
+        seed, most = self.plan.settings.seed, min(_MOST_PASSES, len(units))
+        for number, (start, stop) in enumerate(
+            pairwise(place * len(units) // most for place in range(most + 1))
+        ):
+            for job in balanced(jobs, number, seed):
+                if (engine := self._arms.alone(job)) is not None:
+                    engines = {job.plan.proposer: engine}
+                    self._measure([job], engines, batch_size, units[start:stop])
+
+    def _give_up_arms(self, batch_size: int) -> None:
+        """Enter the failures of arms that could not be loaded."""
+        settings, failed = self.plan.settings, self._arms.failures
+        for job in self.plan.jobs:
+            if (failure := failed.get(job.plan.proposer)) is not None:
+                for key in self._keys_of(job, batch_size, settings.measured_ks):
+                    self.failures[key] = failure
+        if len(failed) == len(self.plan.jobs):
+            for key in settings.keys(batch_size, [0]):
+                self.failures.setdefault(key, next(iter(failed.values())))
+
+    def _measure(
+        self,
+        jobs: Sequence[Job],
+        whole: Mapping[str | None, Engine],
+        batch_size: int,
+        numbers: Sequence[int],
+    ) -> None:
+        """Measure points of the arms that have engines over some units of a batch size, one unit
+        after another, then release their captured rounds.
+
+        whole: the engines, as built for the largest batch.
+        """
+        jobs = [job for job in jobs if job.plan.proposer in whole]
+        if not jobs:
+            return
+        settings = self.plan.settings
+        engines = {}
+        for name, engine in whole.items():
+            engines[name] = engine.with_batch_size(batch_size)
+            if engines[name] is not engine:
+                engine.forget_rounds()  # captured for the largest batch
+        # Plain decoding, if all arms share it, is the first one's that reads no hidden states.
+        plain = min(jobs, key=lambda job: bool(job.plan.target.hidden_layers))
+        hosts = {job.plan.proposer: job for job in jobs}
+        if settings.shares_baseline:
+            hosts[None] = plain
+
+        def engine_of(key: Key) -> Engine:
+            return engines[hosts[key.draft].plan.proposer]
+
+        keys = [key for key in settings.keys(batch_size, settings.ks) if key.draft in hosts]
+        loop = MeasuringLoop(engine_of, self.world, self._keep, self._most_memory, self._guarded)
         self._begin("warming up")
-        loop.warm_up(job, keys)
+        loop.warm_up({key: hosts[key.draft] for key in keys})
         self._begin("measuring")
+        self._watch.begin()
         began, processor = time.perf_counter(), time.process_time()
-        parts = range(curve_parts(job, batch_size))
-        for number, unit in enumerate(units_of(job, batch_size)):
+        units = {name: units_of(job, batch_size) for name, job in hosts.items()}
+        parts = range(curve_parts(plain, batch_size))
+        for number in numbers:
             curve_began = time.perf_counter(), time.process_time()
             for part in parts:
-                if curve_unit(job, batch_size, part) == number:
-                    # In a rotating order, like the points that it predicts.
-                    for key in turned(keys, part * len(keys) // len(parts)):
+                if curve_unit(plain, batch_size, part) == number:
+                    # In the same kind of order as the points that it predicts.
+                    for key in balanced(keys, part, settings.seed):
                         if part not in self.records.costs[key]:
+                            unit = units[key.draft][number]
                             self._guarded(key, partial(self._cost, loop, unit, key, part))
             # The time curve counts neither as measuring nor as recording.
             began += time.perf_counter() - curve_began[0]
             processor += time.process_time() - curve_began[1]
-            loop.measure(self._without_samples(unit, batch_size), number)
+            at_unit = {key: units[key.draft][number] for key in keys}
+            loop.measure(self._without_samples(at_unit), number)
+            self._watch.look()
             if batch_size == settings.batch_sizes[0]:
-                self._forecast(unit, engine)
+                for name, engine in engines.items():
+                    self._forecast(units[name][number], engine)
+        self._watch.look(at_end=True)
         self.clock.rounds += loop.seconds
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
-        engine.forget_rounds()
-        release(job.plan.device)
+        for engine in engines.values():
+            engine.forget_rounds()
+        release(self._device)
 
-    def _without_samples(self, unit: Job, batch_size: int) -> dict[Key, Job]:
+    def _without_samples(self, units: Mapping[Key, Job]) -> dict[Key, Job]:
         """The prompts of a unit that have no sample yet, by point."""
         found = {}
-        for k in self.plan.settings.measured_ks:
-            key = Key(unit.plan.proposer, batch_size, k)
+        for key, unit in units.items():
             missing = {p.index for p in unit.prompts} - self.records.samples[key].keys()
-            if missing:
+            if missing and key.k in self.plan.settings.measured_ks:
                 found[key] = unit.only(missing.__contains__)
         return found
 
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
-        m = loop.run(unit, key.k, unit.plan.params).metrics
+        m = loop.run(key, unit, unit.plan.params).metrics
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
             CurvePart(
@@ -194,7 +269,7 @@ class Sweep:
     def _forecast(self, unit: Job, engine: Engine) -> None:
         """Record the acceptance of proposals for the outputs of the largest k, for predictions."""
         k = max(self.plan.settings.ks)
-        key = Key(unit.plan.proposer, engine.batch_size, k)
+        key = self.plan.settings.key(unit.plan.proposer, engine.batch_size, k)
         for index in self._without_text(unit):
             sample = self.records.samples[key][index]
             self.world.beat()
@@ -227,7 +302,9 @@ class Sweep:
         settings, draft = self.plan.settings, job.plan.proposer
         if max(settings.ks) == 0:
             return []
-        samples = self.records.samples[Key(draft, settings.batch_sizes[0], max(settings.ks))]
+        samples = self.records.samples[
+            settings.key(draft, settings.batch_sizes[0], max(settings.ks))
+        ]
         return [
             p.index
             for p in job.prompts

@@ -5,7 +5,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.points import Failure
@@ -26,9 +26,9 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
     """
     where = _where(plan)
     if resume and (path / settings_file.SETTINGS).exists():
-        settings_file.check_same(
-            path, "sweep", read_settings(path).as_dict(), plan.settings.as_dict()
-        )
+        theirs = read_settings(path)
+        _refuse_one_after_another(path, theirs, plan.settings)
+        settings_file.check_same(path, "sweep", theirs.as_dict(), plan.settings.as_dict())
         folder = settings_file.reopened(path, lambda kept: records.load(kept.path, plan.settings))
         records.earlier_clock = _earlier_clock(path)
         records.earlier_where = settings_file.earlier_environment(path, where)
@@ -44,6 +44,16 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     records.folder = folder
     return folder
+
+
+def _refuse_one_after_another(path: Path, theirs: SweepSettings, ours: SweepSettings) -> None:
+    """Raise `UsageError` for a folder of an earlier version whose drafts do not share a k = 0."""
+    if ours.shares_baseline and len(theirs.drafts) > 1 and not theirs.shares_baseline:
+        raise UsageError(
+            f"{path} was begun by a version that measured one draft after another, each with a "
+            "k = 0 of its own",
+            "name another folder with -o; `specdec report` and `specdec merge` still read that one",
+        )
 
 
 def read_settings(path: Path) -> SweepSettings:
@@ -72,7 +82,7 @@ def finish(
     plan: SweepPlan,
     records: SweepRecords,
     points: Sequence[Point],
-    warnings: Sequence[str],
+    warnings: Sequence[Notice],
     clock: SweepClock,
     folder: RunFolder | None,
     failures: Collection[Failure],

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.engine.plan import Permissions, plan
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
 from specdec_cli.experiment.run_settings import settings_values
@@ -27,7 +27,7 @@ class SweepPlan:
     recipe: Recipe
     settings: SweepSettings
     jobs: list[Job]
-    short_drafts: Sequence[str] = ()
+    short_drafts: Sequence[Notice] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -35,8 +35,7 @@ class SweepPlan:
 
     @property
     def num_samples(self) -> int:
-        s = self.settings
-        return self.num_prompts * len(s.blocks) * len(s.measured_ks)
+        return self.num_prompts * len(self.settings.measured_keys)
 
     @property
     def random_tokens(self) -> bool:
@@ -99,6 +98,7 @@ def plan_sweep(
             "categories": digest([prompt.category for prompt in prompts]),
         },
         shard=shard,
+        shares_baseline=len(jobs) > 1,
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
@@ -123,45 +123,57 @@ def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
     return values if method == usual else values | {"method": method}
 
 
-def _short_drafts(jobs: Sequence[Job]) -> list[str]:
+def _short_drafts(jobs: Sequence[Job]) -> list[Notice]:
     """Warnings about drafts whose context may end before the texts; with names if several."""
     found = [(job.plan.proposer, draft_context_warning(job.plan, job.token_ids)) for job in jobs]
-    return [f"{name}: {told}" if len(jobs) > 1 else told for name, told in found if told]
+    return [
+        Notice("draft_context", f"{name}: {told}" if len(jobs) > 1 else told, {"draft": name})
+        for name, told in found
+        if told
+    ]
 
 
-def warnings_of(plan: SweepPlan) -> list[str]:
+def warnings_of(plan: SweepPlan) -> list[Notice]:
     """Warnings for readers of the results, apart from the number of prompts."""
     found = []
     if plan.random_tokens:
-        found.append(
+        told = (
             "the weights are random, and so is what is accepted: give acceptance with "
             "--synthetic-acceptance-length or -rates"
         )
+        found.append(Notice("random_weights", told))
     target = plan.jobs[0].plan.target
     if target.spec.load_format == "dummy" and target.has_experts:
-        found.append(
+        told = (
             "the weights are random, and so are routers: tokens choose experts about evenly, and "
             "those of a trained model do not, so its rounds read other numbers of experts"
         )
+        found.append(Notice("random_routers", told))
     if (remark := plan.jobs[0].plan.remark) is not None:
-        found.append(f"acceptance is {plan.recipe.speculation.acceptance}: {remark}")
+        rule = plan.recipe.speculation.acceptance
+        found.append(Notice("acceptance_rule", f"acceptance is {rule}: {remark}", {"rule": rule}))
     for job in plan.jobs:
-        found += [f"{job.plan.proposer}: {remark}" for remark in job.plan.draft_remarks]
+        name = job.plan.proposer
+        found += [
+            Notice("draft_checkpoint", f"{name}: {remark}", {"draft": name})
+            for remark in job.plan.draft_remarks
+        ]
     return [*found, *plan.short_drafts]
 
 
-def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
+def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
     longest = max(job.longest_prompt for job in plan.jobs)
     most = plan.num_prompts * plan.recipe.sampling.max_new_tokens
     points = [
-        {"draft": draft, "batch_size": b, "k": k, "measured": k in s.measured_ks}
-        for draft, b in s.blocks
-        for k in s.ks
+        {"draft": key.draft, "batch_size": b, "k": key.k, "measured": key.k in s.measured_ks}
+        for b in s.batch_sizes
+        for key in s.keys(b, s.ks)
     ]
     text = [
-        f"drafts: {', '.join(str(d) for d in s.drafts)}",
+        f"drafts: {', '.join(str(d) for d in s.drafts)}"
+        + (", in turn on the same prompts, with one k = 0 for all" if s.shares_baseline else ""),
         f"k: {', '.join(map(str, s.ks))}"
         + (f" (measured: {', '.join(map(str, s.measured_ks))})" if s.predict_only else ""),
         f"batch sizes: {', '.join(map(str, s.batch_sizes))}",
@@ -169,7 +181,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[str]) -> dict[str, Any]:
         + (f" (shard {s.shard[0]}/{s.shard[1]} of {s.prompts['count']})" if s.shard else "")
         + f", the longest of {longest} tokens",
         f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
-        f"tokens to write: at most {most * len(s.blocks) * len(s.measured_ks) * run.repeats:,}",
+        f"tokens to write: at most {most * len(s.measured_keys) * run.repeats:,}",
     ]
     return {
         "schema": "specdec.sweep-k.plan/1",

@@ -107,10 +107,13 @@ def read_kept(folder: Path, kind: type[R], settings: SweepSettings) -> list[R]:
 
     Raises `SetupError` for a damaged record, or one of no point of the sweep.
     """
-    known = {"draft": settings.drafts, "k": settings.ks, "batch_size": settings.batch_sizes}
+    known = {"k": settings.ks, "batch_size": settings.batch_sizes}
 
     def problem(record: R) -> str | None:
-        if (told := elsewhere(record, known)) or not isinstance(record, Sample):
+        is_baseline = settings.shares_baseline and getattr(record, "k", None) == 0
+        drafts = (None,) if is_baseline else settings.drafts
+        told = elsewhere(record, {"draft": drafts, **known})
+        if told or not isinstance(record, Sample):
             return told
         return not_measured(record, settings.prompts["count"], settings.repeats)
 

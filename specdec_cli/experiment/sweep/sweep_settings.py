@@ -1,10 +1,10 @@
 """The settings of a sweep. Knows no models and no prompts' text."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.run_settings import RunSettings
 
 
@@ -12,8 +12,10 @@ from specdec_cli.experiment.run_settings import RunSettings
 class SweepSettings(RunSettings):
     """The settings that samples depend on; folders with equal settings may be merged.
 
-    prompts: how many, and digests of their tokens and categories. shard: place and number of
-    shards, or None.
+    drafts: the names of the arms. prompts: how many, and digests of their tokens and categories.
+    shard: place and number of shards, or None. shares_baseline: whether all arms have one k = 0,
+    whose records name no draft. A single arm's k = 0 goes by its name, and so does each one's in
+    folders of earlier versions, whose arms followed one another.
     """
 
     drafts: tuple[str | None, ...]
@@ -24,15 +26,33 @@ class SweepSettings(RunSettings):
     shard: tuple[int, int] | None
     device: str
     dtype: str
+    shares_baseline: bool = False
+
+    @property
+    def values(self) -> dict[str, Any]:
+        found = asdict(self)
+        if not self.shares_baseline:  # folders of earlier versions do not have it
+            del found["shares_baseline"]
+        return found
 
     @property
     def measured_ks(self) -> tuple[int, ...]:
         return (0, max(self.ks)) if self.predict_only and max(self.ks) else self.ks
 
+    def key(self, draft: str | None, batch_size: int, k: int) -> Key:
+        """The point of an arm at a k."""
+        return Key(None if self.shares_baseline and k == 0 else draft, batch_size, k)
+
+    def keys(self, batch_size: int, ks: Iterable[int]) -> list[Key]:
+        """The points of one batch size: each arm's in turn, what all arms share once and first."""
+        chosen = list(ks)
+        found = (self.key(d, batch_size, k) for d in self.drafts for k in chosen)
+        return list(dict.fromkeys(found))
+
     @property
-    def blocks(self) -> list[tuple[str | None, int]]:
-        """Drafts and batch sizes in measuring order."""
-        return list(product(self.drafts, self.batch_sizes))
+    def measured_keys(self) -> list[Key]:
+        """All points that are measured, not predicted."""
+        return [key for b in self.batch_sizes for key in self.keys(b, self.measured_ks)]
 
     @classmethod
     def of_dict(cls, found: Mapping[str, Any]) -> "SweepSettings":

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
-from statistics import fmean
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
+from specdec_cli.experiment.factors import midmean
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.records import CurvePart, Key, given
@@ -56,12 +56,10 @@ def curve_point(key: Key, parts: Mapping[int, CurvePart]) -> dict[str, Any]:
 
 def seconds_per_round(parts: Iterable[CurvePart]) -> float | None:
     """The time of one sequence's round, over parts in which a prompt could run; None without."""
-    found = [p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds]
-    return _midmean(found) if found else None
+    found = list(cost_by_part(parts).values())
+    return midmean(found) if found else None
 
 
-def _midmean(values: Iterable[float]) -> float:
-    """The mean without the lowest and highest quarter, which may be outliers."""
-    ordered = sorted(values)
-    cut = len(ordered) // 4
-    return fmean(ordered[cut : len(ordered) - cut])
+def cost_by_part(parts: Iterable[CurvePart]) -> dict[int, float]:
+    """The time of one sequence's round in each part in which a prompt could run."""
+    return {p.part: p.decode_seconds / p.sequence_rounds for p in parts if p.sequence_rounds}

@@ -42,7 +42,7 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
                     )
                 if id(point) in best:
                     axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
-        _x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
+        set_x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
         axis.set_title(canvas.short(canvas.safe(panel)))
         if len(panels) == 1:
             axis.text(
@@ -59,7 +59,8 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
     return True
 
 
-def _x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
+def set_x_ticks(axis: Any, run: ReportedRun, ticks: set[int]) -> None:
+    """Ticks at the proposal lengths or draft TPs that were measured."""
     shown = sorted(ticks)
     if run.is_comparison:
         axis.set_xscale("log", base=2)

@@ -1,0 +1,194 @@
+"""A watch over the machine while a run is measured: was the processor or the GPU shared or slowed?
+
+Everything is read where the system offers it, and left out where it does not. Knows no samples.
+"""
+
+import os
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec_cli.errors import Notice
+
+_APART = 0.25  # least seconds between two readings
+_SHORTEST = 3.0  # seconds of a stretch about which something can be said
+_STARVED = 0.05  # share of the time that this process was ready to run and did not
+_STARVED_HALF = 0.10  # the same in one half
+_LEAST_RUNNING = 0.8  # processor seconds a second, of passes on a CPU
+_THROTTLED = 0.01  # share of the time that the control group was throttled
+_WAITING = 0.5  # processes ready to run beyond the processors, on average
+# NVML: hardware slowdown, software thermal, hardware thermal, power brake.
+_SLOWED = {0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat", 0x80: "power brake"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """wall, process, waited, throttled: seconds, as totals. runnable: processes ready to run."""
+
+    wall: float
+    process: float
+    waited: float | None
+    throttled: float | None
+    runnable: int | None
+    slowed: int | None = None
+    on_gpu: int | None = None
+
+
+@dataclass(slots=True)
+class MachineWatch:
+    """Readings of the machine in stretches of measuring."""
+
+    device: torch.device
+    _stretches: list[list[_Reading]] = field(default_factory=list)
+    _gpu: Any = None
+
+    def begin(self) -> None:
+        """A stretch of measuring begins."""
+        if self.device.type == "cuda" and self._gpu is None:
+            self._gpu = _nvml_device(self.device)
+        self._stretches.append([self._read()])
+
+    def look(self, *, at_end: bool = False) -> None:
+        """Take a reading, unless the last one is recent. at_end: the stretch ends here."""
+        stretch = self._stretches[-1]
+        if at_end or time.perf_counter() - stretch[-1].wall >= _APART:
+            stretch.append(self._read())
+
+    def notices(self) -> list[Notice]:
+        """Warnings about the stretches so far."""
+        spans = [pair for s in self._stretches for pair in pairwise(s)]
+        wall = sum(b.wall - a.wall for a, b in spans)
+        if wall < _SHORTEST:
+            return []
+        return [*self._starved(spans, wall), *_throttled(spans, wall), *self._crowded(),
+                *self._gpu_notices()]  # fmt: skip
+
+    def _starved(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
+        process = sum(b.process - a.process for a, b in spans)
+        half = len(spans) // 2
+        shares = [_waited(part) for part in (spans, spans[:half], spans[half:])]
+        evidence = {"wall_seconds": wall, "process_seconds": process, "waited_share": shares[0]}
+        most = max((share for share in shares[1:] if share is not None), default=0.0)
+        if (shares[0] or 0.0) > _STARVED or most > _STARVED_HALF:
+            worst = max(shares[0] or 0.0, most)
+            told = (
+                "other work took the processor: this process was ready to run and waited for "
+                f"{100 * worst:.0f} % of the time"
+            )
+            return [Notice("cpu_starved", told, evidence | {"waited_share_of_a_half": most})]
+        if self.device.type == "cpu" and process / wall < _LEAST_RUNNING:
+            told = (
+                f"this process ran for {process:.1f} s of {wall:.1f} s: other work, or a limit, "
+                "took the processor"
+            )
+            return [Notice("cpu_starved", told, evidence)]
+        return []
+
+    def _crowded(self) -> list[Notice]:
+        counts = [r.runnable for s in self._stretches for r in s if r.runnable is not None]
+        cores = os.cpu_count() or 1
+        if len(counts) < 4 or (mean := sum(counts) / len(counts)) <= cores + _WAITING:
+            return []
+        told = f"{mean:.1f} processes were ready to run on {cores} processors"
+        return [Notice("cpu_load", told, {"runnable": mean, "processors": cores})]
+
+    def _gpu_notices(self) -> list[Notice]:
+        readings = [r for s in self._stretches for r in s]
+        found = []
+        slowed = [r.slowed for r in readings if r.slowed is not None]
+        reasons = sorted({why for bits in slowed for bit, why in _SLOWED.items() if bits & bit})
+        if reasons:
+            times = sum(any(bits & bit for bit in _SLOWED) for bits in slowed)
+            told = (
+                f"the GPU's clocks were slowed ({', '.join(reasons)}) in {times} of {len(slowed)} "
+                "readings"
+            )
+            found.append(Notice("gpu_throttled", told, {"reasons": reasons, "readings": times}))
+        others = max((r.on_gpu for r in readings if r.on_gpu is not None), default=1) - 1
+        if others > 0:
+            told = f"{others} other {'process' if others == 1 else 'processes'} held the GPU"
+            found.append(Notice("gpu_shared", told, {"other_processes": others}))
+        return found
+
+    def _read(self) -> _Reading:
+        slowed = on_gpu = None
+        if self._gpu is not None:
+            with suppress(Exception):  # a driver may not offer one of them
+                import pynvml
+
+                slowed = int(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._gpu))
+                on_gpu = len(pynvml.nvmlDeviceGetComputeRunningProcesses(self._gpu))
+        return _Reading(
+            wall=time.perf_counter(),
+            process=time.process_time(),
+            waited=_waited_seconds(),
+            throttled=_throttled_seconds(),
+            runnable=_runnable(),
+            slowed=slowed,
+            on_gpu=on_gpu,
+        )
+
+
+def _waited(spans: list[tuple[_Reading, _Reading]]) -> float | None:
+    """The share of the time in which the process was ready and waited; None if unknown."""
+    wall = sum(b.wall - a.wall for a, b in spans)
+    if wall < _SHORTEST / 2 or any(a.waited is None or b.waited is None for a, b in spans):
+        return None
+    return sum((b.waited or 0.0) - (a.waited or 0.0) for a, b in spans) / wall
+
+
+def _throttled(spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
+    seconds = sum((b.throttled or 0.0) - (a.throttled or 0.0) for a, b in spans)
+    if seconds / wall <= _THROTTLED:
+        return []
+    told = f"the control group's limit held its processors back for {seconds:.1f} of {wall:.1f} s"
+    return [Notice("cpu_throttled", told, {"throttled_seconds": seconds, "wall_seconds": wall})]
+
+
+def _waited_seconds() -> float | None:
+    """Seconds that this process's main thread was ready and waited for a processor."""
+    fields = _text("/proc/self/schedstat").split()
+    return int(fields[1]) / 1e9 if len(fields) > 1 and fields[1].isdigit() else None
+
+
+def _runnable() -> int | None:
+    """Processes and threads of the machine that run or are ready to."""
+    fields = _text("/proc/loadavg").split()
+    count = fields[3].partition("/")[0] if len(fields) > 3 else ""
+    return int(count) if count.isdigit() else None
+
+
+def _throttled_seconds() -> float | None:
+    """Seconds that the limit of this process's control group held it back, of either version."""
+    for file, unit in (("cpu.stat", 1e6), ("cpu/cpu.stat", 1e9)):
+        for line in _text(f"/sys/fs/cgroup/{file}").splitlines():
+            name, _, value = line.partition(" ")
+            if name in ("throttled_usec", "throttled_time") and value.strip().isdigit():
+                return int(value) / unit
+    return None
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _nvml_device(device: torch.device) -> Any:
+    """NVML's handle of a device; None without pynvml."""
+    with suppress(Exception):
+        import pynvml
+
+        pynvml.nvmlInit()
+        found = torch.cuda.get_device_properties(device)
+        uuid = getattr(found, "uuid", None)
+        if uuid is not None:
+            return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+        return pynvml.nvmlDeviceGetHandleByIndex(device.index or 0)
+    return None

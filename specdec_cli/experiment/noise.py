@@ -1,0 +1,187 @@
+"""Signs in the samples of a run that something disturbed its times.
+
+Computed from records alone, so that merged and resumed runs are looked at like whole ones.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from specdec_cli.errors import Notice
+from specdec_cli.experiment import stats
+from specdec_cli.experiment.disturbed import off_points
+from specdec_cli.experiment.points import Samples, measured_speed, without_errors
+from specdec_cli.experiment.records import Key, Point, Sample
+from specdec_cli.experiment.stats import SumRatio
+
+_DRIFT = 0.10  # least relative change of a round's time that is told
+_CERTAIN = 5.0  # standard errors: the largest of many splits is looked at
+_FEWEST = 8  # prompts in which a drift can be seen
+_OUTLYING = 1.5  # times its fellows
+_WEIGHT = 0.01  # least share of a point's time that outliers take
+_DISAGREE = 0.05  # least relative difference of two repeats that is told
+_OFF = 0.03  # least relative error of a prediction that is told
+
+
+def noise_in(samples: Mapping[Key, Samples]) -> list[Notice]:
+    """Warnings about the times of a run's samples."""
+    found = []
+    by_size: dict[int, dict[Key, Samples]] = {}
+    for key, of in samples.items():
+        if usable := without_errors(of):
+            by_size.setdefault(key.batch_size, {})[key] = usable
+    for chosen in by_size.values():
+        found += [*_drift(chosen), *_outliers(chosen), *_repeats(chosen), *_baselines(chosen)]
+    return found
+
+
+def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
+    """A warning if rounds became slower or faster at some prompt and stayed so.
+
+    Prompts are measured in the order of their indices, each at every point, so that the mean over
+    points of a round's time, each relative to its point's median, is the machine's.
+    """
+    common = sorted(set.intersection(*(set(of) for of in samples.values())))
+    if len(common) < _FEWEST:
+        return []
+    rows = []
+    for of in samples.values():
+        times = np.log([_round_seconds(of[i]) for i in common])
+        rows.append(times - np.median(times))
+    speeds = np.mean(rows, axis=0)
+    edge = max(2, len(common) // 8)
+    splits = [(_step(speeds, split), split) for split in range(edge, len(common) - edge + 1)]
+    (change, error), split = max(splits, key=lambda item: abs(item[0][0]) / item[0][1])
+    slower = float(np.expm1(abs(change)))
+    if slower < _DRIFT or abs(change) < _CERTAIN * error:
+        return []
+    plain = min(samples, key=lambda key: key.k)
+    before, after = (
+        1e3 * fmean(_round_seconds(samples[plain][i]) for i in part)
+        for part in (common[:split], common[split:])
+    )
+    what = "slower" if change > 0 else "faster"
+    told = (
+        f"rounds became {100 * slower:.0f} % {what} from prompt {common[split]} on, at every k "
+        f"alike: {before:.2f} ms before and {after:.2f} ms after at k = {plain.k}"
+    )
+    evidence = {"batch_size": plain.batch_size, "k": plain.k, "from_prompt": common[split]}
+    figures = {"round_ms_before": before, "round_ms_after": after, "change": float(change)}
+    return [Notice("baseline_drift", told, evidence | figures)]
+
+
+def _step(values: np.ndarray[Any, Any], split: int) -> tuple[float, float]:
+    """The change of the mean at a split, and its standard error."""
+    first, last = values[:split], values[split:]
+    squares = ((first - first.mean()) ** 2).sum() + ((last - last.mean()) ** 2).sum()
+    error = np.sqrt(squares / (len(values) - 2) * (1 / len(first) + 1 / len(last)))
+    return float(last.mean() - first.mean()), max(float(error), 1e-9)
+
+
+def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
+    """A warning if single repeats took so long that they weigh in a point's speed."""
+    worst: tuple[float, Key, Sample] | None = None
+    points = []
+    for key, of in samples.items():
+        excess = {i: _excess(sample.decode_seconds) for i, sample in of.items()}
+        total = sum(sum(sample.decode_seconds) for sample in of.values())
+        share = sum(excess.values()) / total if total else 0.0
+        if share < _WEIGHT:
+            continue
+        points.append(asdict(key) | {"share": share})
+        index = max(excess, key=lambda i: excess[i])
+        if worst is None or excess[index] > worst[0]:
+            worst = (excess[index], key, of[index])
+    if worst is None:
+        return []
+    _, key, sample = worst
+    seconds = ", ".join(f"{value:.3g}" for value in sample.decode_seconds)
+    more = f" (and at {len(points) - 1} more points)" if len(points) > 1 else ""
+    told = (
+        f"repeats of one prompt differ by more than {_OUTLYING} times: prompt {sample.index} at "
+        f"{_name(key)} took {seconds} s{more}"
+    )
+    evidence = asdict(key) | {"index": sample.index, "seconds": sample.decode_seconds}
+    return [Notice("outlying_repeats", told, evidence | {"points": points})]
+
+
+def _excess(seconds: Sequence[float]) -> float:
+    """The time of repeats that took far longer than their fellows, beyond these."""
+    usual = median(seconds) if len(seconds) > 2 else min(seconds, default=0.0)
+    return sum(value - usual for value in seconds if value > _OUTLYING * usual)
+
+
+def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
+    """A warning if one repeat of everything was slower than another beyond their interval."""
+    common = sorted(set.intersection(*(set(of) for of in samples.values())))
+    counts = {len(of[i].decode_seconds) for of in samples.values() for i in common}
+    if len(common) < 2 or len(counts) != 1:
+        return []
+    totals = [
+        [sum(of[i].decode_seconds[repeat] for of in samples.values()) for i in common]
+        for repeat in range(counts.pop())
+    ]
+    for (one, ours), (other, theirs) in combinations(enumerate(totals, start=1), 2):
+        ratio = SumRatio(np.stack((np.asarray(ours), np.asarray(theirs)), axis=1), (1, -1))
+        ends = stats.interval(ratio)
+        if ends is None or ends[0] <= 1.0 <= ends[1] or abs(np.log(ratio.value)) < _DISAGREE:
+            continue
+        told = (
+            f"repeat {one} of all points took {ratio.value:.2f} times as long as repeat {other} "
+            f"({ends[0]:.2f}–{ends[1]:.2f}), though they do the same"
+        )
+        evidence = {"repeats": [one, other], "ratio": ratio.value, "ratio_ci": ends}
+        return [Notice("repeats_disagree", told, evidence)]
+    return []
+
+
+def _baselines(samples: Mapping[Key, Samples]) -> list[Notice]:
+    """A warning if one target's plain decoding has different speeds with different drafts, as in
+    folders of earlier versions, which measured it with each."""
+    plain = {key: of for key, of in samples.items() if key.k == 0}
+    for (one, ours), (other, theirs) in combinations(plain.items(), 2):
+        common = sorted(ours.keys() & theirs.keys())
+        if not common:
+            continue
+        speeds = (measured_speed([of[i] for i in common]) for of in (ours, theirs))
+        ratio = next(speeds).over(next(speeds))
+        ends = stats.interval(ratio)
+        if ends is None or ends[0] <= 1.0 <= ends[1]:
+            continue
+        told = (
+            f"plain decoding was {ratio.value:.2f} times as fast beside {one.draft} as beside "
+            f"{other.draft} ({ends[0]:.2f}–{ends[1]:.2f}), though it does the same"
+        )
+        evidence = {"drafts": [one.draft, other.draft], "ratio": ratio.value, "ratio_ci": ends}
+        return [Notice("baselines_disagree", told, evidence)]
+    return []
+
+
+def predictions_off(points: Iterable[Point]) -> list[Notice]:
+    """A warning if predicted speed-ups differ from measured ones by more than their intervals."""
+    off = off_points(points)
+    large = [item for item in off if abs(item[1]) >= _OFF]
+    if not large:
+        return []
+    point, error = max(large, key=lambda item: abs(item[1]))
+    told = (
+        f"the predicted speed-up at {_name(Key.of(point))} is {abs(error) * 100:.1f} % too "
+        f"{'high' if error > 0 else 'low'}, more than chance explains"
+    )
+    more = f" (and {len(large) - 1} more are off)" if len(large) > 1 else ""
+    evidence = [asdict(Key.of(p)) | {"error": e} for p, e in large]
+    return [Notice("prediction_off", told + more, {"points": evidence})]
+
+
+def _round_seconds(sample: Sample) -> float:
+    """Seconds of one round of a prompt, over its repeats."""
+    return max(sum(sample.decode_seconds) / max(sum(sample.round_share), 1e-9), 1e-9)
+
+
+def _name(key: Key) -> str:
+    with_draft = f" with {key.draft}" if key.k and key.draft is not None else ""
+    return f"k = {key.k}{with_draft}, batch size {key.batch_size}"

@@ -1,0 +1,114 @@
+"""The engines of a sweep's arms: all over one target, or one at a time where memory lacks.
+
+Every rank calls this in the same order. Knows no samples.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from specdec_cli.engine.build import build, build_beside
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.measure import release
+from specdec_cli.errors import SetupError
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.sweep.sweep_plan import SweepPlan
+from specdec_cli.launch.world import World
+from specdec_cli.models.paged import PagedModel
+
+
+@dataclass(slots=True)
+class Arms:
+    """Loads the arms of a plan.
+
+    begin: called with what is loaded. failures: of arms that cannot be loaded, by name. alternates:
+    whether arms are loaded one at a time, because they do not fit in memory together.
+    """
+
+    plan: SweepPlan
+    world: World
+    begin: Callable[[str], None]
+    failures: dict[str | None, Failure] = field(default_factory=dict)
+    alternates: bool = False
+    _engines: dict[str | None, Engine] = field(default_factory=dict)
+    _target: PagedModel | None = None
+
+    def together(self, jobs: Sequence[Job]) -> dict[str | None, Engine] | None:
+        """The engines of these arms, by name, without those that cannot be loaded.
+
+        None, now and from then on, if the arms do not fit in memory together.
+        """
+        for job in jobs:
+            name = job.plan.proposer
+            if not self.alternates and name not in self._engines and name not in self.failures:
+                self._load_beside(job)
+        if self.alternates:
+            return None
+        names = [job.plan.proposer for job in jobs]
+        return {name: self._engines[name] for name in names if name in self._engines}
+
+    def alone(self, job: Job) -> Engine | None:
+        """The engine of one arm, in the place of the one before it; None if it cannot be loaded."""
+        self._forget()
+        name = job.plan.proposer
+        if name not in self.failures:
+            self._load(job)
+        return self._engines.get(name)
+
+    def _load_beside(self, job: Job) -> None:
+        if not self._engines:
+            self._load(job)
+            return
+        first = next(iter(self._engines.values()))
+        found = self._or_failure(
+            job, lambda: build_beside(job.plan, job.longest_prompt, first, self.begin)
+        )
+        if found is not None:
+            self._engines[job.plan.proposer] = found
+        elif not self._has_failed(job) or self._lacked_memory(job):
+            self.failures.pop(job.plan.proposer, None)
+            self.alternates = True
+            self._forget()
+
+    def _load(self, job: Job) -> None:
+        target = self._target
+        found = self._or_failure(
+            job, lambda: build(job.plan, job.longest_prompt, self.begin, target)
+        )
+        if found is not None:
+            self._engines[job.plan.proposer] = found
+            self._target = found.target
+
+    def _has_failed(self, job: Job) -> bool:
+        return job.plan.proposer in self.failures
+
+    def _lacked_memory(self, job: Job) -> bool:
+        return self.failures[job.plan.proposer].status == "oom"
+
+    def _or_failure(self, job: Job, load: Callable[[], Engine | None]) -> Engine | None:
+        """What `load` returns; None where an arm among several cannot be loaded.
+
+        Raises if it is the only arm, or one of several ranks: a rank may fail alone, since ranks
+        without a part of the draft do not.
+        """
+        self.begin("loading models")
+        self.world.loading()
+        try:
+            found = load()
+            self.world.ready()
+            return found
+        except SetupError as problem:
+            if len(self.plan.jobs) == 1 or self.world.size > 1:
+                raise
+            is_memory = problem.message.startswith("out of memory")
+            self.failures[job.plan.proposer] = Failure(
+                "oom" if is_memory else "failed", problem.message, problem.code
+            )
+            return None
+
+    def _forget(self) -> None:
+        """Give up all engines, except for the target's weights."""
+        for engine in self._engines.values():
+            engine.forget_rounds()
+        self._engines.clear()
+        release(self.plan.jobs[0].plan.device)

@@ -1,0 +1,90 @@
+"""What the points of one batch size are compared by: speed-ups over the same prompts.
+
+Knows no engine and no folder.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from specdec_cli.experiment.factors import Product
+from specdec_cli.experiment.points import (
+    Forecasts,
+    Samples,
+    baseline_of,
+    speedup,
+    without_errors,
+)
+from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.stats import SumRatio
+
+
+@dataclass(frozen=True, slots=True)
+class Gains:
+    """Speed-ups over k = 0, on the same prompts for all points.
+
+    points: those that can be compared. measured, predicted: one of them has the measure of each
+    point. prompts: the prompts. num_parts: of the time curve, for predictions. why_none: set if
+    there are no points.
+    """
+
+    points: Sequence[Point] = ()
+    measured: Mapping[Key, SumRatio] = field(default_factory=dict)
+    predicted: Mapping[Key, Product] = field(default_factory=dict)
+    prompts: frozenset[int] = frozenset()
+    num_parts: int = 0
+    why_none: str = ""
+
+    @property
+    def is_predicted(self) -> bool:
+        return bool(self.predicted)
+
+    def of(self, point: Point) -> SumRatio | Product:
+        key = Key.of(point)
+        return self.predicted[key] if self.predicted else self.measured[key]
+
+    def value(self, point: Point) -> float:
+        """The point's own speed-up, over all prompts that it has in common with k = 0."""
+        found = point.predicted_speedup if self.is_predicted else point.speedup
+        return found or 0.0
+
+    def interval(self, point: Point) -> Sequence[float] | None:
+        """The interval of that speed-up."""
+        if not self.is_predicted or point.k == 0:
+            return point.speedup_ci
+        return point.prediction.speedup_ci if point.prediction is not None else None
+
+
+def measured_gains(points: Sequence[Point], samples: Mapping[Key, Samples]) -> Gains:
+    """The speed-ups of points that were measured."""
+    chosen = [p for p in points if p.status == "ok" and p.speedup is not None]
+    if not chosen:
+        return Gains(why_none="no point could be compared with k = 0")
+    common = set.intersection(*(set(without_errors(samples[Key.of(p)])) for p in chosen))
+    if not common:
+        return Gains(why_none="the points have no prompt in common")
+    found = {}
+    for key in map(Key.of, chosen):
+        plain = baseline_of(samples, key)
+        gain = speedup({i: samples[key][i] for i in common}, {i: plain[i] for i in common})
+        assert gain is not None
+        found[key] = gain
+    return Gains(chosen, measured=found, prompts=frozenset(common))
+
+
+def predicted_gains(points: Sequence[Point], forecasts: Mapping[str | None, Forecasts]) -> Gains:
+    """The speed-ups of points as predicted. forecasts: of each arm."""
+    chosen = [p for p in points if p.predicted_speedup is not None]
+    if not chosen:
+        return Gains(why_none="nothing could be predicted")
+    bases = [found for found in forecasts.values() if found.texts]
+    common = set.intersection(*(set(found.texts) for found in bases))
+    of_arm = {
+        p: forecasts[p.draft] if p.draft in forecasts else bases[0] for p in map(Key.of, chosen)
+    }
+    parts = set.intersection(*(basis.timed(0, key.k) for key, basis in of_arm.items()))
+    found = {}
+    for key, basis in of_arm.items():
+        if (gain := basis.gain(key.k, common, parts)) is None:
+            return Gains(why_none="the points have no prompt in common")
+        found[key] = gain
+    return Gains(chosen, predicted=found, prompts=frozenset(common), num_parts=len(parts))

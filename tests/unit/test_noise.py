@@ -1,0 +1,170 @@
+"""Disturbed times are found in samples and in readings of the machine; quiet ones are not."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from specdec_cli.experiment import machine
+from specdec_cli.experiment.machine import MachineWatch
+from specdec_cli.experiment.noise import noise_in, predictions_off
+from specdec_cli.experiment.records import Key, Point, Prediction, Sample
+from specdec_cli.experiment.sweep.gains import measured_gains
+from specdec_cli.experiment.sweep.recommend import recommend
+from tests.report_helpers import sample_record
+
+KEYS = [Key(None, 1, 0), Key("a", 1, 2), Key("a", 1, 4), Key("b", 1, 2)]
+PROMPTS, REPEATS = 24, 3
+Times = dict[Key, dict[int, list[float]]]
+
+
+def quiet(seed: int) -> Times:
+    """Seconds of each repeat, by point and prompt: 3 % of noise over prompts of many lengths."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(10, 100) for _ in range(PROMPTS)]
+    return {
+        key: {
+            i: [length / (1 + 0.2 * key.k) * rng.gauss(1, 0.03) / 100 for _ in range(REPEATS)]
+            for i, length in enumerate(lengths)
+        }
+        for key in KEYS
+    }
+
+
+def samples_of(times: Times) -> dict[Key, dict[int, Sample]]:
+    return {
+        key: {i: sample(key, i, seconds, times[KEYS[0]][i]) for i, seconds in found.items()}
+        for key, found in times.items()
+    }
+
+
+def sample(key: Key, index: int, seconds: list[float], plain: list[float]) -> Sample:
+    rounds = plain[0] * 100 / (1 + 0.2 * key.k)  # of one hundredth of a second
+    found = sample_record(
+        draft=key.draft,
+        k=key.k,
+        index=index,
+        seconds=seconds,
+        decode_seconds=seconds,
+        round_share=[rounds] * REPEATS,
+        ttft_ms=[1.0] * REPEATS,
+        tpot_ms=[1.0] * REPEATS,
+    )
+    return Sample(**found)
+
+
+def codes(times: Times) -> list[str]:
+    return [one.code for one in noise_in(samples_of(times))]
+
+
+def test_quiet_times_are_no_reason_to_warn() -> None:
+    assert sum(bool(codes(quiet(seed))) for seed in range(20)) <= 1
+
+
+@pytest.mark.parametrize("factor", [1.4, 1 / 1.4])
+def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
+    times = quiet(3)
+    for found in times.values():
+        for i in range(14, PROMPTS):
+            found[i] = [value * factor for value in found[i]]
+    samples = samples_of(quiet(3))
+    slower = samples_of(times)
+    for key, of in slower.items():  # rounds stay what they were
+        for i, one in of.items():
+            of[i] = one.model_copy(update={"round_share": samples[key][i].round_share})
+    (notice,) = noise_in(slower)
+    assert notice.code == "baseline_drift" and notice.evidence["from_prompt"] == 14
+    before, after = (notice.evidence[f"round_ms_{when}"] for when in ("before", "after"))
+    assert after / before == pytest.approx(factor, rel=0.05)
+    assert ("slower" in notice.message) == (factor > 1)
+
+
+def test_an_outlying_repeat_and_repeats_that_disagree_are_told() -> None:
+    times = quiet(4)
+    times[KEYS[0]][5][1] *= 2.6
+    (notice,) = noise_in(samples_of(times))
+    assert (notice.code, notice.evidence["index"], notice.evidence["k"]) == (
+        "outlying_repeats",
+        5,
+        0,
+    )
+    times = quiet(5)
+    for found in times.values():
+        for seconds in found.values():
+            seconds[2] *= 1.12
+    (notice,) = noise_in(samples_of(times))
+    assert notice.code == "repeats_disagree" and notice.evidence["repeats"] == [1, 3]
+    low, high = notice.evidence["ratio_ci"]
+    assert low < 1 / 1.12 < high < 1.0
+
+
+def test_two_baselines_of_one_target_that_disagree_are_told() -> None:
+    times = quiet(6)
+    slow = {i: [(1.7 + i % 3 / 10) * v for v in found] for i, found in times[KEYS[0]].items()}
+    samples = samples_of({KEYS[0]: times[KEYS[0]], Key("b", 1, 0): slow})
+    (notice,) = noise_in(samples)
+    assert notice.code == "baselines_disagree"
+
+
+def test_no_recommendation_is_significant_over_a_warning() -> None:
+    samples = samples_of(quiet(7))
+    points = [
+        Point(k=key.k, batch_size=1, draft=key.draft, status="ok", speedup=1 + 0.2 * key.k,
+              speedup_ci=[1.0 + 0.1 * key.k, 1.1 + 0.3 * key.k])
+        for key in KEYS
+    ]  # fmt: skip
+    gains = measured_gains(points, samples)
+    calm = recommend(points, gains, 0)
+    disturbed = recommend(points, gains, 0, noise_in(samples_of(with_outlier())))
+    assert calm["significant"] and not disturbed["significant"]
+    assert disturbed["k"] == calm["k"] > 0
+    assert disturbed["reason"].endswith("since times were disturbed (outlying_repeats)")
+
+
+def with_outlier() -> Times:
+    times = quiet(4)
+    times[KEYS[0]][5][1] *= 2.6
+    return times
+
+
+def test_a_prediction_that_is_off_says_by_how_much_and_in_which_direction() -> None:
+    def point(error: float, ends: list[float] | None) -> Point:
+        prediction = Prediction(
+            method="replay", is_exact=True, speedup=1.5, speedup_error=error,
+            mean_acceptance_length=2.0, mean_acceptance_length_error=0.0, iid_alpha=0.5,
+            iid_mean_acceptance_length=2.0, iid_error=0.0, analytic_alpha=None,
+            speedup_error_ci=ends,
+        )  # fmt: skip
+        return Point(k=3, batch_size=1, draft="a", status="ok", prediction=prediction)
+
+    within = [point(-0.06, [-0.15, 0.03]), point(0.01, [0.005, 0.02]), point(-0.06, None)]
+    assert predictions_off(within) == []
+    (notice,) = predictions_off([*within, point(-0.06, [-0.08, -0.03])])
+    assert "k = 3 with a, batch size 1 is 6.0 % too low" in notice.message
+
+
+def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sign has its warning, and a calm machine none."""
+
+    def told(**changes: Any) -> list[str]:
+        """Ten seconds in readings a second apart, which gain `changes` (totals) or have them."""
+        watch = MachineWatch(torch.device("cpu"))
+        calm = {"process": 0.98, "waited": 0.001, "throttled": 0.0}
+        for second in range(11):
+            totals = {name: changes.get(name, step) * second for name, step in calm.items()}
+            states = {n: changes[n] for n in ("slowed", "on_gpu") if n in changes}
+            reading = machine._Reading(
+                wall=float(second), runnable=changes.get("runnable", 1), **totals, **states
+            )
+            monkeypatch.setattr(MachineWatch, "_read", lambda _, reading=reading: reading)
+            monkeypatch.setattr(machine.time, "perf_counter", lambda second=second: float(second))
+            watch.look() if second else watch.begin()
+        return [one.code for one in watch.notices()]
+
+    assert told() == []
+    assert told(waited=0.3) == told(process=0.6) == ["cpu_starved"]
+    assert told(throttled=0.2) == ["cpu_throttled"]
+    assert told(runnable=999) == ["cpu_load"]
+    assert told(slowed=0x8) == ["gpu_throttled"] and told(slowed=0x4) == []
+    assert told(on_gpu=3) == ["gpu_shared"] and told(on_gpu=1) == []
