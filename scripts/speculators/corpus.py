@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 USER, ANSWER = 0.2, 1.0  # weights in the loss, of a user's tokens and of the target's
-HELD_OUT = 50  # every so many texts are never trained on
+HELD_OUT = 50  # one text of so many is never trained on
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read_texts(folder: Path) -> tuple[list[Text], list[Text], Frame]:
     held: list[Text] = []
     for path in sorted(folder.glob("wave-*.npz")):
         for place, text in enumerate(read_wave(path)[0]):
-            (held if place % HELD_OUT == HELD_OUT - 1 else kept).append(text)
+            (held if place % HELD_OUT == 0 else kept).append(text)
     if not kept:
         raise ValueError(f"{folder} has no texts: run texts.py first")
     meta = json.loads((folder / "frame.json").read_text())

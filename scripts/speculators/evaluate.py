@@ -5,7 +5,7 @@
 For each speculator and each k: tokens a round with its 95 % interval over prompts, over all prompts
 and by category, and the share of rounds whose proposals stood at each position. Beside a folder
 that train.py wrote lies its log: a curve through it says what a longer training would bring.
-Results are written as they come, to the file of `--json`.
+Results are written as they come, to the file of `--json`; runs that are there are not repeated.
 """
 
 import argparse
@@ -74,7 +74,7 @@ def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, 
 
 def lacks_embedding(folder: Path) -> bool:
     with safe_open(folder / "model.safetensors", "pt") as stored:
-        return not any("embed" in name for name in stored.keys())  # noqa: SIM118
+        return not any("embed" in name for name in stored.keys())
 
 
 def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
@@ -95,9 +95,7 @@ def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
 def positions(seqs: list[Sequence], k: int) -> list[float]:
     """Of the rounds that proposed so many tokens, the share that accepted as many."""
     pairs = [
-        pair
-        for s in seqs
-        for pair in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
+        pair for s in seqs for pair in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
     ]
     found = []
     for i in range(k):
@@ -143,13 +141,18 @@ def main() -> None:
     began = time.perf_counter()
     prompts = load_prompts(DataSection(path=args.prompts))[:: args.every]
     results: dict[str, Any] = {"target": args.target, "new_tokens": args.new_tokens, "runs": {}}
+    if args.json is not None and args.json.exists():
+        results = json.loads(args.json.read_text())
     for speculator in args.speculators:
         runs = results["runs"].setdefault(speculator, [])
+        missing = [k for k in args.k if k not in {run["k"] for run in runs}]
+        if not missing:
+            continue
         planned = plan(load_recipe(None, settings_of(args, speculator, max(args.k))))
         has_template = AutoTokenizer.from_pretrained(planned.target.folder).chat_template
         job = tokenised(planned, as_conversations(prompts, "on" if has_template else "auto"))
         engine = build(planned, job.longest_prompt)
-        for k in args.k:
+        for k in missing:
             if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:
                 print("the time is over", flush=True)
                 break

@@ -1,6 +1,6 @@
 """A curve through a training's log: what further minutes would bring.
 
-error(t) = floor + scale * t^-power, least squares over a grid of powers, with a floor at 0 or above.
+error(t) = floor + scale * t^-power, by least squares over a grid of powers, with no floor below 0.
 A run's learning rate falls towards its end, so the curve is that of one run, and a longer run would
 be somewhat better than it at every minute but the last. Knows no models.
 """
@@ -71,7 +71,7 @@ def outlook(log: list[dict[str, object]], times: Sequence[float] = (2.0, 4.0)) -
             return ["too few points in the log for a curve"]
         later = ", ".join(f"{1 - curve.error(x * seconds[-1]):.3f} at x{x:g}" for x in times)
         lines.append(
-            f"link {link + 1}: {1 - errors[-1]:.3f} after {seconds[-1]:.0f} s; by the curve {later} "
-            f"(residual {curve.residual:.3f})"
+            f"link {link + 1}: {1 - errors[-1]:.3f} after {seconds[-1]:.0f} s; by the curve "
+            f"{later} (residual {curve.residual:.3f})"
         )
     return lines

@@ -70,7 +70,13 @@ class _SoftLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        return ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0].dtype), None, None, None, None
+        return (
+            ctx.saved_tensors[0] * grads[0].to(ctx.saved_tensors[0].dtype),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class SoftLoss:

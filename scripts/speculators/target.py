@@ -75,14 +75,10 @@ def smaller_model(config: Any, layers: int) -> Any:
     if getattr(settings, "layer_types", None):
         settings.layer_types = settings.layer_types[:layers]
     settings.tie_word_embeddings = config.tie_word_embeddings
-    return AutoModelForCausalLM.from_config(
-        settings, dtype=torch.float32, attn_implementation=NAME
-    )
+    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=NAME)
 
 
 def forward(model: Any, rows: Rows, layout: Layout, **more: Any) -> Any:
     """transformers' output for packed rows."""
     with reading(layout):
-        return model(
-            input_ids=rows.ids, position_ids=rows.position, use_cache=False, **more
-        )
+        return model(input_ids=rows.ids, position_ids=rows.position, use_cache=False, **more)

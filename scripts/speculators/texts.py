@@ -3,7 +3,7 @@
     python -m scripts.speculators.texts --target MODEL --out TEXTS --minutes 5
 
 Prompts are drawn from the target through its chat template, as it continues an empty user turn; or
-they are requests and tasks of `frames.py`, about passages that it wrote; or the lines of `--prompts`.
+they are requests and tasks of `frames.py`, about passages that it wrote; or lines of `--prompts`.
 The engine writes the answers in waves, a file each. A wave depends on the seed, its number and the
 waves before it, so that a run which was stopped goes on where it ended. `--shard I/N` writes every
 Nth wave: processes side by side keep one GPU busier than one does, since the host is the limit.
@@ -102,6 +102,7 @@ class Writer:
         self.chat = Chat(planned.target.folder, eos)
         self.passages: list[list[Passage]] = []  # of the shard's waves
         self.given: list[str] = []
+        self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
         if args.prompts:
             found = load_prompts(DataSection(path=args.prompts))
             self.given = [p.text for p in found if p.text is not None]
@@ -114,7 +115,11 @@ class Writer:
             avoided += [turn for line in lines for turn in turns_of(line)]
         # A text in the middle of another often begins with a space.
         self.avoided = Avoided(
-            [ids for texts in (avoided, [f" {t}" for t in avoided]) for ids in self.chat.encode(texts)]
+            [
+                ids
+                for texts in (avoided, [f" {t}" for t in avoided])
+                for ids in self.chat.encode(texts)
+            ]
             if avoided
             else []
         )
@@ -122,7 +127,9 @@ class Writer:
     def params(self, **changed: Any) -> SamplingParams:
         return replace(self.planned.params, seed=self.args.seed, **changed)
 
-    def write(self, wave: int, rows: list[tuple[int, ...]], params: SamplingParams) -> list[list[int]]:
+    def write(
+        self, wave: int, rows: list[tuple[int, ...]], params: SamplingParams
+    ) -> list[list[int]]:
         """The target's tokens after each of `rows`; numbered so that no two draw the same."""
         first = 4 * wave * self.args.batch + (2 * self.args.batch if params.top_p < 1 else 0)
         asked = [Request(first + i, ids) for i, ids in enumerate(rows)]
@@ -153,7 +160,9 @@ class Writer:
     def fitting(self, asked: list[Asked]) -> list[Asked]:
         """The prompts that are short enough and share no run with an avoided one."""
         short = [a for a in asked if 0 < len(a.ids) <= self.args.prompt_tokens]
-        return [a for a in short if not self.avoided.is_in(np.array(a.ids))]
+        apart = [a for a in short if not self.avoided.is_in(np.array(a.ids))]
+        self.overlapping += len(short) - len(apart)
+        return apart
 
     def wave(self, wave: int) -> dict[str, Any]:
         """Write a wave, or read it if it is there; returns its record."""
@@ -164,18 +173,18 @@ class Writer:
             texts, record = read_wave(path)
             self.keep(texts)
             return record | {"is_new": False}
-        began = time.perf_counter()
+        began, overlapping = time.perf_counter(), self.overlapping
         asked = self.asked(wave, kind)
         temperature = SEED_TEMPERATURE if kind == "seeds" else temperature_of(mine)
         params = self.params(temperature=temperature, max_new_tokens=self.args.new_tokens)
         answers = self.write(wave, [a.ids for a in asked], params)
-        texts, overlapping, cut = [], 0, 0
+        texts, cut = [], 0
         for one, answer in zip(asked, answers, strict=True):
             kept = answer[: end_of_sense(np.array(answer, np.int64))]
             cut += len(answer) - len(kept)
             ids = np.array([*one.ids, *kept], np.int64)
             if self.avoided.is_in(ids):
-                overlapping += 1
+                self.overlapping += 1
             elif len(kept) >= 4:
                 texts.append(Text(ids, len(one.ids), one.kind))
         seconds = time.perf_counter() - began
@@ -189,7 +198,7 @@ class Writer:
             "written": sum(map(len, answers)),
             "ended": sum(a[-1] in self.chat.eos_ids for a in answers if a),
             "looped": cut,
-            "overlapping": overlapping,
+            "overlapping": self.overlapping - overlapping,
             "seconds": round(seconds, 2),
             "seed": self.args.seed,
         }
@@ -199,7 +208,9 @@ class Writer:
 
     def keep(self, texts: list[Text]) -> None:
         """Remember the passages among `texts` for tasks."""
-        of_use = [t for t in texts if t.kind in ("english", "foreign", "problem", "code", "question")]
+        of_use = [
+            t for t in texts if t.kind in ("english", "foreign", "problem", "code", "question")
+        ]
         answers = self.chat.decode([t.ids[t.start :].tolist() for t in of_use])
         found = [Passage(t.kind, a) for t, a in zip(of_use, answers, strict=True) if len(a) > 20]
         self.passages += [found] if found else []
@@ -234,7 +245,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--turn-tokens", type=int, default=TURN_TOKENS)
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="drop longer prompts")
-    parser.add_argument("--shard", default="0/1", metavar="I/N", help="write every Nth wave, from I")
+    parser.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="write every Nth wave, from I"
+    )
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     if args.minutes is None and args.waves is None:
@@ -269,7 +282,6 @@ def main() -> None:
         frame.write_text(json.dumps(asdict(writer.chat.frame)))
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     written, waves, clock = 0, 0, time.perf_counter()
-    dropped = 0
     for wave in range(args.index, args.waves or 10**9, args.shards):
         if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:
             break
@@ -278,12 +290,12 @@ def main() -> None:
         if not record.pop("is_new"):
             continue
         written += record["written"]
-        dropped += record["overlapping"]
         print(json.dumps(record), flush=True)
     speed = written / (time.perf_counter() - clock)
     print(f"{waves} waves, {written} tokens written, {speed:.0f} tokens/s")
     if args.avoid:
-        print(f"{dropped} texts shared {OVERLAP} tokens with an avoided prompt and were dropped")
+        dropped = f"{writer.overlapping} prompts and texts were dropped"
+        print(f"{dropped}: they share {OVERLAP} tokens with an avoided prompt")
     if torch.cuda.is_available():
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
 

@@ -37,8 +37,12 @@ class Draft:
             picked = [round(i * (target.num_layers - 1) / max(1, options.depth - 1))
                       for i in range(options.depth)]  # fmt: skip
             for layer, place in zip(decoder.layers, picked, strict=True):
-                layer.load_state_dict({n: t.float() for n, t in source.layers[place].state_dict().items()})
-            decoder.norm.load_state_dict({n: t.float() for n, t in source.norm.state_dict().items()})
+                layer.load_state_dict(
+                    {n: t.float() for n, t in source.layers[place].state_dict().items()}
+                )
+            decoder.norm.load_state_dict(
+                {n: t.float() for n, t in source.norm.state_dict().items()}
+            )
         # The borrowed weights are the target's tensors, and no parameters of the draft.
         decoder.embed_tokens = target.module.get_input_embeddings()
         self.whole.lm_head = None

@@ -1,10 +1,10 @@
 """An EAGLE-3 head (Li et al., arXiv 2503.01840) with training-time test.
 
 Row t reads the target's hidden states of token t and the embedding of token t + 1; its output
-predicts token t + 2. Row t of link j ends a chain of j rows that read the outputs of the rows before
-them, after true rows up to t - j. The target's embedding and head serve the head: over the whole
-vocabulary no token is out of reach, and its file holds one layer only. Legend: T = B * N tokens,
-H width, D features of an attention head.
+predicts token t + 2. Row t of link j ends a chain of j rows that read the outputs of the rows
+before them, after true rows up to t - j. The target's embedding and head serve the head: over the
+whole vocabulary no token is out of reach, and its file holds one layer only. Legend: T = B * N
+tokens, H width, D features of an attention head.
 """
 
 import json
@@ -17,14 +17,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from scripts.speculators.attention import chained, parts_for
+from scripts.speculators.attention import Layout, chained, parts_for
 from scripts.speculators.kinds.base import Options
 from scripts.speculators.target import Reading, Target
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A head's settings. layers: hidden states of the target that it reads, i the input of layer i."""
+    """A head's settings. layers: of the target, whose inputs it reads."""
 
     layers: tuple[int, ...]
     hidden: int
@@ -104,7 +104,10 @@ class Head(nn.Module):
             source = {n: p for n, p in layer.named_parameters()}
             taken = {
                 f"self_attn.{n}_proj": source[f"self_attn.{n}_proj.weight"].float() for n in "qkvo"
-            } | {f"mlp.{n}_proj": source[f"mlp.{n}_proj.weight"].float() for n in ("gate", "up", "down")}
+            } | {
+                f"mlp.{n}_proj": source[f"mlp.{n}_proj.weight"].float()
+                for n in ("gate", "up", "down")
+            }
             norms = source["input_layernorm.weight"], source["post_attention_layernorm.weight"]
         except KeyError:
             return False
@@ -128,17 +131,17 @@ class Head(nn.Module):
         self.norm.weight.copy_(norm.weight.float())
         return True
 
-    def chain(
-        self, features: Tensor, following: Tensor, reading: Reading, steps: int
+    def outputs(
+        self, features: Tensor, following: Tensor, position: Tensor, layout: Layout, steps: int
     ) -> list[Tensor]:
         """Outputs [T, H] of `steps` chained steps, before the norm.
 
-        features: [T, n * H]. following: [T, H], the embedding of the token after each row. Row t of
-        step j means something from its text's row j on.
+        features: [T, n * H]. following: [T, H], the embedding of the token after each row.
+        position: [T], in its text. Row t of step j means something from its text's row j on.
         """
-        shape, layer, layout = self.shape, self.layers[0], reading.layout
+        shape, layer = self.shape, self.layers[0]
         embeds = layer.input_layernorm(following)
-        turns = self.turns(reading.rows.position.flatten())
+        turns = self.turns(position)
         parts = parts_for(features.device)
         hidden = self.fc(features)
         keys: list[Tensor] = []
@@ -217,7 +220,8 @@ class Eagle3:
         scaled = [f * s for f, s in zip(reading.features, self.scales, strict=True)]
         features = torch.cat(scaled, -1).flatten(0, 1)
         following = F.embedding(reading.rows.ids.flatten().roll(-1), self.target.embedding)
-        outs = self.module.chain(features, following, reading, self.num_links)
+        position = reading.rows.position.flatten()
+        outs = self.module.outputs(features, following, position, reading.layout, self.num_links)
         return [self.module.norm(out) for out in outs]
 
     def state(self) -> dict[str, Any]:
@@ -242,12 +246,24 @@ class Eagle3:
             stored["lm_head.weight"] = target.head[ids.to(target.device)].cpu().bfloat16()
             stored["d2t"] = ids - torch.arange(count)
         save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
-        config = config_of(self.shape, target, count)
+        config = config_of(
+            self.shape,
+            Path(target.name).name,
+            list(target.config.architectures or []),
+            target.config.max_position_embeddings,
+            count,
+        )
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def config_of(shape: Shape, target: Target, vocabulary: int) -> dict[str, Any]:
-    """The config in the form of speculators; ids count inputs of layers."""
+def config_of(
+    shape: Shape, target: str, architectures: list[str], context: int, vocabulary: int
+) -> dict[str, Any]:
+    """The config in the form of speculators; ids count inputs of layers.
+
+    target and architectures: the target's name and its classes' names. context: tokens it may read.
+    vocabulary: ids that the head proposes.
+    """
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",
@@ -256,8 +272,8 @@ def config_of(shape: Shape, target: Target, vocabulary: int) -> dict[str, Any]:
             "default_proposal_method": "greedy",
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
             "verifier": {
-                "name_or_path": Path(target.name).name,
-                "architectures": list(target.config.architectures or []),
+                "name_or_path": target,
+                "architectures": architectures,
             },
         },
         "transformer_layer_config": {
@@ -271,7 +287,7 @@ def config_of(shape: Shape, target: Target, vocabulary: int) -> dict[str, Any]:
             "hidden_act": "silu",
             "rms_norm_eps": shape.eps,
             "vocab_size": shape.vocab,
-            "max_position_embeddings": target.config.max_position_embeddings,
+            "max_position_embeddings": context,
             "attention_bias": False,
             "mlp_bias": False,
             "tie_word_embeddings": False,
