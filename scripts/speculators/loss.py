@@ -79,6 +79,23 @@ class _SoftLoss(torch.autograd.Function):
         )
 
 
+def _compiled(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, compiled; as it is, from the first call on that cannot be compiled."""
+    chosen = [torch.compile(plain, dynamic=False)]
+
+    def call(*tensors: Tensor) -> Any:
+        try:
+            return chosen[-1](*tensors)
+        except RuntimeError as problem:
+            if chosen[-1] is plain:
+                raise
+            print(f"{plain.__name__} is not compiled: {str(problem)[:200]}", flush=True)
+            chosen.append(plain)
+            return plain(*tensors)
+
+    return call
+
+
 class SoftLoss:
     """The loss with its elementwise parts compiled, where that works."""
 
@@ -86,8 +103,8 @@ class SoftLoss:
         self.rows: Callable[..., tuple[Tensor, Tensor]] = rows_of
         self.probabilities: Callable[..., Tensor] = probabilities
         if is_compiled:
-            self.rows = torch.compile(rows_of, dynamic=False)
-            self.probabilities = torch.compile(probabilities, dynamic=False)
+            self.rows = _compiled(rows_of)
+            self.probabilities = _compiled(probabilities)
 
     def __call__(self, hidden: Tensor, head: Tensor, wanted: Tensor, weight: Tensor) -> Tensor:
         """hidden: [T, H], normed. head: [S, H]. wanted: [T, S]. weight: fp32 [T]. A scalar, the

@@ -1,6 +1,7 @@
 """Training of speculators: its attention, chains and files against code written otherwise."""
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -275,3 +276,21 @@ def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: 
     got = greedy_rounds(target, share, 4)
     assert got[0] == tokens
     assert got[1] == wanted
+
+
+def test_a_loss_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> Callable[..., object]:
+        def fail(*_: object) -> object:
+            raise RuntimeError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    loss, plain = SoftLoss(True), SoftLoss(False)
+    logits = torch.randn(3, 9)
+    for _ in range(2):
+        ids = torch.tensor([1, 4])
+        assert torch.equal(loss.probabilities(logits, ids), plain.probabilities(logits, ids))
+    assert capsys.readouterr().out.count("no compiler") == 1
