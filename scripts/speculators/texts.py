@@ -239,7 +239,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompts", help="a file with prompts, instead of self-drawn ones")
     parser.add_argument("--avoid", action="append", default=[], metavar="FILE",
                         help=f"prompts that no text may share {OVERLAP} tokens with")  # fmt: skip
-    parser.add_argument("--minutes", type=float, help="begin no wave after that")
+    parser.add_argument("--minutes", type=float, help="begin no wave after that but the first")
     parser.add_argument("--waves", type=int, help="write so many waves in all")
     parser.add_argument("--batch", type=int, default=1024, help="texts of a wave")
     parser.add_argument("--new-tokens", type=int, default=512)
@@ -283,7 +283,8 @@ def main() -> None:
     print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
     written, waves, clock = 0, 0, time.perf_counter()
     for wave in range(args.index, args.waves or 10**9, args.shards):
-        if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:
+        is_late = args.minutes is not None and time.perf_counter() - began > 60 * args.minutes
+        if is_late and waves:
             break
         record = writer.wave(wave)
         waves += 1
