@@ -21,7 +21,7 @@ import torch
 import transformers
 from evaluate import load_heldout, load_model
 from evaluate_head import chain_figures, own_texts, rounds
-from head import Head, Shape, read_target, save
+from head import Head, head_shape, read_target, save
 from torch import Tensor
 from torch.nn import functional as F
 from train import Corpus
@@ -118,8 +118,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--splits", type=int, default=8, help="batches that it writes at once")
     parser.add_argument("--reuse", type=int, default=4, help="times that its text is read")
     parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--layers", type=int, nargs="+", default=list(Shape.layers))
-    parser.add_argument("--inner", type=int, default=Shape.inner)
+    parser.add_argument("--layers", type=int, nargs="+", default=[2, 5, 7])
+    parser.add_argument("--inner", type=int, default=1024)
     parser.add_argument("--blank", action="store_true", help="begin at random")
     parser.add_argument("--every", type=float, default=0.05, help="share between evaluations")
     parser.add_argument("--texts", type=int, default=100, help="held-out prompts that judge it")
@@ -139,10 +139,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     target = load_model(args.demo / "target", args.device).requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(args.demo / "target")
-    shape = Shape(layers=tuple(args.layers), inner=args.inner)
+    shape = head_shape(tuple(args.layers), args.inner)
     head = Head(shape, target.model.embed_tokens.weight).cpu()
     if not args.blank:
-        head.start_from(copy.deepcopy(target).cpu())
+        source = copy.deepcopy(target.model).cpu()
+        head.start_from(source.layers[-1], source.norm)
     head.to(args.device)
     optim = optimiser(head, args.lr, args.device)
     meta = json.loads((args.data / "meta.json").read_text())

@@ -1,0 +1,179 @@
+"""Tokens a round and acceptance by position of speculators, in the engine, greedily.
+
+    python -m scripts.speculators.evaluate --target MODEL --prompts FILE OUT/speculator ngram
+
+For each speculator and each k: tokens a round with its 95 % interval over prompts, over all prompts
+and by category, and the share of rounds whose proposals stood at each position. Beside a folder
+that train.py wrote lies its log: a curve through it says what a longer training would bring.
+Results are written as they come, to the file of `--json`; runs that are there are not repeated.
+"""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from safetensors import safe_open
+from transformers import AutoTokenizer
+
+from scripts.speculators.fit import outlook, read_log
+from specdec_cli.core.types import Sequence
+from specdec_cli.engine.build import build
+from specdec_cli.engine.plan import plan
+from specdec_cli.experiment.generation import Job, requests, tokenised
+from specdec_cli.experiment.stats import SumRatio, interval
+from specdec_cli.models.eagle3.config import dialect_of
+from specdec_cli.prompts import as_conversations, load_prompts
+from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.choices.registry import METHODS, needs_draft
+from specdec_cli.recipe.schema import DataSection
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("speculators", nargs="+", help="folders, or methods without a draft")
+    parser.add_argument("--target", required=True)
+    parser.add_argument("--prompts", required=True, help="never trained on")
+    parser.add_argument("--every", type=int, default=1, help="take every so many-th prompt")
+    parser.add_argument("--k", type=numbers, default=[5, 3, 6, 4, 2, 1])
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--minutes", type=float, help="begin no run after that")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def settings_of(args: argparse.Namespace, speculator: str, k: int) -> dict[str, Any]:
+    """The recipe's keys for a speculator."""
+    sets: dict[str, Any] = {
+        "target.model": args.target,
+        "sampling.max_new_tokens": args.new_tokens,
+        "run.batch_size": args.batch,
+        "speculation.num_speculative_tokens": k,
+    }
+    if speculator in METHODS and not needs_draft(speculator):
+        sets["speculation.method"] = speculator
+    else:
+        sets["draft.model"] = speculator
+        config = Path(speculator) / "config.json"
+        if config.exists() and dialect_of(json.loads(config.read_text())) is not None:
+            sets["speculation.method"] = "eagle3"
+        elif config.exists() and lacks_embedding(Path(speculator)):
+            sets["draft.share"] = ["embeddings", "lm_head"]
+    return sets | {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}
+
+
+def lacks_embedding(folder: Path) -> bool:
+    with safe_open(folder / "model.safetensors", "pt") as stored:
+        return not any("embed" in name for name in stored.keys())
+
+
+def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
+    """Tokens a round, of all rounds, and the interval over prompts."""
+    rounds = [len(s.accepted_per_round) + s.rounds_without_proposal for s in seqs]
+    tokens = [r + sum(s.accepted_per_round) for r, s in zip(rounds, seqs, strict=True)]
+    pairs = [(float(t), float(r)) for t, r in zip(tokens, rounds, strict=True) if r]
+    measure = SumRatio(np.array(pairs).reshape(-1, 2), (1, -1))
+    ends = interval(measure)
+    return {
+        "tokens_a_round": round(measure.value, 4),
+        "interval": [round(e, 4) for e in ends] if ends else None,
+        "prompts": len(seqs),
+        "rounds": sum(rounds),
+    }
+
+
+def positions(seqs: list[Sequence], k: int) -> list[float]:
+    """Of the rounds that proposed so many tokens, the share that accepted as many."""
+    pairs = [
+        pair for s in seqs for pair in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
+    ]
+    found = []
+    for i in range(k):
+        long = [accepted for proposed, accepted in pairs if proposed > i]
+        found.append(round(sum(a > i for a in long) / max(1, len(long)), 4))
+    return found
+
+
+def measured(job: Job, seqs: list[Sequence], k: int) -> dict[str, Any]:
+    """The figures of one run, over all prompts and by category."""
+    category = {prompt.index: prompt.category for prompt in job.prompts}
+    by_category: dict[str, list[Sequence]] = {}
+    ran = [s for s in seqs if s.error is None]
+    for seq in ran:
+        by_category.setdefault(category[seq.index] or "", []).append(seq)
+    found = {"k": k, **tokens_a_round(ran), "accepted": positions(ran, k)}
+    found["tokens"] = sum(s.num_new_tokens for s in ran)
+    found["refused"] = len(seqs) - len(ran)
+    if len(by_category) > 1:
+        found["categories"] = {
+            name: {**tokens_a_round(some), "accepted": positions(some, k)}
+            for name, some in sorted(by_category.items())
+        }
+    return found
+
+
+def write(path: Path | None, found: dict[str, Any]) -> None:
+    if path is None:
+        return
+    temporary = path.with_suffix(".part")
+    temporary.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(temporary, path)
+
+
+def row(found: dict[str, Any]) -> str:
+    low, high = found["interval"] or (float("nan"),) * 2
+    shares = " ".join(f"{100 * x:.0f}" for x in found["accepted"])
+    return f"{found['tokens_a_round']:.3f} ({low:.2f}-{high:.2f})  accepted at 1.. {shares} %"
+
+
+def main() -> None:
+    args = parse()
+    began = time.perf_counter()
+    prompts = load_prompts(DataSection(path=args.prompts))[:: args.every]
+    results: dict[str, Any] = {"target": args.target, "new_tokens": args.new_tokens, "runs": {}}
+    if args.json is not None and args.json.exists():
+        results = json.loads(args.json.read_text())
+    for speculator in args.speculators:
+        runs = results["runs"].setdefault(speculator, [])
+        missing = [k for k in args.k if k not in {run["k"] for run in runs}]
+        if not missing:
+            continue
+        planned = plan(load_recipe(None, settings_of(args, speculator, max(args.k))))
+        has_template = AutoTokenizer.from_pretrained(planned.target.folder).chat_template
+        job = tokenised(planned, as_conversations(prompts, "on" if has_template else "auto"))
+        engine = build(planned, job.longest_prompt)
+        for k in missing:
+            if args.minutes is not None and time.perf_counter() - began > 60 * args.minutes:
+                print("the time is over", flush=True)
+                break
+            started = time.perf_counter()
+            result = engine.run(requests(job), k, planned.params)
+            found = measured(job, result.seqs, k)
+            found["seconds"] = round(time.perf_counter() - started, 2)
+            runs.append(found)
+            write(args.json, results)
+            print(f"{Path(speculator).name} k={k}: {row(found)}", flush=True)
+            for name, one in found.get("categories", {}).items():
+                print(f"    {name:20} {row(one)}", flush=True)
+        engine.forget_rounds()
+        del engine
+        log = Path(speculator).parent / "log.jsonl"
+        if log.exists():
+            lines = outlook(read_log(log))
+            results.setdefault("outlook", {})[speculator] = lines
+            print("\n".join(lines), flush=True)
+            write(args.json, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A standalone draft of the target's family: a few layers between its embedding and its head.
+
+It begins as the target's first layers and learns the target's distributions. The embedding
+and the head are the target's and are not stored: run it with `draft.share: [embeddings, lm_head]`.
+"""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from scripts.speculators.kinds.base import Options
+from scripts.speculators.target import Reading, Target, forward, smaller_model
+
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
+             "special_tokens_map.json", "generation_config.json")  # fmt: skip
+
+
+class Draft:
+    """A draft in training."""
+
+    name = "draft"
+    shift = 0
+    fade = 1.0
+    num_links = 1
+    feature_layers: tuple[int, ...] = ()
+
+    def __init__(self, target: Target, options: Options) -> None:
+        self.whole = smaller_model(target.config, options.depth)
+        decoder = self.whole.get_decoder()
+        if not options.is_blank:
+            source = target.module.get_decoder()
+            # The first layers begin at a lower loss than the first and the last, and learn faster.
+            for layer, theirs in zip(decoder.layers, source.layers, strict=False):
+                layer.load_state_dict({n: t.float() for n, t in theirs.state_dict().items()})
+            decoder.norm.load_state_dict(
+                {n: t.float() for n, t in source.norm.state_dict().items()}
+            )
+        # The borrowed weights are the target's tensors, and no parameters of the draft.
+        decoder.embed_tokens = target.module.get_input_embeddings()
+        self.whole.lm_head = None
+        self.decoder = decoder
+        self.module = torch.nn.ModuleDict({"layers": decoder.layers, "norm": decoder.norm})
+
+    def prepare(self, reading: Reading) -> None:
+        self.decoder.rotary_emb.to(reading.rows.ids.device)
+
+    def links(self, reading: Reading) -> list[Tensor]:
+        found = forward(self.decoder, reading.rows, reading.layout)
+        return [found.last_hidden_state.flatten(0, 1)]
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        return None
+
+    @torch.no_grad()
+    def save(self, target: Target, often: Tensor, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        prefix = self.whole.base_model_prefix
+        tensors = {
+            f"{prefix}.{n}": t.detach().cpu().bfloat16().contiguous()
+            for n, t in self.module.state_dict().items()
+        }
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        config = self.whole.config.to_dict()
+        config |= {"architectures": list(target.config.architectures or []), "dtype": "bfloat16"}
+        for key in ("_attn_implementation", "_name_or_path", "transformers_version"):
+            config.pop(key, None)
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in TOKENIZER:
+            if (target.folder / name).exists():
+                shutil.copyfile(target.folder / name, folder / name)
+
+
+def make(target: Target, options: Options) -> Draft:
+    return Draft(target, options)

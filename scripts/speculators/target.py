@@ -1,0 +1,84 @@
+"""The frozen target of a training: its hidden states and distributions over packed rows.
+
+Works through transformers' own classes. Legend: B rows, N tokens a row, H width, V ids.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from scripts.speculators.attention import NAME, Layout, reading
+from scripts.speculators.corpus import Rows
+from specdec_cli.models.resolve import model_folder
+
+MODEL_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A batch as the target reads it. features: the hidden states asked for, [B, N, H] each, as
+    transformers counts them: i is the input of layer i. logits: [B, N, V] of the next token."""
+
+    rows: Rows
+    layout: Layout
+    features: tuple[Tensor, ...]
+    logits: Tensor
+
+
+class Target:
+    """A target's module, on a device and without gradients."""
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self.name = name
+        self.folder: Path = model_folder(name, None, weights=True)
+        self.device = device
+        self.module = plain_model(self.folder, device).requires_grad_(False)
+        self.config = self.module.config
+        self.num_layers: int = self.config.num_hidden_layers
+        self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, H]"""
+        weight: Tensor = self.module.get_input_embeddings().weight
+        return weight
+
+    @property
+    def head(self) -> Tensor:
+        """[V, H]"""
+        weight: Tensor = self.module.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def read(self, rows: Rows, layers: tuple[int, ...] = ()) -> Reading:
+        """Read rows that are on the device."""
+        layout = Layout.of(rows.segment)
+        found = forward(self.module, rows, layout, output_hidden_states=bool(layers))
+        features = tuple(found.hidden_states[i] for i in layers)
+        return Reading(rows, layout, features, found.logits)
+
+
+def plain_model(folder: Path, device: torch.device) -> Any:
+    """A checkpoint as transformers loads it, with attention over packed rows."""
+    dtype = MODEL_DTYPES[device.type]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME)
+    return model.to(device).eval()
+
+
+def smaller_model(config: Any, layers: int) -> Any:
+    """A model of the config's family with `layers` layers, at random, in fp32."""
+    settings = AutoConfig.for_model(**{**config.to_dict(), "num_hidden_layers": layers})
+    if getattr(settings, "layer_types", None):
+        settings.layer_types = settings.layer_types[:layers]
+    settings.tie_word_embeddings = config.tie_word_embeddings
+    return AutoModelForCausalLM.from_config(settings, dtype=torch.float32, attn_implementation=NAME)
+
+
+def forward(model: Any, rows: Rows, layout: Layout, **more: Any) -> Any:
+    """transformers' output for packed rows."""
+    with reading(layout):
+        return model(input_ids=rows.ids, position_ids=rows.position, use_cache=False, **more)

@@ -1,0 +1,305 @@
+"""Write training texts: prompts, and the answers that the target gives to them.
+
+    python -m scripts.speculators.texts --target MODEL --out TEXTS --minutes 5
+
+Prompts are drawn from the target through its chat template, as it continues an empty user turn; or
+they are requests and tasks of `frames.py`, about passages that it wrote; or lines of `--prompts`.
+The engine writes the answers in waves, a file each. A wave depends on the seed, its number and the
+waves before it, so that a run which was stopped goes on where it ended. `--shard I/N` writes every
+Nth wave: processes side by side keep one GPU busier than one does, since the host is the limit.
+"""
+
+import argparse
+import json
+import random
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from transformers import AutoTokenizer
+
+from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
+from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
+from scripts.speculators.frames import Passage, seed, task
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.run import Request
+from specdec_cli.prompts import load_prompts
+from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe.schema import DataSection
+
+# Kinds of waves in turn. Passages come before the first tasks about them.
+KINDS = ("seeds", "turns", "tasks", "tasks", "turns", "tasks", "tasks", "seeds", "tasks", "turns")
+TEMPERATURES = (0.0, 0.4, 0.8)  # of answers, in turn
+SEED_TEMPERATURE = 0.8  # of passages, which are to be many
+TURN = {"temperature": 1.0, "top_p": 0.9}  # of self-drawn users' turns
+TURN_TOKENS = 96
+RECENT = 6  # waves whose passages serve tasks
+MARK = "\u241e"  # stands for a message's text in a rendered conversation
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt: its token ids with the chat template's, and its kind."""
+
+    ids: tuple[int, ...]
+    kind: str
+
+
+class Chat:
+    """The target's tokenizer and chat template, many texts at a time."""
+
+    def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.has_template = bool(self.tokenizer.chat_template)
+        self.eos_ids = eos_ids
+        if not self.has_template:
+            self.frame = Frame()
+            return
+        alone = self._rendered([{"role": "user", "content": MARK}])
+        more = [
+            {"role": "user", "content": MARK},
+            {"role": "assistant", "content": MARK},
+            {"role": "user", "content": MARK},
+        ]
+        self.opening, self.closing = alone.split(MARK)
+        between = self._rendered(more).split(MARK)[2]
+        ids = self.encode([self.opening, between])
+        self.frame = Frame(ids[0], ids[1], tuple(sorted(eos_ids)))
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        text: str = self.tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+    def encode(self, texts: list[str], special: bool = False) -> list[tuple[int, ...]]:
+        found = self.tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+        return [tuple(ids) for ids in found]
+
+    def prompts(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Ids of user's turns, up to where the answer begins."""
+        if not self.has_template:
+            return self.encode(texts, special=True)
+        return self.encode([f"{self.opening}{text}{self.closing}" for text in texts])
+
+    def decode(self, rows: list[list[int]]) -> list[str]:
+        return [str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in rows]
+
+
+class Writer:
+    """Writes the waves of one shard."""
+
+    def __init__(self, args: argparse.Namespace, planned: Plan, engine: Engine) -> None:
+        self.args, self.planned, self.engine = args, planned, engine
+        eos = frozenset(planned.target.eos_ids)
+        self.chat = Chat(planned.target.folder, eos)
+        self.passages: list[list[Passage]] = []  # of the shard's waves
+        self.given: list[str] = []
+        self.overlapping = 0  # prompts and texts that share a run with an avoided prompt
+        if args.prompts:
+            found = load_prompts(DataSection(path=args.prompts))
+            self.given = [p.text for p in found if p.text is not None]
+            self.given += [str(p.messages[0]["content"]) for p in found if p.messages]
+        elif not self.chat.has_template:
+            raise ValueError("the target has no chat template: name a file with --prompts")
+        avoided = []
+        for path in args.avoid:
+            lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+            avoided += [turn for line in lines for turn in turns_of(line)]
+        # A text in the middle of another often begins with a space.
+        self.avoided = Avoided(
+            [
+                ids
+                for texts in (avoided, [f" {t}" for t in avoided])
+                for ids in self.chat.encode(texts)
+            ]
+            if avoided
+            else []
+        )
+
+    def params(self, **changed: Any) -> SamplingParams:
+        return replace(self.planned.params, seed=self.args.seed, **changed)
+
+    def write(
+        self, wave: int, rows: list[tuple[int, ...]], params: SamplingParams
+    ) -> list[list[int]]:
+        """The target's tokens after each of `rows`; numbered so that no two draw the same."""
+        first = 4 * wave * self.args.batch + (2 * self.args.batch if params.top_p < 1 else 0)
+        asked = [Request(first + i, ids) for i, ids in enumerate(rows)]
+        return [seq.output_ids for seq in self.engine.run(asked, 0, params).seqs]
+
+    def asked(self, wave: int, kind: str) -> list[Asked]:
+        """The prompts of a wave."""
+        rng = random.Random(f"{self.args.seed} {wave}")
+        count = self.args.batch
+        if kind == "given":
+            texts = [self.given[(wave * count + i) % len(self.given)] for i in range(count)]
+            return self.fitting([Asked(ids, kind) for ids in self.chat.prompts(texts)])
+        if kind == "turns":
+            params = self.params(**TURN, max_new_tokens=self.args.turn_tokens)
+            drawn = self.write(wave, [self.chat.frame.opening] * count, params)
+            ended = [ids[:-1] for ids in drawn if ids and ids[-1] in self.chat.eos_ids]
+            texts = [t.strip() for t in self.chat.decode(ended)]
+            texts = list(dict.fromkeys(t for t in texts if len(t) > 8))
+            return self.fitting([Asked(ids, kind) for ids in self.chat.prompts(texts)])
+        if kind == "seeds":
+            pairs = [seed(rng) for _ in range(count)]
+            ids = self.chat.prompts([text for _, text in pairs])
+            return self.fitting([Asked(i, k) for i, (k, _) in zip(ids, pairs, strict=True)])
+        recent = [p for passages in self.passages[-RECENT:] for p in passages]
+        texts = [task(rng, recent) for _ in range(count)]
+        return self.fitting([Asked(ids, kind) for ids in self.chat.prompts(texts)])
+
+    def fitting(self, asked: list[Asked]) -> list[Asked]:
+        """The prompts that are short enough and share no run with an avoided one."""
+        short = [a for a in asked if 0 < len(a.ids) <= self.args.prompt_tokens]
+        apart = [a for a in short if not self.avoided.is_in(np.array(a.ids))]
+        self.overlapping += len(short) - len(apart)
+        return apart
+
+    def wave(self, wave: int) -> dict[str, Any]:
+        """Write a wave, or read it if it is there; returns its record."""
+        path = self.args.out / f"wave-{wave:05}.npz"
+        mine = wave // self.args.shards
+        kind = "given" if self.given else KINDS[mine % len(KINDS)]
+        if path.exists():
+            texts, record = read_wave(path)
+            self.keep(texts)
+            return record | {"is_new": False}
+        began, overlapping = time.perf_counter(), self.overlapping
+        asked = self.asked(wave, kind)
+        temperature = SEED_TEMPERATURE if kind == "seeds" else temperature_of(mine)
+        params = self.params(temperature=temperature, max_new_tokens=self.args.new_tokens)
+        answers = self.write(wave, [a.ids for a in asked], params)
+        texts, cut = [], 0
+        for one, answer in zip(asked, answers, strict=True):
+            kept = answer[: end_of_sense(np.array(answer, np.int64))]
+            cut += len(answer) - len(kept)
+            ids = np.array([*one.ids, *kept], np.int64)
+            if self.avoided.is_in(ids):
+                self.overlapping += 1
+            elif len(kept) >= 4:
+                texts.append(Text(ids, len(one.ids), one.kind))
+        seconds = time.perf_counter() - began
+        record = {
+            "wave": wave,
+            "kind": kind,
+            "temperature": temperature,
+            "texts": len(texts),
+            "tokens": sum(len(t.ids) for t in texts),
+            "answers": sum(len(t.ids) - t.start for t in texts),
+            "written": sum(map(len, answers)),
+            "ended": sum(a[-1] in self.chat.eos_ids for a in answers if a),
+            "looped": cut,
+            "overlapping": self.overlapping - overlapping,
+            "seconds": round(seconds, 2),
+            "seed": self.args.seed,
+        }
+        write_wave(path, texts, record)
+        self.keep(texts)
+        return record | {"is_new": True}
+
+    def keep(self, texts: list[Text]) -> None:
+        """Remember the passages among `texts` for tasks."""
+        of_use = [
+            t for t in texts if t.kind in ("english", "foreign", "problem", "code", "question")
+        ]
+        answers = self.chat.decode([t.ids[t.start :].tolist() for t in of_use])
+        found = [Passage(t.kind, a) for t, a in zip(of_use, answers, strict=True) if len(a) > 20]
+        self.passages += [found] if found else []
+
+
+def temperature_of(mine: int) -> float:
+    """The temperature of a shard's wave; waves of seeds do not count."""
+    cycle, place = divmod(mine, len(KINDS))
+    others = [kind != "seeds" for kind in KINDS]
+    return TEMPERATURES[(cycle * sum(others) + sum(others[:place])) % len(TEMPERATURES)]
+
+
+def turns_of(line: dict[str, Any]) -> list[str]:
+    """The texts of a prompt file's line: every turn of a conversation."""
+    if "turns" in line:
+        return [str(turn) for turn in line["turns"]]
+    return [str(line.get("prompt") or line.get("text") or line.get("question") or "")]
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", help="folder, hub id or demo:target; or a recipe names it")
+    parser.add_argument("--recipe", help="recipe file with the target and settings of the run")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--prompts", help="a file with prompts, instead of self-drawn ones")
+    parser.add_argument("--avoid", action="append", default=[], metavar="FILE",
+                        help=f"prompts that no text may share {OVERLAP} tokens with")  # fmt: skip
+    parser.add_argument("--minutes", type=float, help="begin no wave after that but the first")
+    parser.add_argument("--waves", type=int, help="write so many waves in all")
+    parser.add_argument("--batch", type=int, default=1024, help="texts of a wave")
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--turn-tokens", type=int, default=TURN_TOKENS)
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="drop longer prompts")
+    parser.add_argument(
+        "--shard", default="0/1", metavar="I/N", help="write every Nth wave, from I"
+    )
+    parser.add_argument("--seed", type=int, default=1)
+    args = parser.parse_args()
+    if args.minutes is None and args.waves is None:
+        parser.error("say how much to write: --minutes or --waves")
+    args.index, args.shards = map(int, args.shard.split("/"))
+    return args
+
+
+def engine_of(args: argparse.Namespace) -> tuple[Plan, Engine]:
+    sets = {"run.batch_size": args.batch, "run.prefill_chunk": 16384}
+    if args.target:
+        sets["target.model"] = args.target
+    sets |= {"sampling.max_new_tokens": args.new_tokens, "run.seed": args.seed}
+    sets |= {"speculation.num_speculative_tokens": 0}
+    longest = args.prompt_tokens + args.new_tokens
+    # Most texts are shorter than the longest. One that finds no room is computed again later.
+    blocks = max(args.batch * longest * 6 // 10, longest) // 16 + args.batch + 8
+    sets["cache.num_blocks"] = blocks
+    sets |= {k: yaml.safe_load(v) for k, v in (item.split("=", 1) for item in args.set)}
+    planned = plan(load_recipe(args.recipe, sets))
+    return planned, build(planned, args.prompt_tokens)
+
+
+def main() -> None:
+    args = parse()
+    began = time.perf_counter()
+    args.out.mkdir(parents=True, exist_ok=True)
+    planned, engine = engine_of(args)
+    writer = Writer(args, planned, engine)
+    if args.index == 0:
+        frame = args.out / "frame.json"
+        frame.write_text(json.dumps(asdict(writer.chat.frame)))
+    print(f"ready after {time.perf_counter() - began:.1f} s", flush=True)
+    written, waves, clock = 0, 0, time.perf_counter()
+    for wave in range(args.index, args.waves or 10**9, args.shards):
+        is_late = args.minutes is not None and time.perf_counter() - began > 60 * args.minutes
+        if is_late and waves:
+            break
+        record = writer.wave(wave)
+        waves += 1
+        if not record.pop("is_new"):
+            continue
+        written += record["written"]
+        print(json.dumps(record), flush=True)
+    speed = written / (time.perf_counter() - clock)
+    print(f"{waves} waves, {written} tokens written, {speed:.0f} tokens/s")
+    if args.avoid:
+        dropped = f"{writer.overlapping} prompts and texts were dropped"
+        print(f"{dropped}: they share {OVERLAP} tokens with an avoided prompt")
+    if torch.cuda.is_available():
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+
+
+if __name__ == "__main__":
+    main()

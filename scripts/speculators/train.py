@@ -1,0 +1,283 @@
+"""Train a speculator on texts of the target, for some minutes.
+
+    python -m scripts.speculators.train eagle3 --target MODEL --texts TEXTS --out OUT --minutes 6
+
+The frozen target reads packed rows of texts, and the speculator learns its distributions, link by
+link. Everything is drawn from the seed. A checkpoint each minute lets a run that was stopped go on;
+OUT/speculator is a speculator that the engine runs, from the first minute on. OUT/log.jsonl has the
+held-out accuracy of each link by time.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from scripts.speculators import attention
+from scripts.speculators.corpus import Rows, frequent, joined, packed, read_texts
+from scripts.speculators.kinds.base import Kind, Options
+from scripts.speculators.loss import Candidates, SoftLoss
+from scripts.speculators.target import Reading, Target
+
+KINDS = ("draft", "eagle3")
+UNTIMED = 3  # steps before the clock starts: they compile
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--target", required=True, help="folder, hub id or demo:target")
+    parser.add_argument("--texts", type=Path, required=True, help="what texts.py wrote")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=6.0)
+    parser.add_argument("--steps", type=int, help="instead of the minutes")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--length", type=int, default=1792, help="tokens of a row")
+    parser.add_argument("--rows", type=int, default=14, help="rows of a step")
+    parser.add_argument("--joined", type=float, default=0.125, help="share of conversations")
+    parser.add_argument("--often", type=int, default=16384, help="ids of every step's loss")
+    parser.add_argument("--drawn", type=int, default=4096, help="ids drawn for a step's loss")
+    parser.add_argument("--lr", type=float, default=5e-3)
+    parser.add_argument("--warmup", type=int, default=200, help="steps; a tenth at most")
+    parser.add_argument("--links", type=int, default=6, help="chained steps of a head")
+    parser.add_argument("--layers", type=int, nargs="+", default=[], help="that a head reads")
+    parser.add_argument("--inner", type=int, help="width of a head's MLP")
+    parser.add_argument("--depth", type=int, default=2, help="layers of a draft")
+    parser.add_argument("--vocabulary", type=int, help="ids of a head that stores its own rows")
+    parser.add_argument("--blank", action="store_true", help="begin at random")
+    parser.add_argument("--held-rows", type=int, default=24, help="of held-out texts")
+    parser.add_argument("--every", type=float, default=1.0, help="minutes between evaluations")
+    parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--seed", type=int, default=1)
+    return parser.parse_args()
+
+
+def schedule(done: float, step: int, warmup: int) -> float:
+    """The share of the learning rate: it rises over `warmup` steps, then follows a cosine to 0."""
+    return min(1.0, (step + 1) / warmup) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def weights_at(rows: Rows, link: int, shift: int) -> Tensor:
+    """fp32 [B * N]: the weight of the target's row that a link's output is compared with.
+
+    Row r predicts token r + 1. A link's row means something from its text's row `link` on.
+    """
+    following = torch.zeros_like(rows.weight)
+    following[:, :-1] = rows.weight[:, 1:] * (rows.segment[:, 1:] == rows.segment[:, :-1])
+    return (following * (rows.position >= link + shift)).flatten()
+
+
+class Trainer:
+    """One training: the target, a kind, its optimiser, and the texts."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        name = args.device if args.device != "auto" else "cpu"
+        if args.device == "auto" and torch.cuda.is_available():
+            name = "cuda"
+        self.device = torch.device(name)
+        on_cuda = self.device.type == "cuda"
+        if on_cuda:
+            torch.set_float32_matmul_precision("high")
+            if not attention.flash_is_right(self.device):
+                attention.use_dense()
+        torch.manual_seed(args.seed)
+        self.target = Target(args.target, self.device)
+        options = Options(
+            args.links, tuple(args.layers), args.inner, args.depth, args.vocabulary, args.blank
+        )
+        module = importlib.import_module(f"scripts.speculators.kinds.{args.kind}")
+        self.kind: Kind = module.make(self.target, options)
+        self.kind.module.to(self.device, torch.float32).train()
+        matrices = [p for p in self.kind.module.parameters() if p.ndim >= 2]
+        others = [p for p in self.kind.module.parameters() if p.ndim < 2]
+        self.parameters = matrices + others
+        groups = [
+            {"params": matrices, "weight_decay": 0.05},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        self.optimiser = torch.optim.AdamW(groups, args.lr, betas=(0.9, 0.95), fused=on_cuda)
+        began = time.perf_counter()
+        texts, held, frame = read_texts(args.texts)
+        self.num_texts = len(texts)
+        self.text_tokens = sum(len(t.ids) for t in texts)
+        self.often = frequent(texts, args.often, self.target.vocab_size)
+        self.rows = packed(joined(texts, frame, args.length, args.joined, args.seed), args.length)
+        self.held = packed(
+            [(t[0], t[1]) for t in joined(held, frame, args.length, 0.0, 0)], args.length
+        )
+        print(
+            f"{self.num_texts} texts of {self.text_tokens} tokens in {len(self.rows)} rows, "
+            f"packed in {time.perf_counter() - began:.1f} s",
+            flush=True,
+        )
+        self.candidates = Candidates.of(self.often, self.target.vocab_size, args.drawn, self.device)
+        self.loss = SoftLoss(on_cuda and not args.no_compile)
+        self.generator = torch.Generator(self.device).manual_seed(args.seed)
+        self.order = torch.Generator().manual_seed(args.seed)
+        self.queue: list[int] = []
+        self.step = self.seen = 0
+        self.spent = 0.0
+        self.log_file = args.out / "log.jsonl"
+
+    def autocast(self) -> torch.autocast:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda")
+
+    def batch(self) -> Rows:
+        while len(self.queue) < self.args.rows:
+            self.queue += torch.randperm(len(self.rows), generator=self.order).tolist()
+        places, self.queue = self.queue[: self.args.rows], self.queue[self.args.rows :]
+        return self.rows.at(torch.tensor(places), self.device)
+
+    def loss_of(self, reading: Reading) -> Tensor:
+        """The mean over tokens and links by their weights."""
+        ids = self.candidates.draw(self.generator)
+        wanted = self.loss.probabilities(reading.logits.flatten(0, 1), ids)
+        head = self.target.head[ids]
+        total, mass = torch.zeros((), device=self.device), torch.zeros((), device=self.device)
+        with self.autocast():
+            links = self.kind.links(reading)
+        for i, hidden in enumerate(links):
+            weight = weights_at(reading.rows, i, self.kind.shift) * self.kind.fade**i
+            total = total + self.loss(hidden.roll(self.kind.shift, 0), head, wanted, weight)
+            mass = mass + weight.sum()
+        return total / mass
+
+    @torch.no_grad()
+    def accuracies(self) -> list[float]:
+        """The share of held-out answers' tokens that each link's first choice agrees on."""
+        right, count = [0] * self.kind.num_links, [0] * self.kind.num_links
+        places = torch.arange(min(self.args.held_rows, len(self.held)))
+        for some in places.split(max(1, self.args.rows // 2)):
+            rows = self.held.at(some, self.device)
+            reading = self.target.read(rows, self.kind.feature_layers)
+            choice = reading.logits.flatten(0, 1).argmax(-1)
+            with self.autocast():
+                links = self.kind.links(reading)
+            for i, hidden in enumerate(links):
+                known = weights_at(rows, i, self.kind.shift) == 1
+                mine = hidden.roll(self.kind.shift, 0)[known].to(self.target.head.dtype)
+                right[i] += int(((mine @ self.target.head.T).argmax(-1) == choice[known]).sum())
+                count[i] += int(known.sum())
+        return [r / max(1, n) for r, n in zip(right, count, strict=True)]
+
+    def record(self, losses: list[Tensor], seconds: float, done: float) -> dict[str, Any]:
+        found = {
+            "step": self.step,
+            "done": round(done, 4),
+            "seconds": round(seconds, 1),
+            "tokens": self.seen,
+            "tokens_per_s": round(self.seen / max(seconds, 1e-9)),
+            "loss": round(float(torch.stack(losses).mean()), 4) if losses else None,
+            "accuracy": [round(a, 4) for a in self.accuracies()],
+        }
+        print(json.dumps(found), flush=True)
+        with self.log_file.open("a") as log:
+            log.write(json.dumps(found) + "\n")
+        return found
+
+    def save(self, found: dict[str, Any]) -> None:
+        """The speculator, what is known of its training, and the state to go on from."""
+        args = self.args
+        self.kind.save(self.target, self.often, args.out / "speculator")
+        size = sum(p.numel() for p in self.parameters)
+        told = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
+        told |= found | {
+            "texts": self.num_texts,
+            "text_tokens": self.text_tokens,
+            "epochs": round(self.seen / max(1, self.text_tokens), 3),
+            "parameters": size,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "device_name": "CPU",
+        }
+        if self.device.type == "cuda":
+            told["device_name"] = torch.cuda.get_device_name()
+            told["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 1)
+        (args.out / "training.json").write_text(json.dumps(told, indent=1) + "\n")
+        state = {
+            "module": self.kind.module.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "kind": self.kind.state(),
+            "step": self.step,
+            "seen": self.seen,
+            "spent": found["seconds"],
+        }
+        torch.save(state, args.out / "state.part")
+        os.replace(args.out / "state.part", args.out / "state.pt")
+
+    def resume(self) -> bool:
+        """Go on from a checkpoint, with other rows than those before it. False if there is none."""
+        path = self.args.out / "state.pt"
+        if not path.exists():
+            return False
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.kind.module.load_state_dict(state["module"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.kind.restore(state["kind"])
+        self.step, self.seen, self.spent = state["step"], state["seen"], state["spent"]
+        self.generator.manual_seed(self.args.seed + self.step)
+        self.order.manual_seed(self.args.seed + self.step)
+        return True
+
+    def run(self) -> None:
+        args = self.args
+        first = self.target.read(self.batch(), self.kind.feature_layers)
+        resumed = self.resume()
+        if not resumed:
+            self.kind.prepare(first)
+        else:
+            scales = self.kind.state()
+            self.kind.prepare(first)
+            self.kind.restore(scales)
+        began, due, losses, ran = time.perf_counter() - self.spent, self.spent, [], 0
+        while True:
+            elapsed = time.perf_counter() - began
+            done = self.step / args.steps if args.steps else elapsed / (60 * args.minutes)
+            if elapsed >= due or done >= 1:
+                paused = time.perf_counter()
+                self.save(self.record(losses, elapsed, done))
+                losses = []
+                due = elapsed + 60 * args.every
+                if done >= 1:
+                    break
+                began += time.perf_counter() - paused  # evaluation is not training
+            warmup = args.warmup
+            if args.steps:
+                warmup = max(1, min(warmup, args.steps // 10))
+            for group in self.optimiser.param_groups:
+                group["lr"] = args.lr * schedule(done, self.step, warmup)
+            reading = self.target.read(self.batch(), self.kind.feature_layers)
+            loss = self.loss_of(reading)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            self.optimiser.step()
+            self.optimiser.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+            self.step += 1
+            self.seen += reading.rows.ids.numel()
+            ran += 1
+            if ran == UNTIMED:
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize()
+                if not args.steps:
+                    began = time.perf_counter() - self.spent
+
+
+def main() -> None:
+    args = parse()
+    transformers.utils.logging.disable_progress_bar()
+    args.out.mkdir(parents=True, exist_ok=True)
+    Trainer(args).run()
+
+
+if __name__ == "__main__":
+    main()

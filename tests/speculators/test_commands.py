@@ -1,0 +1,78 @@
+"""The three commands in turn on the demo target, as small as can be, in this process."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from scripts.speculators import evaluate, texts, train
+from scripts.speculators.corpus import read_texts, read_wave
+from specdec_cli.demo import demo_path
+
+PROMPTS = ("--target", "demo:target", "--prompts", "demo:prompts", "--set", "run.device=cpu")
+
+
+def run(module: object, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
+    monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+    module.main()  # type: ignore[attr-defined]
+
+
+def test_from_a_target_to_a_measured_draft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out, avoided = tmp_path / "texts", tmp_path / "draft", tmp_path / "avoid.jsonl"
+    line = demo_path("demo:prompts").read_text().splitlines()[3]
+    avoided.write_text(line + "\n")
+    sizes = ("--batch", 24, "--new-tokens", 24, "--waves", 2)
+    run(texts, monkeypatch, *PROMPTS, "--out", folder, "--avoid", avoided, *sizes)
+    told = capsys.readouterr().out
+    waves = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    assert [wave["wave"] for wave in waves] == [0, 1]
+    assert 1 <= waves[0]["overlapping"] <= 6 and waves[1]["overlapping"] < 6
+    tokenizer = AutoTokenizer.from_pretrained(demo_path("demo:target"))
+    unwanted = tokenizer(json.loads(line)["prompt"])["input_ids"]
+    kept = [t.ids[: t.start].tolist() for t in read_wave(folder / "wave-00000.npz")[0]]
+    assert unwanted not in kept and len(kept) > 10
+
+    tiny = ("--steps", 8, "--length", 128, "--rows", 2, "--held-rows", 1, "--device", "cpu")
+    where = ("--target", "demo:target", "--texts", folder, "--out", out)
+    run(train, monkeypatch, "draft", *where, *tiny, "--depth", 1)
+    log = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert log[-1]["step"] == 8 and log[-1]["accuracy"][0] > log[0]["accuracy"][0]
+    run(train, monkeypatch, "draft", *where, *tiny, "--depth", 1, "--steps", 10)
+    record = json.loads((out / "training.json").read_text())
+    assert record["step"] == 10 and record["tokens"] == 10 * 2 * 128  # went on from step 8
+
+    table = tmp_path / "table.json"
+    few = ("--every", 40, "--new-tokens", 16, "--json", table)
+    run(evaluate, monkeypatch, out / "speculator", *PROMPTS, *few, "--k", "2")
+    run(evaluate, monkeypatch, out / "speculator", *PROMPTS, *few, "--k", "1,2")
+    runs = json.loads(table.read_text())["runs"][str(out / "speculator")]
+    assert [found["k"] for found in runs] == [2, 1]
+    for found in runs:
+        assert found["prompts"] == 5 and found["refused"] == 0
+        assert 1 < found["tokens_a_round"] < found["k"] + 1
+        assert found["interval"][0] < found["tokens_a_round"] < found["interval"][1]
+        assert set(found["categories"]) == {"text", "data", "io", "net", "math"}
+    # The last round of a text may propose fewer tokens, so this is close and not equal.
+    assert runs[1]["tokens_a_round"] == pytest.approx(1 + runs[1]["accepted"][0], rel=0.05)
+
+
+def test_texts_go_on_where_a_run_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = (*PROMPTS, "--batch", 6, "--new-tokens", 8)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run(texts, monkeypatch, "--out", whole, *sizes, "--waves", 2)
+    run(texts, monkeypatch, "--out", parts, *sizes, "--waves", 1)
+    began = (parts / "wave-00000.npz").stat().st_mtime_ns
+    run(texts, monkeypatch, "--out", parts, *sizes, "--waves", 2)
+    assert (parts / "wave-00000.npz").stat().st_mtime_ns == began
+    for name in ("wave-00000.npz", "wave-00001.npz"):
+        ours, theirs = (read_wave(folder / name)[0] for folder in (whole, parts))
+        assert len(ours) == len(theirs) > 0
+        assert all(np.array_equal(a.ids, b.ids) for a, b in zip(ours, theirs, strict=True))
+    kept, held, frame = read_texts(whole)
+    assert len(kept) + len(held) == sum(len(read_wave(p)[0]) for p in whole.glob("wave-*"))
+    assert len(held) == 2 and frame.between == ()

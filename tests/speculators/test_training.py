@@ -1,0 +1,296 @@
+"""Training of speculators: its attention, chains and files against code written otherwise."""
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from scripts.speculators import attention
+from scripts.speculators.attention import Layout, chained
+from scripts.speculators.corpus import Frame, Rows, Text, joined, packed
+from scripts.speculators.kinds import draft, eagle3
+from scripts.speculators.kinds.base import Options
+from scripts.speculators.loss import Candidates, SoftLoss
+from scripts.speculators.target import Target
+from scripts.speculators.train import weights_at
+from specdec_cli.demo import demo_path
+from specdec_cli.engine.build import build
+from specdec_cli.engine.plan import plan
+from specdec_cli.engine.run import Request
+from specdec_cli.recipe import load_recipe
+
+CPU = torch.device("cpu")
+LENGTHS = (40, 57, 31)
+
+
+def random_rows(lengths: tuple[int, ...], length: int, vocab: int) -> tuple[Rows, list[Tensor]]:
+    """Rows of random texts, and the texts."""
+    generator = torch.Generator().manual_seed(3)
+    texts = [torch.randint(1, vocab, (n,), generator=generator) for n in lengths]
+    pieces = [(t.numpy(), torch.ones(len(t)).numpy()) for t in texts]
+    return packed(pieces, length).at(torch.arange(len(packed(pieces, length))), CPU), texts
+
+
+@pytest.fixture(scope="module")
+def target() -> Target:
+    return Target("demo:target", CPU)
+
+
+def test_the_target_reads_packed_texts_as_if_alone(target: Target) -> None:
+    rows, texts = random_rows(LENGTHS, 100, target.vocab_size)
+    reading = target.read(rows, (2, 7))
+    assert (rows.segment >= 0).sum() == sum(LENGTHS)
+    plain = AutoModelForCausalLM.from_pretrained(demo_path("demo:target"), dtype=torch.float32)
+    found = 0
+    for r in range(len(rows)):
+        for number in range(int(rows.segment[r].max()) + 1):
+            mine = rows.segment[r] == number
+            ids = rows.ids[r][mine]
+            assert any(torch.equal(ids, text) for text in texts)
+            with torch.no_grad():
+                alone = plain(ids[None], output_hidden_states=True)
+            logits = reading.logits[r][mine]
+            torch.testing.assert_close(logits, alone.logits[0], atol=1e-4, rtol=1e-4)
+            for feature, layer in zip(reading.features, (2, 7), strict=True):
+                wanted = alone.hidden_states[layer][0]
+                torch.testing.assert_close(feature[r][mine], wanted, atol=1e-4, rtol=1e-4)
+            found += 1
+    assert found == len(LENGTHS)
+
+
+def slow_chain(
+    q: Tensor, keys: list[Tensor], values: list[Tensor], bounds: list[int], scale: float
+) -> Tensor:
+    """`chained`, one row and one head at a time; rows that mean nothing are zero."""
+    step, out = len(keys) - 1, torch.zeros_like(q)
+    groups = q.shape[1] // keys[0].shape[1]
+    rows = []
+    for begin, end in pairwise(bounds):
+        for t in range(begin, end):
+            if t - step < begin:
+                rows.append(out[t])
+                continue
+            seen_k = [keys[0][s] for s in range(begin, t - step + 1)]
+            seen_v = [values[0][s] for s in range(begin, t - step + 1)]
+            seen_k += [keys[i][t - step + i] for i in range(1, step + 1)]
+            seen_v += [values[i][t - step + i] for i in range(1, step + 1)]
+            k, v = torch.stack(seen_k), torch.stack(seen_v)
+            heads = [
+                ((k[:, h // groups] @ q[t, h]) * scale).softmax(0) @ v[:, h // groups]
+                for h in range(q.shape[1])
+            ]
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
+
+
+def test_attention_of_chains_and_its_gradients() -> None:
+    bounds = [0, 9, 14, 20]
+    segment = torch.tensor([0] * 9 + [1] * 5 + [2] * 6).view(1, -1)
+    layout = Layout.of(segment)
+    assert layout.bounds.tolist() == bounds
+    generator = torch.Generator().manual_seed(1)
+
+    def draw(heads: int) -> Tensor:
+        drawn = torch.randn(20, heads, 8, generator=generator, dtype=torch.float64)
+        return drawn.requires_grad_()
+
+    q, k, v = ([draw(h) for _ in range(4)] for h in (4, 2, 2))
+    position = torch.cat([torch.arange(n) for n in (9, 5, 6)])
+    everything = [*q, *k, *v]
+    for step in range(4):
+        means = (position >= step)[:, None, None]
+        keys, values = k[: step + 1], v[: step + 1]
+        ours = chained(q[step], keys, values, layout, 0.3, attention.DENSE) * means
+        theirs = slow_chain(q[step], keys, values, bounds, 0.3)
+        # Outputs are merged in fp32.
+        torch.testing.assert_close(ours, theirs, atol=2e-6, rtol=2e-6)
+        weight = torch.randn(ours.shape, generator=generator, dtype=torch.float64)
+        grads = (torch.autograd.grad((o * weight).sum(), everything, allow_unused=True)
+                 for o in (ours, theirs))  # fmt: skip
+        for mine, wanted in zip(*grads, strict=True):
+            if wanted is None:
+                assert mine is None
+            else:
+                torch.testing.assert_close(mine, wanted, atol=5e-6, rtol=5e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_flash_attention_gives_the_numbers_of_dense_scores() -> None:
+    assert attention.flash_is_right(torch.device("cuda"))
+
+
+def test_the_loss_over_a_subset_and_its_gradient() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(12, 6, generator=generator, requires_grad=True)
+    head, logits = (torch.randn(*s, generator=generator) for s in ((30, 6), (12, 30)))
+    weight = torch.rand(12, generator=generator)
+    candidates = Candidates.of(torch.tensor([3, 7, 9, 20]), 30, 5, CPU)
+    ids = candidates.draw(generator)
+    assert len(ids.unique()) == 9 and ids[:4].tolist() == [3, 7, 9, 20]
+    loss = SoftLoss(False)
+    wanted = loss.probabilities(logits, ids)
+    ours = loss(hidden, head[ids], wanted, weight)
+    each = torch.nn.functional.cross_entropy(
+        hidden @ head[ids].T, logits[:, ids].softmax(-1), reduction="none"
+    )
+    theirs = (each * weight).sum()
+    torch.testing.assert_close(ours, theirs)
+    grads = [torch.autograd.grad(3 * x, hidden)[0] for x in (ours, theirs)]
+    torch.testing.assert_close(*grads)
+
+
+def test_weights_are_those_of_the_tokens_that_rows_predict() -> None:
+    texts = [Text(torch.arange(10, 16).numpy(), 2, ""), Text(torch.arange(20, 23).numpy(), 1, "")]
+    rows = packed(joined(texts, Frame(), 12, 0.0, 0), 12).at(torch.tensor([0]), CPU)
+    ids, segment = rows.ids[0].tolist(), rows.segment[0].tolist()
+    for link, shift in ((0, 0), (0, 1), (2, 1)):
+        for r, weight in enumerate(weights_at(rows, link, shift).tolist()):
+            begin = segment.index(segment[r])
+            is_one = r + 1 < 12 and segment[r] >= 0 and segment[r + 1] == segment[r]
+            if not is_one or r - begin < link + shift:
+                assert weight == 0
+            else:
+                is_answer = ids[r + 1] in (12, 13, 14, 15, 21, 22)
+                assert weight == pytest.approx(1.0 if is_answer else 0.2, abs=1e-3)
+
+
+def greedy_rounds(
+    target: Target, settings: dict[str, object], k: int
+) -> tuple[list[int], list[int], int]:
+    """A text of the target after a prompt, the accepted counts of its rounds, and the prompt's
+    length, by the engine in fp32."""
+    sets = {
+        "target.model": "demo:target",
+        "speculation.num_speculative_tokens": k,
+        "sampling.max_new_tokens": 60,
+        "run.device": "cpu",
+    }
+    planned = plan(load_recipe(None, sets | settings))
+    prompt = tuple(planned.tokenizer.encode('def mean(values):\n    """Return the mean'))
+    engine = build(planned, len(prompt))
+    (seq,) = engine.run([Request(0, prompt)], k, planned.params).seqs
+    return seq.tokens, seq.accepted_per_round, len(prompt)
+
+
+def walk(right: Tensor, start: int, k: int) -> list[int]:
+    """Accepted counts of rounds; right: bool [links, T], whether link i's proposal for a place is
+    the text's token."""
+    found, n, total = [], start, right.shape[1]
+    while n < total:
+        count = min(k, total - n - 1)
+        accepted = next((i for i in range(count) if not right[i, n + i]), count)
+        if count:
+            found.append(accepted)
+        n += accepted + 1
+    return found
+
+
+def test_the_engine_accepts_what_training_predicts(target: Target, tmp_path: Path) -> None:
+    """A saved head, whose features were scaled in training, proposes what its chains say. Its
+    weights are trained for a moment, so that some proposals stand and others fall."""
+    torch.manual_seed(0)
+    kind = eagle3.make(target, Options(links=4))
+    kind.vocabulary = None
+    tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
+    ids = torch.tensor(tokens)
+    rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids))
+    rows = rows.at(torch.tensor([0]), CPU)
+    reading = target.read(rows, kind.feature_layers)
+    kind.prepare(reading)
+    assert max(kind.scales) > 1.05 * min(kind.scales)
+    optimiser = torch.optim.AdamW(kind.module.parameters(), 1e-3)
+    for _ in range(12):
+        optimiser.zero_grad()
+        found = torch.stack(kind.links(reading))[:, :-2] @ target.head.T
+        goals = ids[2:].expand(4, -1).flatten()
+        torch.nn.functional.cross_entropy(found.flatten(0, 1), goals).backward()
+        optimiser.step()
+    kind.module.to(torch.bfloat16).float()  # as it is stored
+    kind.save(target, torch.arange(8), tmp_path / "head")
+    with torch.no_grad():
+        kind.module.fc.weight.copy_(stored_fc(tmp_path / "head", kind.scales))
+        found = torch.stack(kind.links(reading)) @ target.head.T
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    right[:, 2:] = found.argmax(-1)[:, :-2] == ids[2:]
+    wanted = walk(right, start, 4)
+    assert 1 < len(set(wanted)), wanted
+    got = greedy_rounds(target, {"draft.model": str(tmp_path / "head")}, 4)
+    assert got[0] == tokens
+    assert got[1] == wanted
+
+
+def stored_fc(folder: Path, scales: list[float]) -> Tensor:
+    """fc as the file has it, unfolded: bf16 rounds after the scale is folded in."""
+    from safetensors.torch import load_file
+
+    weight = load_file(folder / "model.safetensors")["fc.weight"].float()
+    width = weight.shape[1] // len(scales)
+    scale = torch.tensor(scales).repeat_interleave(width)
+    return weight / scale
+
+
+def test_a_head_with_fewer_ids_has_the_targets_rows_of_them(target: Target, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    kind = eagle3.make(target, Options(vocabulary=5))
+    kind.save(target, torch.tensor([4, 9, 11, 30, 31, 99]), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    ids = stored["d2t"] + torch.arange(5)
+    assert ids.tolist() == [4, 9, 11, 30, 31]
+    assert torch.equal(stored["lm_head.weight"].float(), target.head[ids].bfloat16().float())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["draft_vocab_size"] == 5
+    plan(load_recipe(None, {"target.model": "demo:target", "draft.model": str(tmp_path)}))
+
+
+def test_a_saved_draft_accepts_what_training_predicts(target: Target, tmp_path: Path) -> None:
+    kind = draft.make(target, Options(depth=2))
+    tokens, _, start = greedy_rounds(target, {"speculation.method": "none"}, 0)
+    ids = torch.tensor(tokens)
+    rows = packed([(ids.numpy(), torch.ones(len(ids)).numpy())], len(ids)).at(
+        torch.tensor([0]), CPU
+    )
+    reading = target.read(rows)
+    kind.prepare(reading)
+    optimiser = torch.optim.AdamW(kind.module.parameters(), 2e-3)
+    for _ in range(6):
+        optimiser.zero_grad()
+        found = kind.links(reading)[0][:-1] @ target.head.T
+        torch.nn.functional.cross_entropy(found, ids[1:]).backward()
+        optimiser.step()
+    kind.module.to(torch.bfloat16).float()
+    kind.save(target, ids, tmp_path / "draft")
+    with torch.no_grad():
+        choice = (kind.links(reading)[0] @ target.head.T).argmax(-1)
+    right = torch.zeros(4, len(ids), dtype=torch.bool)
+    right[:, 1:] = choice[:-1] == ids[1:]
+    wanted = walk(right, start, 4)
+    assert 1 < len(set(wanted)), wanted
+    share = {"draft.model": str(tmp_path / "draft"), "draft.share": ["embeddings", "lm_head"]}
+    got = greedy_rounds(target, share, 4)
+    assert got[0] == tokens
+    assert got[1] == wanted
+
+
+def test_a_loss_that_cannot_be_compiled_runs_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> Callable[..., object]:
+        def fail(*_: object) -> object:
+            raise RuntimeError("no compiler")
+
+        return fail
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    loss, plain = SoftLoss(True), SoftLoss(False)
+    logits = torch.randn(3, 9)
+    for _ in range(2):
+        ids = torch.tensor([1, 4])
+        assert torch.equal(loss.probabilities(logits, ids), plain.probabilities(logits, ids))
+    assert capsys.readouterr().out.count("no compiler") == 1
