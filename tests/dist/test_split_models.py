@@ -38,8 +38,8 @@ SPLIT: dict[str, dict[str, Any]] = {
 ALSO_SPLIT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         """
-        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4 gpt_neox granite
-        helium llama3-rope ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
+        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4 glm4_moe gpt_neox
+        granite helium llama3-rope ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
         smollm3 starcoder2 vaultgemma youtu
         """.split(),
         {},
@@ -57,6 +57,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "mixtral": {},
     "gpt_oss": {"num_key_value_heads": 4},
+    "glm4_moe": {"use_qk_norm": True, "n_shared_experts": 2},
 }
 
 
