@@ -30,7 +30,7 @@ from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
 from specdec_cli.models.fused import bytes_held_twice, is_fusable
-from specdec_cli.models.fused_layer import ExpertSizes, Family, family_of, has_experts
+from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
 from specdec_cli.models.loader import Description
 from specdec_cli.models.rotary_tables import num_turns
 
@@ -277,7 +277,7 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
     config, layers = model.module.config, model.module.model.layers
     hidden = int(config.hidden_size)
     found = 0
-    for mlp in (layer.mlp for layer in layers if not has_experts(layer)):
+    for mlp in [mlp for mlp in map(dense_mlp, layers) if mlp is not None]:
         inner = int(mlp.gate_proj.out_features)
         found = max(found, hidden + 3 * inner, inner + streams)
     if model.parallel.size > 1:
@@ -296,7 +296,9 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
             rows = grouped_rows
         else:
             rows = sorted_rows
-        found = max(found, streams + rows)
+        # The sum of the stream and what shared experts give is alive beside the stream.
+        with_shared = 0 if dense_mlp(layer) is None else hidden
+        found = max(found, streams + with_shared + rows)
     return found
 
 

@@ -6,20 +6,24 @@ here for any family. Does not know files.
 """
 
 import re
-from copy import deepcopy
+from contextlib import suppress
+from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
     rename_source_key,
 )
 
-from specdec_cli.models.weights import Part, Read
+from specdec_cli.models.weights import Part, Read, WrongShape
 
 # Buffers that earlier versions of transformers stored and later ones compute.
 _NEVER_USED = (r"rotary_emb\.inv_freq$", r"\.masked_bias$", r"\.attn\.bias$")
@@ -74,7 +78,15 @@ class _Group:
         self._made: dict[str, torch.Tensor] = {}
 
     def read(self, name: str, part: Part | None = None) -> torch.Tensor:
-        """Read one of `names`, each at most once; the first call reads and converts all parts."""
+        """Read one of `names`, each at most once.
+
+        The first call reads and converts all tensors, of stacked experts only what `part` needs.
+        """
+        if part is not None and (of_each := _part_of_each(self.converter, part)) is not None:
+            # Tensors that do not fit together are read whole, which shows their shapes.
+            with suppress(WrongShape, RuntimeError):
+                if (found := self._stacked(of_each)).shape == part.local_shape:
+                    return found
         if not self._made:
             try:
                 made = self.converter.convert(
@@ -85,3 +97,30 @@ class _Group:
             self._made = {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
         whole = self._made.pop(name)
         return whole if part is None else part.of(whole)
+
+    def _stacked(self, of_each: Part) -> torch.Tensor:
+        """The one tensor that this part of each of the file's tensors makes."""
+        converter = copy(self.converter)
+        converter.collected_tensors = {
+            pattern: [partial(read, of_each) for read in reads]
+            for pattern, reads in self.converter.collected_tensors.items()
+        }
+        made = converter.convert(self.name, model=self.module, config=self.module.config)
+        (found,) = made.values()
+        tensor: torch.Tensor = found
+        return tensor
+
+
+def _part_of_each(converter: Any, part: Part) -> Part | None:
+    """The part of each expert's matrix that makes `part` of the stacked ones; None where the
+    converter does more than stack them and join gate and up."""
+    steps = [(type(step), getattr(step, "dim", None)) for step in converter.operations]
+    if steps[:1] != [(MergeModulelist, 0)] or part.dim == 0:
+        return None
+    of_each = replace(part, dim=part.dim - 1, shape=part.shape[1:])
+    if steps[1:] == [(Concatenate, 1)]:
+        joined = len(converter.source_patterns)
+        if part.dim != 1 or part.blocks != joined:
+            return None
+        return replace(of_each, blocks=1, shape=(part.shape[1] // joined, *part.shape[2:]))
+    return None if steps[1:] else of_each

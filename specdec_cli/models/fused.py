@@ -3,7 +3,8 @@
 `models.fused_layer` has the families and how their layers differ. A layer is five kernels: norm and
 merged q, k, v; rotary embedding, KV write and attention; output projection and residual; norm and
 gated MLP; down projection and residual. Families that norm the outputs of attention and MLP before
-adding them have two more kernels. With experts, the MLP is three kernels. On CUDA the module keeps
+adding them have two more kernels. With experts, the MLP is three kernels, and shared experts are
+two before them. On CUDA the module keeps
 working: its weights become views of the merged ones. On a CPU large weights are packed, and the
 module gives up its own. With several ranks, what ends in the residual stream (two projections, or
 one and the experts) is summed over ranks and then added once.
@@ -25,7 +26,8 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call, Recorder, attach
 from specdec_cli.models.fused_layer import FusedLayer, family_of, has_experts, matrices, merged
-from specdec_cli.models.rotary_tables import turns_of
+from specdec_cli.models.partial_rotary import turn_whole_heads
+from specdec_cli.models.rotary_tables import turned_features, turns_of
 from specdec_cli.models.split_products import SplitProducts
 
 
@@ -45,6 +47,8 @@ class FusedForward:
     def __init__(self, module: Any, max_len: int, parallel: TensorParallel = ALONE) -> None:
         family = family_of(module)
         assert family is not None
+        if family.turns_partly:
+            turn_whole_heads(module, turned_features(module))
         self.cos, self.sin, turns = turns_of(module, max_len)
         self.num_turns = len(set(turns))
         layers = module.model.layers
@@ -109,7 +113,7 @@ class FusedForward:
                 *(x.hidden, layer.mlp_norm, layer.eps),
             )
             if layer.experts is not None:
-                x = self.split.mixture_add_norm(x, layer.experts, layer.following_norm, layer.eps)
+                x = self._mixture(x, layer)
                 continue
             inner = ops.norm_gate_up(x, layer.gate_up, layer.activation)
             x = self.split.add_norm(
@@ -123,6 +127,16 @@ class FusedForward:
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits, hidden
+
+    def _mixture(self, x: Normed, layer: FusedLayer) -> Normed:
+        """The second half of a layer with experts."""
+        assert layer.experts is not None
+        shared = None
+        if layer.shared_gate_up is not None and layer.shared_down is not None:
+            inner = ops.norm_gate_up(x, layer.shared_gate_up, layer.activation)
+            shared = inner, layer.shared_down
+        norm = layer.following_norm, layer.eps
+        return self.split.mixture_add_norm(x, layer.experts, shared, *norm)
 
     def _hidden(self, x: Normed, states: dict[int, Tensor], layers: tuple[int, ...]) -> Tensor:
         """[T, L * H] of `layers`, from the inputs of layers and what the last of them gives."""

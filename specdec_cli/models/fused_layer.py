@@ -29,7 +29,9 @@ class Family:
     caps_logits: a config may set a softcap of the logits. rounds_routes: the weights of experts are
     rounded to the model's dtype. clamps_experts: experts are gpt-oss's, with a clamped activation,
     biases, and weights that are stored transposed. norms_all_heads: query and key are normed over
-    all heads together.
+    all heads together. turns_partly: a config may turn a part of each head alone.
+    has_sigmoid_routes: experts are chosen by sigmoids, with a bias and by groups, and their sum is
+    scaled.
     """
 
     activation: str = "hidden_act"
@@ -41,6 +43,8 @@ class Family:
     rounds_routes: bool = True
     clamps_experts: bool = False
     norms_all_heads: bool = False
+    turns_partly: bool = False
+    has_sigmoid_routes: bool = False
 
 
 _GEMMA_2 = Family("hidden_activation", is_gemma=True, has_post_norms=True, caps_logits=True)
@@ -52,6 +56,8 @@ _FAMILIES = {
     "Qwen3MoeDecoderLayer": Family(),
     "MixtralDecoderLayer": Family(rounds_routes=False),
     "OlmoeDecoderLayer": Family(norms_all_heads=True),
+    "Glm4MoeDecoderLayer": Family(turns_partly=True, has_sigmoid_routes=True),
+    "Dots1DecoderLayer": Family(has_sigmoid_routes=True),
     "GptOssDecoderLayer": Family(halves_turns=True, clamps_experts=True),
     "GemmaDecoderLayer": Family(is_gemma=True),
     "Gemma2DecoderLayer": _GEMMA_2,
@@ -66,11 +72,13 @@ def family_of(module: Any) -> Family | None:
     family = _FAMILIES.get(names.pop()) if len(names) == 1 else None
     if family is None or getattr(module.config, family.activation, None) not in _ACTIVATIONS:
         return None
-    if any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in rope_settings(module.config)):
+    ropes = rope_settings(module.config)
+    is_partial = any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes)
+    if is_partial and not family.turns_partly:
         return None
     if getattr(module.config, "clip_qkv", None) is not None:
         return None
-    mlps = [layer.mlp for layer in layers if not has_experts(layer)]
+    mlps = [mlp for mlp in map(dense_mlp, layers) if mlp is not None]
     has_biases = any(p.bias is not None for mlp in mlps for p in (mlp.gate_proj, mlp.down_proj))
     return None if has_biases else family
 
@@ -78,6 +86,16 @@ def family_of(module: Any) -> Family | None:
 def has_experts(layer: Any) -> bool:
     """True if a transformers layer has a mixture of experts in place of its MLP."""
     return hasattr(layer.mlp, "experts")
+
+
+def dense_mlp(layer: Any) -> Any:
+    """The MLP that all tokens pass: the layer's own, or its shared experts, or None.
+
+    Shared experts are one MLP of the width of all. It stays one, because products of a dense layer
+    have tiles for every number of rows. As one of the experts, which read each weight once for a
+    few tokens, it would be the one that all tokens choose, and so last longer than the others.
+    """
+    return getattr(layer.mlp, "shared_experts", None) if has_experts(layer) else layer.mlp
 
 
 class ExpertSizes(NamedTuple):
@@ -98,17 +116,27 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Exper
     """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
+    router, choice_bias = layer.mlp.gate, None
     routing = ops.Routing(
         num_chosen=int(config.num_experts_per_tok),
         renormalise=bool(getattr(config, "norm_topk_prob", True)),
         rounds=family.rounds_routes,
     )
+    if family.has_sigmoid_routes:
+        choice_bias = router.e_score_correction_bias
+        routing = routing._replace(
+            sigmoid=True,
+            num_groups=int(config.n_group),
+            kept_groups=int(config.topk_group),
+            scaling=float(config.routed_scaling_factor),
+        )
     return ops.Experts(
-        router=layer.mlp.gate.weight.data,
+        router=router.weight.data,
         gate_up=layer.mlp.experts.gate_up_proj.data,
         down=layer.mlp.experts.down_proj.data,
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
+        choice_bias=choice_bias,
         read=read,
     )
 
@@ -145,8 +173,9 @@ class FusedLayer:
     turn: the index of its rotary embedding among the model's. post_attention_norm, post_mlp_norm:
     weights of the norms of the outputs of attention and MLP, before they are added. following_norm:
     the weight of the next layer's first norm, or of the final norm. experts: what the layer has in
-    place of an MLP, if it has; gate_up and down are then the weights of all. query_norm, key_norm:
-    of each head; all_heads_norms: of query and key as a whole, in their place.
+    place of an MLP, if it has; gate_up and down are then the weights of all. shared_gate_up,
+    shared_down: of the MLP that all tokens pass beside their experts, if there is one. query_norm,
+    key_norm: of each head; all_heads_norms: of query and key as a whole, in their place.
     """
 
     index: int
@@ -168,6 +197,8 @@ class FusedLayer:
     gate_up: ops.Weight
     down: ops.Weight
     experts: ops.Experts | None = None
+    shared_gate_up: ops.Weight | None = None
+    shared_down: ops.Weight | None = None
     all_heads_norms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
@@ -199,6 +230,7 @@ class FusedLayer:
         experts = _experts(layer, config, family, read) if has_experts(layer) else None
         qkv, output, *mlp = map(merged, matrices(layer))
         gate_up, down = mlp if experts is None else (experts.gate_up, experts.down)
+        shared_gate_up, shared_down = mlp if experts is not None and mlp else (None, None)
         return cls(
             index=index,
             call=call,
@@ -220,6 +252,8 @@ class FusedLayer:
             gate_up=gate_up,
             down=down,
             experts=experts,
+            shared_gate_up=shared_gate_up,
+            shared_down=shared_down,
         )
 
     def normed(self, qkv: Tensor) -> Tensor:
@@ -244,11 +278,12 @@ def _norm(norm: Any, family: Family) -> Tensor:
 def matrices(layer: Any) -> list[list[torch.nn.Parameter]]:
     """A layer's weights in groups that are merged: q, k and v; output; gate and up; down.
 
-    The latter two are missing if the layer has experts, whose weights stay as they are.
+    Weights of experts stay as they are. The latter two groups are then those of shared experts, and
+    missing if there are none.
     """
-    attention, mlp = layer.self_attn, layer.mlp
+    attention, mlp = layer.self_attn, dense_mlp(layer)
     groups = [[attention.q_proj, attention.k_proj, attention.v_proj], [attention.o_proj]]
-    if not has_experts(layer):
+    if mlp is not None:
         groups += [[mlp.gate_proj, mlp.up_proj], [mlp.down_proj]]
     return [[projection.weight for projection in group] for group in groups]
 

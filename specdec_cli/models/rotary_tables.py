@@ -29,6 +29,12 @@ def turns_of(module: Any, max_len: int) -> tuple[Tensor, Tensor, list[int]]:
     return cos, sin, [distinct.index(kind) for kind in kinds]
 
 
+def turned_features(module: Any) -> int:
+    """The number of features of a head that the rotary embedding of a loaded model turns."""
+    cos, _ = table_of(module.model.rotary_emb, (), module.dtype, module.device, 1)
+    return int(cos.shape[1])
+
+
 def num_turns(module: Any) -> int:
     """The number of rotary embeddings of a fusable model; needs no weights."""
     return len(set(_kinds(module)))

@@ -62,16 +62,27 @@ class SplitProducts:
         return ops.add_norm(whole, residual, norm_weight, eps, post_norm)
 
     def mixture_add_norm(
-        self, x: Normed, experts: ops.Experts, norm_weight: Tensor, eps: float
+        self,
+        x: Normed,
+        experts: ops.Experts,
+        shared: tuple[Tensor, ops.Weight] | None,
+        norm_weight: Tensor,
+        eps: float,
     ) -> Normed:
         """`ops.mixture_add_norm` of experts that are split by their inner features.
 
-        It takes the place of the MLP's product in a layer.
+        It takes the place of the MLP's product in a layer. shared: gated features of shared experts
+        and the weight that they are multiplied by, whose product is added too.
         """
         if self.parallel.size == 1:
+            if shared is not None:  # its norm is not used
+                x = x._replace(
+                    hidden=ops.linear_add_norm(*shared, x.hidden, norm_weight, eps).hidden
+                )
             return ops.mixture_add_norm(x, experts, norm_weight, eps)
         # The stream is added once, to the sum of all ranks.
-        alone = x._replace(hidden=self.nothing.expand_as(x.hidden))
+        start = self.nothing.expand_as(x.hidden) if shared is None else ops.linear(*shared)
+        alone = x._replace(hidden=start)
         part = ops.mixture_add_norm(alone, experts, norm_weight, eps).hidden
         if (room := self._room(_OF_MLP, x.hidden)) is not None:
             room.copy_(part)

@@ -47,8 +47,8 @@ _OWN_PLANS = {
 FAMILIES = frozenset(
     """
     apertus arcee cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text gemma4_text glm glm4
-    gpt_neox gpt_oss granite helium llama ministral ministral3 mistral mixtral olmo olmo2 olmo3 phi
-    phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
+    glm4_moe gpt_neox gpt_oss granite helium llama ministral ministral3 mistral mixtral olmo olmo2
+    olmo3 phi phi3 qwen2 qwen3 qwen3_moe seed_oss smollm3 starcoder2 vaultgemma youtu
     """.split()
 )
 
@@ -106,8 +106,8 @@ def shard(
             name,
             f"it is not known that {kind} stays the same when it is split over ranks",
             "tensor_parallel_size: 1 works; of the common families llama, qwen2, qwen3, mistral, "
-            "gemma, phi3 and olmo2 can be split, and of those with experts qwen3_moe, mixtral and "
-            "gpt_oss",
+            "gemma, phi3 and olmo2 can be split, and of those with experts qwen3_moe, mixtral, "
+            "gpt_oss and glm4_moe",
         )
     tied = _tied_head(module)
     parts: dict[str, Part] = {}

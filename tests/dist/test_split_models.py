@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from specdec_cli.core.parallel import ALONE, TensorParallel, make_groups
 from specdec_cli.errors import ExitCode, SetupError
@@ -38,8 +39,8 @@ SPLIT: dict[str, dict[str, Any]] = {
 ALSO_SPLIT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         """
-        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4 gpt_neox granite
-        helium llama3-rope ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
+        apertus arcee cohere2 cwm ernie4_5 exaone4 gemma gemma4 gemma4-moe glm glm4 glm4_moe gpt_neox
+        granite helium llama3-rope ministral ministral3 mixtral-window olmo olmo3 phi qwen2-window seed_oss
         smollm3 starcoder2 vaultgemma youtu
         """.split(),
         {},
@@ -57,6 +58,7 @@ FUSED: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"mlp_only_layers": [0]},
     "mixtral": {},
     "gpt_oss": {"num_key_value_heads": 4},
+    "glm4_moe": {"use_qk_norm": True, "n_shared_experts": 2},
 }
 
 
@@ -192,36 +194,70 @@ def test_a_tied_head_is_a_view_of_the_embedding(tmp_path: Path) -> None:
     assert found.weight_bytes == sum(p.numel() * p.element_size() for p in own)
 
 
-def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = save_tiny(tmp_path, "llama")
-    read: list[tuple[int, ...]] = []
+class Counted:
+    """Stand-in for an open file or a tensor in it, which counts the bytes that are read of it."""
 
-    class Counted:
-        def __init__(self, handle: Any) -> None:
-            self.handle = handle
+    def __init__(self, inside: Any, read: list[int]) -> None:
+        self.inside, self.read = inside, read
 
-        def __enter__(self) -> Any:
-            self.handle = self.handle.__enter__()
-            return self
+    def __enter__(self) -> Any:
+        return Counted(self.inside.__enter__(), self.read)
 
-        def __exit__(self, *problem: Any) -> None:
-            self.handle.__exit__(*problem)
+    def __exit__(self, *problem: Any) -> None:
+        self.inside.__exit__(*problem)
 
-        def keys(self) -> Any:
-            return self.handle.keys()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inside, name)
 
-        def get_tensor(self, name: str) -> torch.Tensor:
-            tensor: torch.Tensor = self.handle.get_tensor(name)
-            read.append(tuple(tensor.shape))
-            return tensor
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.counted(self.inside.get_tensor(name))
 
-        def get_slice(self, name: str) -> Any:
-            return self.handle.get_slice(name)
+    def get_slice(self, name: str) -> Any:
+        return Counted(self.inside.get_slice(name), self.read)
 
+    def __getitem__(self, places: Any) -> torch.Tensor:
+        return self.counted(self.inside[places])
+
+    def counted(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.read.append(tensor.nbytes)
+        return tensor
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral", "glm4_moe"])
+def test_only_the_part_is_read(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank reads as many bytes as it holds, also of experts that the file has one by one."""
+    folder = save_tiny(tmp_path, family)
+    read: list[int] = []
     opened = weights.safe_open
-    monkeypatch.setattr(weights, "safe_open", lambda *a, **k: Counted(opened(*a, **k)))
-    load(description(folder, parallel=TensorParallel(3, 4)), CPU)
-    assert sorted(set(read)) == [(64,), (97, 64)], "norms and the embedding, which are held whole"
+    monkeypatch.setattr(weights, "safe_open", lambda *a, **k: Counted(opened(*a, **k), read))
+    sizes = []
+    for parallel in (ALONE, TensorParallel(0, 4), TensorParallel(3, 4)):
+        read.clear()
+        held = load(description(folder, parallel=parallel), CPU).state_dict()
+        assert sum(read) == sum(tensor.nbytes for tensor in held.values())
+        sizes.append(sum(read))
+    assert max(sizes[1:]) < 0.5 * sizes[0]
+
+
+@pytest.mark.parametrize("change", ["missing", "narrow"])
+def test_experts_that_do_not_fit_their_config(change: str, tmp_path: Path) -> None:
+    """A rank's part of what is left could have a fitting shape."""
+    folder = save_tiny(tmp_path, "qwen3_moe")
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name] = tensors[name][:, :16].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    told = []
+    for parallel in (ALONE, TensorParallel(0, 2)):
+        with pytest.raises(SetupError) as refused:
+            load(description(folder, parallel=parallel), CPU)
+        told.append(str(refused.value))
+    assert "model.layers.1.mlp.experts.down_proj" in told[0] and told[0] == told[1]
 
 
 def test_a_checkpoint_of_another_shape(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from specdec_cli.models.fused import bytes_held_twice, fuse
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from tests.engine.test_families import BLOCK, STATES, TOLERANCE, Driver, drive, plain_reference
-from tests.support import description, paged_model, save_tiny
+from tests.support import description, paged_model, reference, save_tiny
 
 WIDE = {
     "hidden_size": 256,
@@ -57,6 +57,17 @@ FUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral-window": ("mixtral-window", {}),
     "gpt_oss": ("gpt_oss", {}),  # with sinks, windows, biases and a clamped activation
     "gpt_oss-clamped": ("gpt_oss", {"swiglu_limit": 0.3, "num_local_experts": 9}),
+    # With shared experts and a bias for the choice; half of each head turns.
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-groups": (
+        "glm4_moe",
+        {
+            **{"n_routed_experts": 12, "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2},
+            **{"norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_shared_experts": 2},
+            **{"use_qk_norm": True, "attention_bias": True, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "dots1": ("dots1", {}),
     "olmoe": ("olmoe", {}),  # with norms over all heads
     "olmoe-renormalised": ("olmoe", {"norm_topk_prob": True, "num_experts": 9}),
     # Wide enough for every form that a weight has on a CPU.
@@ -73,6 +84,15 @@ def test_passes_match_transformers(case: str, device: torch.device, tmp_path: Pa
     assert model.fused is not None
     errors = drive(Driver(model, plain_reference(folder, device), [19, 6, 33]))
     assert max(errors.values()) < TOLERANCE, errors
+
+
+def test_a_module_whose_heads_were_reordered_computes_the_same(tmp_path: Path) -> None:
+    folder = save_tiny(tmp_path, *FUSED["glm4_moe-groups"][:1], **FUSED["glm4_moe-groups"][1])
+    model = paged_model(folder, 120, BLOCK, fused=True)
+    before = reference(folder).model.layers[0].self_attn.q_proj.weight
+    assert not torch.equal(model.module.model.layers[0].self_attn.q_proj.weight, before)
+    model.fused = None
+    assert max(drive(Driver(model, plain_reference(folder), [19, 6, 33])).values()) < TOLERANCE
 
 
 def test_hidden_states_where_products_finish_norms(

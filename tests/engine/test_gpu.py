@@ -114,7 +114,7 @@ def test_a_long_mixed_batch(pair: tuple[Path, Path], temperature: float) -> None
     assert results[1].metrics.num_rounds > 200
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"])
 def test_captured_rounds_of_experts(family: str, tmp_path: Path) -> None:
     """In bf16, in which rounds of experts are captured. One slot, since sums differ between passes
     of different shapes, and rounds that are read at once leave fewer slots a round earlier."""
@@ -132,7 +132,11 @@ def test_captured_rounds_of_experts(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [1, 7, 30, 90])
 @pytest.mark.parametrize(
-    "family, changes", [("qwen3_moe", MANY_EXPERTS), ("mixtral", {}), ("gpt_oss", {})]
+    "family, changes",
+    [
+        *(("qwen3_moe", MANY_EXPERTS), ("mixtral", {}), ("gpt_oss", {})),
+        ("glm4_moe", {"n_routed_experts": 24, "n_group": 4, "topk_group": 2}),
+    ],
 )
 def test_experts_err_in_bf16_as_transformers_does(
     family: str, changes: dict[str, Any], width: int, tmp_path: Path

@@ -132,6 +132,7 @@ def rope_attention(
 
 
 QWEN_EXPERTS = Routing(8, renormalise=True)
+DEEPSEEK = Routing(8, renormalise=True, sigmoid=True, num_groups=8, kept_groups=4, scaling=2.5)
 
 
 def mixture(
@@ -159,6 +160,7 @@ def mixture(
     gate_tiles, down_tiles = choose_expert_tiles(rows, dtype.itemsize)
     if name == "route":
         found: dict[str, Any] = route_constants(rows, 128, experts, dtype.itemsize)
+        found |= {} if routing.sigmoid else absent("choice_bias")
     elif name == "gate_up":
         found = gate_up_constants(width, True, experts, gate_tiles)
     else:
@@ -172,7 +174,7 @@ def grouped(name: str, rows: int, experts: Experts, room: int) -> dict[str, Any]
     dtype, width = experts.router.dtype, experts.router.shape[1]
     if name == "group":
         found = route_constants(rows, 0, experts, dtype.itemsize)
-        return found | {"DEPENDENT": True} | absent("bias", "squares", "factors")
+        return found | {"DEPENDENT": True} | absent("bias", "choice_bias", "squares", "factors")
     num_chosen = experts.routing.num_chosen
     tiles = choose_group_tiles(rows, num_chosen, experts.num_experts, dtype.itemsize, room)
     assert tiles is not None
@@ -425,6 +427,11 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for name in ("route", "gate_up", "down")
     },
+    "route-sigmoid": (
+        *("experts.route_triton", "route_kernel", "*bf16"),
+        mixture("route", 1, sizes=(128, 4096, 1408), routing=DEEPSEEK),
+        {**MIXTURE, "logits_ptr": "*fp32", "choice_bias_ptr": "*fp32"},
+    ),
     **{
         f"group-{routing.num_chosen}": (
             *("experts.group_triton", "group_kernel", "*bf16"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from specdec_kernels.experts.reference import (
     Routes,
     Routing,
     activated,
+    logits_of,
     mixture_reference,
     routes_of,
 )
@@ -31,6 +33,7 @@ from specdec_kernels.experts.tiles import MANY_TOKENS, ExpertTiles, GroupTiles
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
 from torch import Tensor
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 
 EPS = 1e-5
 Kind = dict[str, Any]
@@ -60,6 +63,10 @@ OLMOE = Routing(3)
 MIXTRAL = Routing(2, renormalise=True, rounds=False)
 GPT_OSS = Routing(2, softmax_first=False)
 ROUTINGS = [QWEN, OLMOE, MIXTRAL, GPT_OSS, Routing(1, renormalise=True)]
+GLM = Routing(3, renormalise=True, sigmoid=True, scaling=2.5)
+DOTS = Routing(2, sigmoid=True)
+DEEPSEEK = Routing(4, True, True, sigmoid=True, num_groups=4, kept_groups=2, scaling=1.5)
+SIGMOIDS = {"glm": GLM, "dots": DOTS, "deepseek": DEEPSEEK}
 
 
 def normal(*size: int, kind: Kind, scale: float = 1.0, seed: int = 0) -> Tensor:
@@ -236,6 +243,91 @@ def test_ties_go_to_the_first_expert(routing, is_grouped, device):
     experts.router[[4, 9]] = 0.0
     found, _ = routed(x, experts, is_grouped)
     assert found.experts.tolist() == [[*top.tolist(), 4]] * 5
+
+
+def transformers_routes(rows: Tensor, experts: Experts) -> Routes:
+    """The routes of glm4_moe's router, ascending, for rows [T, K]."""
+    routing = experts.routing
+    config = SimpleNamespace(
+        num_experts_per_tok=routing.num_chosen,
+        num_local_experts=experts.num_experts,
+        hidden_size=rows.shape[1],
+        routed_scaling_factor=routing.scaling,
+        n_group=routing.num_groups,
+        topk_group=routing.kept_groups,
+        norm_topk_prob=routing.renormalise,
+    )
+    router = Glm4MoeTopkRouter(config).to(rows.device)
+    router.weight.data = experts.router
+    if experts.choice_bias is not None:
+        router.e_score_correction_bias = experts.choice_bias
+    with torch.inference_mode():
+        _, weights, chosen = router(rows)
+    return ascending(Routes(chosen, weights))
+
+
+@pytest.mark.parametrize("dtype", SOME_DTYPES)
+@pytest.mark.parametrize(
+    "rows, routing, way", some([3, 13, 17], SIGMOIDS, [*WAYS, "sorted"], every=3)
+)
+def test_sigmoid_routes_are_those_of_transformers(rows, routing, way, dtype, device):
+    """Without a bias, and with one that makes expert 1 nobody's and 2 everybody's."""
+    kind = {"dtype": dtype, "device": device}
+    routing = SIGMOIDS[routing]
+    experts = make_experts(28, 40, 4, kind, routing)
+    for bias in (None, normal(28, kind=kind, seed=rows).float()):
+        if bias is not None:
+            bias[1], bias[2] = -10.0, 10.0
+        experts = experts._replace(choice_bias=bias)
+        x = make_stream(rows, 40, kind, parts=0 if way == "sorted" else 3 * (rows % 2))
+        if way == "sorted":
+            logits = logits_of(x.scaled, experts)
+            found = ascending(routes_of(logits, routing, bias))
+        else:
+            is_grouped = WAYS[way] or rows > FEW_TOKENS
+            found, _ = routed(x, experts, is_grouped)
+        exact = transformers_routes(rows_of(x), experts)
+        same = (found.experts == exact.experts).all(1)
+        assert same.float().mean() >= (1 if dtype == torch.float32 else 0.8)
+        assert_close("weights", exact.weights[same], found.weights[same], 1e-5)
+        if bias is not None:
+            assert (found.experts == 2).any(1).all() and not (found.experts == 1).any()
+
+
+@pytest.mark.parametrize("is_grouped", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("routing", SIGMOIDS)
+def test_ties_of_sigmoids_go_to_the_first_expert_and_group(routing, is_grouped, device):
+    kind = {"dtype": torch.float32, "device": device}
+    routing = SIGMOIDS[routing]
+    experts = make_experts(12, 32, 4, kind, routing)
+    experts.router[:] = experts.router[0]
+    x = make_stream(5, 32, kind, parts=0)
+    found, _ = routed(x, experts, is_grouped)
+    count = routing.num_chosen
+    assert found.experts.tolist() == [list(range(count))] * 5
+    # Four groups of 3, of which three have equal sums of two scores; all sigmoids are 1 / 2.
+    x = x._replace(scaled=torch.zeros_like(x.scaled))
+    bias = torch.tensor([1, 1, -9, 0, 0, 0, 2, 0, 0, 1, -9, 1], device=device) / 4
+    found, _ = routed(x, experts._replace(choice_bias=bias), is_grouped)
+    assert found.experts.tolist() == [{2: [0, 6], 3: [0, 1, 6], 4: [0, 1, 6, 7]}[count]] * 5
+
+
+@needs_cuda
+@pytest.mark.parametrize("is_grouped", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("routing", SIGMOIDS)
+def test_ties_of_sigmoids_are_decided_as_transformers_decides_them(routing, is_grouped, device):
+    """Few levels of logits and of biases, of 128 experts: sums are exact in any order."""
+    kind = {"dtype": torch.bfloat16, "device": device}
+    experts = make_experts(128, 16, 8, kind, SIGMOIDS[routing])
+    experts.router[:] = experts.router.round() / 2
+    bias = normal(128, kind=kind).float().round() / 4
+    experts = experts._replace(choice_bias=bias)
+    x = make_stream(64 if is_grouped else FEW_TOKENS, 16, kind, parts=0)
+    x = x._replace(scaled=x.scaled.round())
+    expected = transformers_routes(x.scaled, experts)
+    found, _ = routed(x, experts, is_grouped)
+    assert torch.equal(found.experts, expected.experts)
+    assert_close("weights", expected.weights, found.weights, 1e-6)
 
 
 @needs_cuda

@@ -19,7 +19,7 @@ def test_distinct_experts_are_those_of_random_choices() -> None:
     assert distinct_experts(128, 8, 32) == pytest.approx(111.8, abs=0.1)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "llama"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "llama"])
 def test_bytes_that_are_read(family: str) -> None:
     with torch.device("meta"):
         module = AutoModelForCausalLM.from_config(tiny_config(family))

@@ -5,7 +5,6 @@ their experts, and enters each pair of a token and an expert at the expert's nex
 order of an expert's pairs varies, which no result depends on. Reads nothing on the host.
 """
 
-import torch
 import triton
 import triton.language as tl
 
@@ -14,6 +13,7 @@ from specdec_kernels.experts.reference import Experts
 from specdec_kernels.experts.route_triton import (
     BLOCK_E,
     BLOCK_M,
+    empty_logits,
     route_constants,
     store_logits,
     weights_of,
@@ -30,6 +30,7 @@ def group_kernel(
     squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
+    choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= SIZES + E] int32, zeros
     sizes_ptr,  # the groups' tensors, out; factors only with PARTS
@@ -47,6 +48,10 @@ def group_kernel(
     SOFTMAX_FIRST: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUNDS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_ALL: tl.constexpr,  # at least E
@@ -56,6 +61,11 @@ def group_kernel(
     EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
     DEPENDENT: tl.constexpr,
 ):
+    column = tl.arange(0, BLOCK_ALL)
+    known = column < num_experts
+    choice_bias = tl.zeros([BLOCK_ALL], tl.float32)
+    if choice_bias_ptr is not None:
+        choice_bias += tl.load(choice_bias_ptr + column, mask=known, other=0.0).to(tl.float32)
     store_logits(
         *(x_ptr, squares_ptr, router_ptr, bias_ptr, logits_ptr, factors_ptr),
         *(num_rows, num_experts, x_stride, eps, K, PARTS),
@@ -67,8 +77,6 @@ def group_kernel(
 
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row_live = row < num_rows
-    column = tl.arange(0, BLOCK_ALL)
-    known = column < num_experts
     # Rows past the last one repeat it, so that they divide by no zero.
     place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
     logits = tl.load(
@@ -76,7 +84,8 @@ def group_kernel(
     ).to(tl.float32)
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     chosen, weights = weights_of(
-        *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS)
+        *(logits, known[None, :], choice_bias, num_experts, dtype, NUM_CHOSEN),
+        *(SOFTMAX_FIRST, RENORMALISE, ROUNDS, SIGMOID, NUM_GROUPS, KEPT_GROUPS, SCALING),
     )
     pair = row[:, None] * NUM_CHOSEN + tl.cumsum(chosen, axis=1) - 1
     is_pair = (chosen != 0) & row_live[:, None]
@@ -106,11 +115,20 @@ def group_triton(x: Normed, experts: Experts) -> Groups:
     groups = empty_groups(num_rows, experts, x.squares is not None, rows.device)
     blocks = triton.cdiv(num_rows, BLOCK_M)
     assert blocks < SIZES.value
-    logits = torch.empty((num_rows, num_experts), dtype=rows.dtype, device=rows.device)
+    logits = empty_logits(x, experts)
     constants = route_constants(num_rows, parts, experts, rows.element_size())
     group_kernel[(triton.cdiv(num_experts, BLOCK_E), blocks)](
-        *(rows, x.squares, experts.router, experts.router_bias, logits, counters(rows.device)),
-        *(*groups, experts.read, num_rows, num_experts, rows.stride(0), float(x.eps)),
+        *(rows, x.squares, experts.router, experts.router_bias, experts.choice_bias),
+        *(
+            logits,
+            counters(rows.device),
+            *groups,
+            experts.read,
+            num_rows,
+            num_experts,
+            rows.stride(0),
+            float(x.eps),
+        ),
         **{name: value for name, value in constants.items() if name != "BLOCK_T"},
         **dependence(rows),
     )

@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
-from specdec_kernels.experts.reference import Experts, mixture_reference, routes_of
-from specdec_kernels.linear.cpu import linear, normed
+from specdec_kernels.experts.reference import Experts, logits_of, mixture_reference, routes_of
+from specdec_kernels.linear.cpu import normed
 from specdec_kernels.linear.reference import Normed
 
 
@@ -21,9 +21,7 @@ def mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: floa
         The new residual stream, in `hidden`, and the input of the next product.
     """
     assert x.squares is None
-    routes = routes_of(
-        linear.reference(x.scaled, experts.router, experts.router_bias), experts.routing
-    )
+    routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
         experts.read.fill_(len(routes.experts.unique()))
     mixed = mixture_reference(x.scaled, routes, experts)

@@ -2,7 +2,8 @@
 
 A router scores all experts for each token, and the token passes through the few with the highest
 scores (Shazeer et al., arXiv 1701.06538). Scores are rounded as transformers rounds them. Of equal
-scores torch.topk decides here; on CUDA it and the kernels take the first expert.
+scores torch.topk decides here; on CUDA it and the kernels take the first expert. Sigmoid scores,
+with a bias for the choice alone and groups of experts, are DeepSeek-V3's (arXiv 2412.19437).
 
 Does not know layers or models.
 Legend: T packed tokens, K features read and N written (both the stream's), E experts, F features
@@ -18,6 +19,7 @@ from torch import Tensor
 from specdec_kernels.linear.reference import gate
 
 CLAMPED = "clamped"  # an activation of experts alone, see `activated`
+TINY = 1e-20  # added to the sum of sigmoids that weights are divided by
 
 
 class Routing(NamedTuple):
@@ -31,6 +33,16 @@ class Routing(NamedTuple):
     """Divide the probabilities of the chosen experts by their sum."""
     rounds: bool = True
     """Weights are rounded to the dtype of the logits; otherwise they stay fp32."""
+    sigmoid: bool = False
+    """Scores are sigmoids of fp32 logits, in place of probabilities. They do not use
+    `softmax_first` and `rounds`."""
+    num_groups: int = 1
+    """With `sigmoid`: experts form so many groups of equal size, one after the other."""
+    kept_groups: int = 1
+    """With `num_groups` > 1: experts are chosen among these many groups alone, those in which the
+    two highest scores have the greatest sum."""
+    scaling: float = 1.0
+    """With `sigmoid`: weights are multiplied by it."""
 
 
 class Experts(NamedTuple):
@@ -47,6 +59,8 @@ class Experts(NamedTuple):
     """"silu", "gelu_tanh", or CLAMPED."""
     router_bias: Tensor | None = None
     """[E]."""
+    choice_bias: Tensor | None = None
+    """[E], with `Routing.sigmoid`: added to the scores that choose, not to the weights."""
     gate_up_bias: Tensor | None = None
     """[E, 2F], in the order of `gate_up`."""
     down_bias: Tensor | None = None
@@ -78,8 +92,19 @@ class Routes(NamedTuple):
     """[T, C]."""
 
 
-def routes_of(logits: Tensor, routing: Routing) -> Routes:
-    """Experts and weights from a router's logits [T, E]."""
+def logits_of(x: Tensor, experts: Experts) -> Tensor:
+    """The router's logits [T, E] for x [T, K], in at least fp32 where their sigmoids are scores."""
+    router, bias = experts.router, experts.router_bias
+    if experts.routing.sigmoid:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        x, router = x.to(wide), router.to(wide)
+    return F.linear(x, router, bias)
+
+
+def routes_of(logits: Tensor, routing: Routing, choice_bias: Tensor | None = None) -> Routes:
+    """Experts and weights from a router's logits [T, E]; choice_bias: as in `Experts`."""
+    if routing.sigmoid:
+        return _routes_by_sigmoids(logits, routing, choice_bias)
     if not routing.softmax_first:
         top, experts = torch.topk(logits, routing.num_chosen, dim=-1)
         return Routes(experts, torch.softmax(top, dim=-1, dtype=top.dtype))
@@ -90,6 +115,22 @@ def routes_of(logits: Tensor, routing: Routing) -> Routes:
     if routing.renormalise:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     return Routes(experts, weights.to(logits.dtype) if routing.rounds else weights)
+
+
+def _routes_by_sigmoids(logits: Tensor, routing: Routing, choice_bias: Tensor | None) -> Routes:
+    scores = logits.sigmoid()
+    ranks = scores if choice_bias is None else scores + choice_bias
+    if routing.num_groups > 1:
+        grouped = ranks.unflatten(1, (routing.num_groups, -1))
+        sums = grouped.topk(2, dim=-1).values.sum(dim=-1)
+        kept = torch.topk(sums, routing.kept_groups, dim=-1, sorted=False).indices
+        is_kept = torch.zeros_like(sums, dtype=torch.bool).scatter_(1, kept, True)
+        ranks = grouped.masked_fill(~is_kept[:, :, None], float("-inf")).flatten(1)
+    experts = torch.topk(ranks, routing.num_chosen, dim=-1, sorted=False).indices
+    weights = scores.gather(1, experts)
+    if routing.renormalise:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + TINY)
+    return Routes(experts, weights * routing.scaling)
 
 
 def activated(gate_up: Tensor, experts: Experts) -> Tensor:

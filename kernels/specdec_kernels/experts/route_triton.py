@@ -10,9 +10,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from specdec_kernels.experts.plan import FEW_TOKENS, Plan, empty_plan
-from specdec_kernels.experts.reference import Experts
+from specdec_kernels.experts.reference import TINY, Experts
 from specdec_kernels.gpu import power_of_2_from
 from specdec_kernels.launch_triton import after_predecessor, counters, dependence, is_last
 from specdec_kernels.linear.few_rows_triton import (
@@ -33,6 +34,7 @@ DEPTH = 1024  # numbers of the sum at a time, of 16 bits
 SLICES = 8  # parts of them, one a warp
 EARLY = 8192  # bytes of each row of the router that are loaded before the wait
 NONE = tl.constexpr(-(1 << 62))  # comes after all scores
+LEAST = tl.constexpr(TINY)
 
 
 @triton.jit
@@ -66,29 +68,88 @@ def chosen_of(scores, known, NUM_CHOSEN: tl.constexpr):
 
 
 @triton.jit
+def in_best_groups(scores, num_experts, NUM_GROUPS: tl.constexpr, KEPT_GROUPS: tl.constexpr):
+    """True for scores [M, E] of groups that are kept, the first of equal ones; see `Routing`."""
+    column = tl.arange(0, scores.shape[1])[None, :]
+    group = column // (num_experts // NUM_GROUPS)
+    totals = tl.full(scores.shape, float("-inf"), tl.float32)
+    for index in range(NUM_GROUPS):
+        inside = tl.where(group == index, scores, float("-inf"))
+        best = tl.max(inside, axis=1)[:, None]
+        place = tl.min(tl.where(inside == best, column, scores.shape[1]), axis=1)[:, None]
+        second = tl.max(tl.where(column == place, float("-inf"), inside), axis=1)[:, None]
+        totals = tl.where(group == index, best + second, totals)
+    before = tl.zeros(scores.shape, tl.int32)
+    for index in range(NUM_GROUPS):
+        total = tl.max(tl.where(group == index, totals, float("-inf")), axis=1)[:, None]
+        before += ((total > totals) | ((total == totals) & (index < group))).to(tl.int32)
+    return before < KEPT_GROUPS
+
+
+@triton.jit
+def weights_by_sigmoids(
+    logits,
+    known,
+    choice_bias,
+    num_experts,
+    NUM_CHOSEN: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
+):
+    """`weights_of` with `Routing.sigmoid`."""
+    scores = tl.sigmoid(logits)
+    ranks = scores + choice_bias[None, :]
+    if NUM_GROUPS > 1:
+        is_kept = in_best_groups(ranks, num_experts, NUM_GROUPS, KEPT_GROUPS)
+        ranks = tl.where(is_kept, ranks, float("-inf"))
+    chosen = chosen_of(ranks, known, NUM_CHOSEN)
+    weights = tl.where(chosen != 0, scores, 0.0)
+    if RENORMALISE:
+        weights /= (tl.sum(weights, axis=1) + LEAST)[:, None]
+    return chosen, weights * SCALING
+
+
+@triton.jit
 def weights_of(
     logits,
     known,
+    choice_bias,
+    num_experts,
     dtype: tl.constexpr,
     NUM_CHOSEN: tl.constexpr,
     SOFTMAX_FIRST: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUNDS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
 ):
-    """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`."""
-    masses = tl.exp(logits - tl.max(logits, axis=1)[:, None])
-    if SOFTMAX_FIRST:
-        scores = masses / tl.sum(masses, axis=1)[:, None]
-        chosen = chosen_of(scores, known, NUM_CHOSEN)
-        weights = tl.where(chosen != 0, scores, 0.0)
-        if RENORMALISE:
-            weights /= tl.sum(weights, axis=1)[:, None]
+    """Chosen experts [M, E] and fp32 weights of them, 0 elsewhere; see `routes_of`.
+
+    choice_bias: fp32 [E].
+    """
+    if SIGMOID:
+        chosen, weights = weights_by_sigmoids(
+            *(logits, known, choice_bias, num_experts),
+            *(NUM_CHOSEN, RENORMALISE, NUM_GROUPS, KEPT_GROUPS, SCALING),
+        )
     else:
-        chosen = chosen_of(logits, known, NUM_CHOSEN)
-        weights = tl.where(chosen != 0, masses, 0.0)
-        weights /= tl.sum(weights, axis=1)[:, None]
-    if ROUNDS:
-        weights = weights.to(dtype).to(tl.float32)
+        masses = tl.exp(logits - tl.max(logits, axis=1)[:, None])
+        if SOFTMAX_FIRST:
+            scores = masses / tl.sum(masses, axis=1)[:, None]
+            chosen = chosen_of(scores, known, NUM_CHOSEN)
+            weights = tl.where(chosen != 0, scores, 0.0)
+            if RENORMALISE:
+                weights /= tl.sum(weights, axis=1)[:, None]
+        else:
+            chosen = chosen_of(logits, known, NUM_CHOSEN)
+            weights = tl.where(chosen != 0, masses, 0.0)
+            weights /= tl.sum(weights, axis=1)[:, None]
+        if ROUNDS:
+            weights = weights.to(dtype).to(tl.float32)
     return chosen, weights
 
 
@@ -163,6 +224,7 @@ def route_kernel(
     squares_ptr,  # [T, P] fp32, sums of squares of parts of each row; only with PARTS
     router_ptr,  # [E, K]
     bias_ptr,  # [E], or None
+    choice_bias_ptr,  # [E], or None
     logits_ptr,  # [T, E], out
     counters_ptr,  # [>= 1] int32, zeros
     count_ptr,  # the plan's tensors, out; factors only with PARTS
@@ -180,6 +242,10 @@ def route_kernel(
     SOFTMAX_FIRST: tl.constexpr,
     RENORMALISE: tl.constexpr,
     ROUNDS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    KEPT_GROUPS: tl.constexpr,
+    SCALING: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_T: tl.constexpr,  # at least T
@@ -190,6 +256,11 @@ def route_kernel(
     EARLY: tl.constexpr,  # numbers of each row of the router that are loaded before the wait
     DEPENDENT: tl.constexpr,
 ):
+    column = tl.arange(0, BLOCK_ALL)
+    known = column < num_experts
+    choice_bias = tl.zeros([BLOCK_ALL], tl.float32)
+    if choice_bias_ptr is not None:
+        choice_bias += tl.load(choice_bias_ptr + column, mask=known, other=0.0).to(tl.float32)
     store_logits(
         *(x_ptr, squares_ptr, router_ptr, bias_ptr, logits_ptr, factors_ptr),
         *(num_rows, num_experts, x_stride, eps, K, PARTS),
@@ -200,8 +271,6 @@ def route_kernel(
 
     row = tl.arange(0, BLOCK_T)
     row_live = row < num_rows
-    column = tl.arange(0, BLOCK_ALL)
-    known = column < num_experts
     # Rows past the last one repeat it, so that they divide by no zero.
     place = tl.minimum(row, num_rows - 1)[:, None] * num_experts + column[None, :]
     logits = tl.load(
@@ -209,7 +278,8 @@ def route_kernel(
     ).to(tl.float32)
     dtype: tl.constexpr = logits_ptr.dtype.element_ty
     chosen, weights = weights_of(
-        *(logits, known[None, :], dtype, NUM_CHOSEN, SOFTMAX_FIRST, RENORMALISE, ROUNDS)
+        *(logits, known[None, :], choice_bias, num_experts, dtype, NUM_CHOSEN),
+        *(SOFTMAX_FIRST, RENORMALISE, ROUNDS, SIGMOID, NUM_GROUPS, KEPT_GROUPS, SCALING),
     )
     chosen = tl.where(row_live[:, None], chosen, 0)
     bits = tl.sum(chosen.to(tl.int64) << row.to(tl.int64)[:, None], axis=0)
@@ -231,14 +301,29 @@ def route_triton(x: Normed, experts: Experts) -> Plan:
     parts = 0 if x.squares is None else x.squares.shape[1]
     assert x.squares is None or x.squares.is_contiguous()
     plan = empty_plan(num_rows, experts, x.squares is not None, rows.device)
-    logits = torch.empty((num_rows, num_experts), dtype=rows.dtype, device=rows.device)
+    logits = empty_logits(x, experts)
     route_kernel[(triton.cdiv(num_experts, BLOCK_E), triton.cdiv(num_rows, BLOCK_M))](
-        *(rows, x.squares, experts.router, experts.router_bias, logits, counters(rows.device)),
-        *(*plan, num_rows, num_experts, rows.stride(0), float(x.eps)),
+        *(rows, x.squares, experts.router, experts.router_bias, experts.choice_bias),
+        *(
+            logits,
+            counters(rows.device),
+            *plan,
+            num_rows,
+            num_experts,
+            rows.stride(0),
+            float(x.eps),
+        ),
         **route_constants(num_rows, parts, experts, rows.element_size()),
         **dependence(rows),
     )
     return plan
+
+
+def empty_logits(x: Normed, experts: Experts) -> Tensor:
+    """Room for the router's logits [T, E]; fp32 where their sigmoids are scores, which
+    transformers computes of such logits."""
+    dtype = torch.float32 if experts.routing.sigmoid else x.scaled.dtype
+    return torch.empty((len(x.scaled), experts.num_experts), dtype=dtype, device=x.scaled.device)
 
 
 def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) -> dict[str, Any]:
@@ -254,6 +339,10 @@ def route_constants(num_rows: int, parts: int, experts: Experts, itemsize: int) 
         "SOFTMAX_FIRST": routing.softmax_first,
         "RENORMALISE": routing.renormalise,
         "ROUNDS": routing.rounds,
+        "SIGMOID": routing.sigmoid,
+        "NUM_GROUPS": routing.num_groups,
+        "KEPT_GROUPS": routing.kept_groups,
+        "SCALING": routing.scaling,
         "BLOCK_M": BLOCK_M,
         "BLOCK_E": BLOCK_E,
         "BLOCK_T": power_of_2_from(num_rows),

@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.experts.reference import Experts, Routes, activated, routes_of
+from specdec_kernels.experts.reference import Experts, Routes, activated, logits_of, routes_of
 from specdec_kernels.launch_triton import after_predecessor, dependence
 from specdec_kernels.linear.norm_triton import gate_triton, normed_row
-from specdec_kernels.linear.reference import Normed, norm_linear_reference
+from specdec_kernels.linear.reference import Normed
 
 
 @triton.jit
@@ -86,8 +86,8 @@ def combine_triton(
 
 def sorted_mixture_add_norm(x: Normed, experts: Experts, norm_weight: Tensor, eps: float) -> Normed:
     """`ops.mixture_add_norm` of x that is normed, [T, K]; reads nothing on the host."""
-    logits = norm_linear_reference(x, experts.router, experts.router_bias)
-    routes = routes_of(logits, experts.routing)
+    assert x.squares is None
+    routes = routes_of(logits_of(x.scaled, experts), experts.routing, experts.choice_bias)
     if experts.read is not None:
         used = experts.read.new_zeros(experts.num_experts).scatter_(0, routes.experts.flatten(), 1)
         torch.sum(used, 0, keepdim=True, dtype=torch.int32, out=experts.read)
