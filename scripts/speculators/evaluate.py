@@ -37,6 +37,9 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+FEW = 8  # prompts that say nothing of others
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("speculators", nargs="+", help="folders, or methods without a draft")
@@ -83,7 +86,7 @@ def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
     tokens = [r + sum(s.accepted_per_round) for r, s in zip(rounds, seqs, strict=True)]
     pairs = [(float(t), float(r)) for t, r in zip(tokens, rounds, strict=True) if r]
     measure = SumRatio(np.array(pairs).reshape(-1, 2), (1, -1))
-    ends = interval(measure)
+    ends = interval(measure) if len(pairs) >= FEW else None
     return {
         "tokens_a_round": round(measure.value, 4),
         "interval": [round(e, 4) for e in ends] if ends else None,
@@ -131,9 +134,12 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
 
 
 def row(found: dict[str, Any]) -> str:
-    low, high = found["interval"] or (float("nan"),) * 2
+    known = f"{found['prompts']} prompts"
+    if found["interval"] is not None:
+        low, high = found["interval"]
+        known = f"{low:.2f}-{high:.2f}"
     shares = " ".join(f"{100 * x:.0f}" for x in found["accepted"])
-    return f"{found['tokens_a_round']:.3f} ({low:.2f}-{high:.2f})  accepted at 1.. {shares} %"
+    return f"{found['tokens_a_round']:.3f} ({known})  accepted at 1.. {shares} %"
 
 
 def main() -> None:
