@@ -21,6 +21,7 @@ from safetensors import safe_open
 from transformers import AutoTokenizer
 
 from scripts.speculators.fit import outlook, read_log
+from scripts.speculators.target import named
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
@@ -155,7 +156,8 @@ def main() -> None:
         if not missing:
             continue
         planned = plan(load_recipe(None, settings_of(args, speculator, max(args.k))))
-        has_template = AutoTokenizer.from_pretrained(planned.target.folder).chat_template
+        folder, file = named(planned.target.place)
+        has_template = AutoTokenizer.from_pretrained(folder, **file).chat_template
         job = tokenised(planned, as_conversations(prompts, "on" if has_template else "auto"))
         engine = build(planned, job.longest_prompt)
         for k in missing:

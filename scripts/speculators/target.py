@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from scripts.speculators.attention import NAME, Layout, reading
 from scripts.speculators.corpus import Rows
-from specdec_cli.models.resolve import model_folder
+from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.resolve import model_place
 
 MODEL_DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float32}
 
@@ -34,9 +35,9 @@ class Target:
 
     def __init__(self, name: str, device: torch.device) -> None:
         self.name = name
-        self.folder: Path = model_folder(name, None, weights=True)
+        self.place: Path = model_place(name, None)
         self.device = device
-        self.module = plain_model(self.folder, device).requires_grad_(False)
+        self.module = plain_model(self.place, device).requires_grad_(False)
         self.config = self.module.config
         self.num_layers: int = self.config.num_hidden_layers
         self.vocab_size: int = self.module.get_input_embeddings().weight.shape[0]
@@ -62,10 +63,16 @@ class Target:
         return Reading(rows, layout, features, found.logits)
 
 
-def plain_model(folder: Path, device: torch.device) -> Any:
+def named(place: Path) -> tuple[Path, dict[str, str]]:
+    """A folder or GGUF file as arguments of transformers' `from_pretrained`."""
+    return (place.parent, {"gguf_file": place.name}) if is_gguf(place) else (place, {})
+
+
+def plain_model(place: Path, device: torch.device) -> Any:
     """A checkpoint as transformers loads it, with attention over packed rows."""
-    dtype = MODEL_DTYPES[device.type]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=NAME)
+    folder, file = named(place)
+    settings = {"dtype": MODEL_DTYPES[device.type], "attn_implementation": NAME}
+    model = AutoModelForCausalLM.from_pretrained(folder, **file, **settings)
     return model.to(device).eval()
 
 

@@ -25,6 +25,7 @@ from transformers import AutoTokenizer
 from scripts.speculators.cleaning import OVERLAP, Avoided, end_of_sense
 from scripts.speculators.corpus import Frame, Text, read_wave, write_wave
 from scripts.speculators.frames import Passage, seed, task
+from scripts.speculators.target import named
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
@@ -55,8 +56,9 @@ class Asked:
 class Chat:
     """The target's tokenizer and chat template, many texts at a time."""
 
-    def __init__(self, folder: Path, eos_ids: frozenset[int]) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+    def __init__(self, place: Path, eos_ids: frozenset[int]) -> None:
+        folder, file = named(place)
+        self.tokenizer = AutoTokenizer.from_pretrained(folder, **file)
         self.has_template = bool(self.tokenizer.chat_template)
         self.eos_ids = eos_ids
         if not self.has_template:
@@ -99,7 +101,7 @@ class Writer:
     def __init__(self, args: argparse.Namespace, planned: Plan, engine: Engine) -> None:
         self.args, self.planned, self.engine = args, planned, engine
         eos = frozenset(planned.target.eos_ids)
-        self.chat = Chat(planned.target.folder, eos)
+        self.chat = Chat(planned.target.place, eos)
         self.passages: list[list[Passage]] = []  # of the shard's waves
         self.given: list[str] = []
         self.overlapping = 0  # prompts and texts that share a run with an avoided prompt

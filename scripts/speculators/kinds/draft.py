@@ -74,8 +74,8 @@ class Draft:
             config.pop(key, None)
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         for name in TOKENIZER:
-            if (target.folder / name).exists():
-                shutil.copyfile(target.folder / name, folder / name)
+            if (target.place / name).exists():
+                shutil.copyfile(target.place / name, folder / name)
 
 
 def make(target: Target, options: Options) -> Draft:
