@@ -429,7 +429,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     "route-sigmoid": (
         *("experts.route_triton", "route_kernel", "*bf16"),
-        mixture("route", 1, sizes=(128, 4096, 1408), routing=DEEPSEEK),
+        mixture("route", 1, routing=DEEPSEEK),
         {**MIXTURE, "logits_ptr": "*fp32", "choice_bias_ptr": "*fp32"},
     ),
     **{

@@ -267,9 +267,7 @@ def transformers_routes(rows: Tensor, experts: Experts) -> Routes:
 
 
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
-@pytest.mark.parametrize(
-    "rows, routing, way", some([3, 13, 17], SIGMOIDS, [*WAYS, "sorted"], every=3)
-)
+@pytest.mark.parametrize("rows, routing, way", some([3, 11], SIGMOIDS, [*WAYS, "sorted"], every=3))
 def test_sigmoid_routes_are_those_of_transformers(rows, routing, way, dtype, device):
     """Without a bias, and with one that makes expert 1 nobody's and 2 everybody's."""
     kind = {"dtype": dtype, "device": device}
@@ -284,8 +282,7 @@ def test_sigmoid_routes_are_those_of_transformers(rows, routing, way, dtype, dev
             logits = logits_of(x.scaled, experts)
             found = ascending(routes_of(logits, routing, bias))
         else:
-            is_grouped = WAYS[way] or rows > FEW_TOKENS
-            found, _ = routed(x, experts, is_grouped)
+            found, _ = routed(x, experts, WAYS[way])
         exact = transformers_routes(rows_of(x), experts)
         same = (found.experts == exact.experts).all(1)
         assert same.float().mean() >= (1 if dtype == torch.float32 else 0.8)
