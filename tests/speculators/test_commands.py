@@ -47,13 +47,13 @@ def test_from_a_target_to_a_measured_draft(
     assert record["step"] == 10 and record["tokens"] == 10 * 2 * 128  # went on from step 8
 
     table = tmp_path / "table.json"
-    few = ("--every", 40, "--new-tokens", 16, "--json", table)
+    few = ("--every", 25, "--new-tokens", 16, "--json", table)
     run(evaluate, monkeypatch, out / "speculator", *PROMPTS, *few, "--k", "2")
     run(evaluate, monkeypatch, out / "speculator", *PROMPTS, *few, "--k", "1,2")
     runs = json.loads(table.read_text())["runs"][str(out / "speculator")]
     assert [found["k"] for found in runs] == [2, 1]
     for found in runs:
-        assert found["prompts"] == 5 and found["refused"] == 0
+        assert found["prompts"] == 8 and found["refused"] == 0
         assert 1 < found["tokens_a_round"] < found["k"] + 1
         assert found["interval"][0] < found["tokens_a_round"] < found["interval"][1]
         assert set(found["categories"]) == {"text", "data", "io", "net", "math"}
