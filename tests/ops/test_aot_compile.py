@@ -21,6 +21,8 @@ SHARED_MEMORY = 227 * 1024  # bytes for one block on sm_90
 SLOW = {
     *("rope_attention-fp32-D128", "rope_attention-verify-long", "rope_attention-verify-D64"),
     *("rope_attention-batch-32", "attention-fp32-D256", "linear-fp32-many", "batch-16-sm_89"),
+    *("rope_attention-decode", "rope_attention-batch-16", "attention-prefill-D256"),
+    *("block_verify-other-dtype", "reject_logits-other-dtype", "linear-add-48-sm_80", "down-fp32"),
     *("rope_attention-D256", "linear-add-2-sm_80", "linear-add-48-sm_89", "linear-add-wide"),
     *("route-8", "route-fp32", "gate_up-8", "gate_up-fp32", "down-8", "group-4"),
     *(f"grouped_gate_up-{kind}" for kind in ("17", "512", "fp32", "512-sm_80")),

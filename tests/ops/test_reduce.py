@@ -42,7 +42,7 @@ def peers_of(parts: Tensor, rank: int, flags: int) -> tuple[Peers, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize(("rows", "width"), [(1, 96), (2, 256), (6, 600), (33, 256), (69, 320)])
 def test_sums_of_ranks(rows, width, size, dtype, device):
     generator = torch.Generator().manual_seed(width)

@@ -138,7 +138,9 @@ def test_kernel(shape, norms, dtype, device):
     assert_close("out", layer.expected, out, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("splits", [1, 2, pytest.param(8, marks=pytest.mark.slow), 33])
+@pytest.mark.parametrize(
+    "splits", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8)), 33]
+)
 @pytest.mark.parametrize(
     "shape",
     [
