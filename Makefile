@@ -21,14 +21,14 @@ demo: setup
 	$(BIN)/specdec generate demo-sampled
 
 # Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. mypy runs beside
-# tests that wait for processes, and the third worker computes meanwhile.
+# tests that wait for processes.
 test: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(MAKE) --no-print-directory -j 2 type pytest
 
 pytest: setup
-	$(BIN)/python -m pytest -q -n 3 -m "not slow" --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -q -n 2 -m "not slow" --dist loadfile --no-loadscope-reorder
 
 test-gpu: setup
 	$(BIN)/python -m pytest -q -m gpu tests
