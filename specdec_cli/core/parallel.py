@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from specdec_cli.errors import SetupError
+from specdec_cli.launch.quiet import meeting_quietly
 
 T = TypeVar("T")
 # torch 2.13 has renamed it, and warns of the old name.
@@ -121,7 +122,8 @@ def make_groups(
 def _place(members: list[int], device: torch.device) -> TensorParallel | None:
     own = dist.get_rank() if dist.is_initialized() else 0
     # The whole world takes part in making a communicator, also processes outside it.
-    group = dist.new_group(members) if len(members) > 1 else None
+    with meeting_quietly():
+        group = dist.new_group(members) if len(members) > 1 else None
     if own not in members:
         return None
     return TensorParallel(members.index(own), len(members), group, device)

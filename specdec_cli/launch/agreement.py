@@ -3,6 +3,7 @@
 from datetime import timedelta
 from typing import Any
 
+from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing
 
 _PATIENCE_S = 10.0  # time for the other ranks to fail as well
@@ -23,7 +24,8 @@ class Agreement:
         if world_size > 1:
             import torch.distributed as dist
 
-            self._group = dist.new_group(backend="gloo", timeout=self._patience)
+            with meeting_quietly():
+                self._group = dist.new_group(backend="gloo", timeout=self._patience)
 
     def settle(self, problem: Exception | None, value: int) -> tuple[bool, list[int]]:
         """Return whether the step failed (on every rank), and each rank's `value`.

@@ -12,6 +12,7 @@ from specdec_cli.errors import TooFewGPUsError, UsageError
 from specdec_cli.launch.agreement import Agreement
 from specdec_cli.launch.heartbeat import LEAST_START_S, OUTSIDE
 from specdec_cli.launch.peer_watch import PeerWatch
+from specdec_cli.launch.quiet import meeting_quietly
 from specdec_cli.launch.rank import PeersMissing, Rank
 from specdec_cli.launch.seat import Seat, find_seat
 from specdec_cli.text import first_line
@@ -238,13 +239,14 @@ def _meet(rank: Rank, device: str, timeout_s: float) -> None:
     meeting = "env://" if seat.folder is None else f"file://{seat.folder}/meeting"
     patience = timedelta(seconds=max(timeout_s, LEAST_START_S) + _PAST_TIMEOUT_S)
     try:
-        dist.init_process_group(
-            "gloo" if device == "cpu" else "nccl",
-            init_method=meeting,
-            timeout=patience,
-            rank=seat.rank,
-            world_size=seat.size,
-        )
+        with meeting_quietly():
+            dist.init_process_group(
+                "gloo" if device == "cpu" else "nccl",
+                init_method=meeting,
+                timeout=patience,
+                rank=seat.rank,
+                world_size=seat.size,
+            )
         if seat.folder is None:
 
             def connect(seconds: float) -> PrefixStore:

@@ -1,0 +1,26 @@
+"""Ranks meet in silence: what fails is told by the exception."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def meeting_quietly() -> Iterator[None]:
+    """Send stderr's descriptor nowhere inside.
+
+    gloo writes lines of its own there if a rank leaves while the others connect to it.
+    """
+    try:
+        held = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(held, 2)
+        os.close(held)
+        os.close(nowhere)
