@@ -166,6 +166,7 @@ def test_no_machine_is_filled_with_ranks(
 
 
 @pytest.mark.dist
+@pytest.mark.slow  # each process imports for itself; test_report_command.py has torchrun's, too
 def test_one_of_torchruns_processes_writes_an_estimate(tmp_path: Path) -> None:
     environ, folder = marked(), tmp_path / "run"
     asked = ["-m", "specdec_cli", "profile-blocks", "demo", "--target-tp", "2", *SMALL]
