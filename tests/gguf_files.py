@@ -10,7 +10,7 @@ from gguf.constants import GGML_QUANT_SIZES, MODEL_ARCH_NAMES, GGMLQuantizationT
 from gguf.quants import quantize
 from transformers import AutoModelForCausalLM
 
-from tests.support import CPU
+from tests.support import CPU, TINY
 
 TYPES = GGMLQuantizationType
 # Where a block's scales are, as half floats. Any bytes make a block, if its scales are sane.
@@ -46,21 +46,8 @@ def tiny_model(architecture: str, seed: int = 0, **values: Any) -> Any:
     from transformers import AutoConfig
 
     torch.manual_seed(seed)
-    shape = {
-        "vocab_size": 97,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "initializer_range": 0.2,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": None,
-        # The file has it in single precision.
-        "rms_norm_eps": float(np.float32(1e-6)),
-    }
+    # The file has it in single precision.
+    shape = TINY | {"rms_norm_eps": float(np.float32(1e-6))}
     kind = _FAMILY_OF.get(architecture, architecture)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **shape | values))
     with torch.no_grad():

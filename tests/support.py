@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 VOCAB = 97
 
 # initializer_range 0.2 spreads logits over about +-6, so wrong attention changes tokens.
-_COMMON: dict[str, Any] = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -243,10 +243,10 @@ def tiny_config(family: str, **changes: Any) -> Any:
     """The config of a tiny model; gpt2 and its relatives have their own names for sizes."""
     values = FAMILIES[family] | changes
     if "n_embd" not in values:
-        values = _COMMON | values
+        values = TINY | values
     else:
         shared = ("vocab_size", "initializer_range", "bos_token_id", "eos_token_id")
-        values = {key: _COMMON[key] for key in shared} | values
+        values = {key: TINY[key] for key in shared} | values
     return AutoConfig.for_model(**values)
 
 

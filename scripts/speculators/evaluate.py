@@ -97,7 +97,7 @@ def tokens_a_round(seqs: list[Sequence]) -> dict[str, Any]:
 
 
 def positions(seqs: list[Sequence], k: int) -> list[float]:
-    """Of the rounds that proposed so many tokens, the share that accepted as many."""
+    """The share of rounds that accepted n tokens, of those that proposed as many, n = 1..k."""
     pairs = [
         pair for s in seqs for pair in zip(s.proposed_per_round, s.accepted_per_round, strict=True)
     ]
@@ -135,7 +135,7 @@ def write(path: Path | None, found: dict[str, Any]) -> None:
 
 
 def row(found: dict[str, Any]) -> str:
-    known = f"{found['prompts']} prompts"
+    known = f"{found['prompts']} prompt{'s' * (found['prompts'] > 1)}"
     if found["interval"] is not None:
         low, high = found["interval"]
         known = f"{low:.2f}-{high:.2f}"

@@ -1,4 +1,4 @@
-"""Which warnings and predictions speak against a result. Imports no torch, for reports."""
+"""The warnings and predictions that speak against a result. Imports no torch, for reports."""
 
 from collections.abc import Iterable
 

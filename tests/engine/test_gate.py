@@ -20,10 +20,10 @@ from specdec_cli.models.gate import check_config, probe
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported
-from tests.support import _COMMON, CPU, FAMILIES, VOCAB, description, save_tiny, tiny_config
+from tests.support import CPU, FAMILIES, TINY, VOCAB, description, save_tiny, tiny_config
 
 SMALL: dict[str, Any] = {"vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2}
-LLAMA: dict[str, Any] = _COMMON | {"model_type": "llama"}
+LLAMA: dict[str, Any] = TINY | {"model_type": "llama"}
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bloom": (
@@ -31,7 +31,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "attention code of its own",
     ),
     "falcon": (
-        _COMMON | {"model_type": "falcon"},
+        TINY | {"model_type": "falcon"},
         "attention code of its own",
     ),
     "gptj": (
@@ -47,10 +47,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "t5 is an encoder-decoder model",
     ),
     "bart": (SMALL | {"model_type": "bart"}, "bart is an encoder-decoder model"),
-    "bert": (_COMMON | {"model_type": "bert"}, "attends to later tokens"),
+    "bert": (TINY | {"model_type": "bert"}, "attends to later tokens"),
     "gemma3-bidirectional": (
-        _COMMON
-        | {"model_type": "gemma3_text", "head_dim": 16, "use_bidirectional_attention": True},
+        TINY | {"model_type": "gemma3_text", "head_dim": 16, "use_bidirectional_attention": True},
         "attends to later tokens",
     ),
     "rope-dynamic": (
@@ -62,7 +61,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rotary embedding is of type dynamic",
     ),
     "rope-longrope": (
-        _COMMON
+        TINY
         | {
             "model_type": "phi3",
             "original_max_position_embeddings": 64,
@@ -75,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "rotary embedding is of type longrope",
     ),
     "mrope": (
-        _COMMON
+        TINY
         | {
             "model_type": "qwen2",
             "rope_scaling": {"rope_type": "default", "mrope_section": [2, 3, 3]},
@@ -83,11 +82,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "M-RoPE",
     ),
     "qwen3_next": (
-        _COMMON
-        | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        TINY | {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
         "layers of type linear_attention",
     ),
-    "llama4": (_COMMON | {"model_type": "llama4_text"}, "layers of type chunked_attention"),
+    "llama4": (TINY | {"model_type": "llama4_text"}, "layers of type chunked_attention"),
     "mamba": (
         {"model_type": "mamba", "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2},
         "",
@@ -105,29 +103,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "gpt_neo has attention code of its own",
     ),
     # Its attention would work, but transformers does not mark it so.
-    "stablelm": (_COMMON | {"model_type": "stablelm"}, "stablelm has attention code of its own"),
+    "stablelm": (TINY | {"model_type": "stablelm"}, "stablelm has attention code of its own"),
     "lfm2": (
-        _COMMON | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
+        TINY | {"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
         "layers of type conv",
     ),
     "diffllama": (
-        _COMMON | {"model_type": "diffllama"},
+        TINY | {"model_type": "diffllama"},
         "diffllama does not attend once in each of its 2 layers: 4 calls came from 2 layers",
     ),
     "doge": (
-        _COMMON | {"model_type": "doge", "keep_window_size": 2},
+        TINY | {"model_type": "doge", "keep_window_size": 2},
         "its layers compute an attention mask of their own",
     ),
     "jetmoe": (
-        _COMMON | {"model_type": "jetmoe"},
+        TINY | {"model_type": "jetmoe"},
         "jetmoe looks at values in the middle of a pass to decide what to compute",
     ),
     "more heads of keys than of queries": (
-        _COMMON | FAMILIES["cohere2"] | {"num_key_value_heads": 16},
+        TINY | FAMILIES["cohere2"] | {"num_key_value_heads": 16},
         "heads of queries, keys and values do not fit: 4, 16, 16",
     ),
     "rope of another kind": (
-        _COMMON
+        TINY
         | FAMILIES["gemma3n"]
         | {"rope_parameters": {"full_attention": {"rope_type": {"a": 1}, "rope_theta": 1.0}}},
         "transformers cannot build it",
@@ -275,7 +273,7 @@ def ungated(values: dict[str, Any]) -> float:
     return ungated_error(module, oracle, shapes.layers)
 
 
-SPARSE = _COMMON | {
+SPARSE = TINY | {
     "model_type": "minimax_m3_vl_text",
     "layer_types": ["minimax_m3_sparse"] * 2,
     "index_n_heads": 2,
@@ -296,7 +294,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "own-attention": REFUSED["bloom"][0],
     # Would read the cache, but also attends to later tokens.
     "bidirectional": REFUSED["bert"][0],
-    "layer-type-chunked": _COMMON
+    "layer-type-chunked": TINY
     | {
         "model_type": "llama4_text",
         "attention_chunk_size": 2,
@@ -306,7 +304,7 @@ WRONG: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "no_rope_layers": [1, 1],
     },
-    "layer-type-linear": _COMMON
+    "layer-type-linear": TINY
     | {
         "model_type": "qwen3_next",
         "layer_types": ["linear_attention", "full_attention"],

@@ -398,6 +398,16 @@ KINDS = {
 }
 
 
+def experts_of_kind(what: str, num_experts: int, width: int, features: int, kind: Kind) -> Experts:
+    """Experts of one of `KINDS`; the weights of expert 1, which nobody chooses, are NaN."""
+    biases = what in ("clamped", "gelu_tanh")
+    experts = make_experts(num_experts, width, features, kind, biases=biases, **KINDS[what])
+    for weight in (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias):
+        if weight is not None:
+            weight[1] = float("nan")
+    return experts
+
+
 @pytest.mark.parametrize("dtype", SOME_DTYPES)
 @pytest.mark.parametrize("size, what, tiles", some(SHAPES, KINDS, TILES, every=3))
 def test_products(size, what, tiles, dtype, device):
@@ -405,12 +415,7 @@ def test_products(size, what, tiles, dtype, device):
     rows, num_experts, width, features = size
     rows = min(rows, tiles.block_m, FEW_TOKENS)
     kind = {"dtype": dtype, "device": device}
-    experts = make_experts(
-        num_experts, width, features, kind, biases=what in ("clamped", "gelu_tanh"), **KINDS[what]
-    )
-    for weight in (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias):
-        if weight is not None:
-            weight[1] = float("nan")
+    experts = experts_of_kind(what, num_experts, width, features, kind)
     routes = some_routes(rows, num_experts, 3)
     x = make_stream(rows, width, kind, parts=3 * (rows % 2))
     factors = None
@@ -467,12 +472,7 @@ def test_grouped_products(size, what, tiles, dtype, device):
     """One expert is everybody's, in several blocks; weights of one that is nobody's are NaN."""
     rows, num_experts, width, features = size
     kind = {"dtype": dtype, "device": device}
-    experts = make_experts(
-        num_experts, width, features, kind, biases=what in ("clamped", "gelu_tanh"), **KINDS[what]
-    )
-    for weight in (experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias):
-        if weight is not None:
-            weight[1] = float("nan")
+    experts = experts_of_kind(what, num_experts, width, features, kind)
     routes = ascending(some_routes(rows, num_experts, 3))
     x = make_stream(rows, width, kind, parts=3 * (rows % 2))
     factors = None

@@ -1,4 +1,4 @@
-"""What a kind of speculator is to training: a module, its chained links, and a folder.
+"""A kind of speculator as training sees it: a module, its chained links, and a folder.
 
 A kind is a file beside this one, with a function `make`. Legend: B rows, N tokens a row, H width.
 """
@@ -15,7 +15,7 @@ from scripts.speculators.target import Reading, Target
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says of a kind; each reads its own."""
+    """The command line's settings of all kinds; each kind reads its own."""
 
     links: int = 6
     layers: tuple[int, ...] = ()

@@ -86,7 +86,7 @@ class Arms:
         return self.failures[job.plan.proposer].status == "oom"
 
     def _or_failure(self, job: Job, load: Callable[[], Engine | None]) -> Engine | None:
-        """What `load` returns; None where an arm among several cannot be loaded.
+        """The result of `load`; None where an arm among several cannot be loaded.
 
         Raises if it is the only arm, or one of several ranks: a rank may fail alone, since ranks
         without a part of the draft do not.

@@ -150,7 +150,7 @@ def sweep_document(
 def gains_of(
     settings: SweepSettings, records: SweepRecords, points: Sequence[Point], batch_size: int
 ) -> Gains:
-    """What the points of one batch size are compared by: predictions, in a sweep of these."""
+    """The speed-ups that compare the points of one batch size; predicted ones in such a sweep."""
     if not any(point.status == "skipped" for point in points):
         return measured_gains(points, records.samples)
     forecasts = {d: forecasts_of(settings, records, d, batch_size) for d in settings.drafts}

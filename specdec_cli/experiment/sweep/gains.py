@@ -1,4 +1,4 @@
-"""What the points of one batch size are compared by: speed-ups over the same prompts.
+"""The speed-ups that compare the points of one batch size, over the same prompts.
 
 Knows no engine and no folder.
 """
