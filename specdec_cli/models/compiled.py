@@ -47,7 +47,7 @@ class CompiledForward:
         self._on_compile = on_compile
         self._one = _compiled(module, f"{name}_one_token", backend)
         self._many = _compiled(module, f"{name}_tokens", backend)
-        self._ready: set[bool] = set()
+        self._called: set[bool] = set()
 
     def __call__(
         self,
@@ -61,18 +61,20 @@ class CompiledForward:
         token_ids, positions: int64 [T]. logit_rows: int64 [M]. states: keeps hidden states of the
         same module; the same object, or None, in every call.
 
-        Compiles at the first call with one token, and at the first with more. Raises Dynamo's
-        exceptions when the model is not a whole graph or would be compiled again.
+        Compiles at the first call with one token, and at the first with more, unless torch's stance
+        is to run eagerly. Raises Dynamo's exceptions when the model is not a whole graph or would
+        be compiled again.
         """
         one = len(token_ids) == 1
         ids, places = token_ids[None], positions[None]
-        if one not in self._ready:
+        if one not in self._called:
             self._on_compile(f"compiling the {self._name}")
-            for tensor in () if one else (ids, places):
-                torch._dynamo.mark_dynamic(tensor, 1)
-        with torch._dynamo.config.patch(error_on_recompile=one in self._ready), _no_advice():
+            self._called.add(one)
+        # In every call, because the first ones may run eagerly (`compile_ahead`).
+        for tensor in () if one else (ids, places):
+            torch._dynamo.mark_dynamic(tensor, 1)
+        with torch._dynamo.config.patch(error_on_recompile=True), _no_advice():
             logits, hidden = (self._one if one else self._many)(ids, places, states)
-        self._ready.add(one)
         return logits if logit_rows is None else logits[logit_rows], hidden
 
 

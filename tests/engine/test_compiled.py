@@ -91,11 +91,15 @@ def test_compiled_rounds_equal_plain_ones(family: str, tmp_path: Path) -> None:
 
 def test_a_sweep_compiles_two_graphs_a_model(tmp_path: Path) -> None:
     """The number of graphs does not depend on k or on the batch's tokens, and a second run compiles
-    none. The target's graphs have hidden states among their outputs."""
+    none. Nor does it on passes that ran eagerly before, as where kernels are compiled ahead. The
+    target's graphs have hidden states among their outputs."""
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "llama", seed=1)
     engine = compiled_engine(target, draft, "eager")
     engine.target.hidden_layers = STATES
+    with torch.compiler.set_stance("force_eager"):
+        run(engine, 4)
+    assert counters["stats"]["unique_graphs"] == 0
     widths = compare_passes(engine.target)
     for _ in range(2):
         for k in (4, 0, 1, 2, 3, 7):
