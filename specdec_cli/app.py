@@ -57,7 +57,7 @@ app.command("sweep-k", cls=options.OneSource)(sweep_k.sweep_k)
 app.command("compare-tp", cls=options.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge", cls=options.Command)(merge.merge)
-app.command("profile-blocks", cls=options.Command)(profile_blocks.profile_blocks)
+app.command("profile-blocks", cls=options.OneSource)(profile_blocks.profile_blocks)
 app.command("report", cls=options.Command)(report.report)
 app.add_typer(recipe.app, name="recipe")
 

@@ -23,7 +23,8 @@ from specdec_cli.errors import LOGGED, Notice, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, is_unicode, one_line, shortened
 
-_MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
+_MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
+_RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
 # The limits in the recipe's schema, which is too heavy to import here.
@@ -48,20 +49,6 @@ RecipeArgument = Annotated[
         show_default=False,
     ),
 ]
-Limit = Annotated[
-    int | None,
-    option("--limit", "N", "Use only the first N prompts.", _RUN, min=1, max=_MAX_COUNT),
-]
-SkipBad = Annotated[
-    bool,
-    option("--skip-bad", None, "Skip lines that hold no valid prompt, and report how many.", _RUN),
-]
-_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
-Chat = Annotated[bool | None, option("--chat/--no-chat", None, _CHAT, show_default=False)]
-_SYSTEM = "System message of every conversation; implies --chat."
-System = Annotated[str | None, option("--system", "TEXT", _SYSTEM)]
-_DATASET = "Prompts that replace the recipe's data."
-Dataset = Annotated[str | None, option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET)]
 _SET = "Set any key of the recipe, such as cache.block_size=32; may be repeated."
 Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", _SET, _OUTPUT)]
 Json = Annotated[
@@ -89,6 +76,39 @@ def _folder(text: str, name: str) -> Path:
         said = f"{one_line(os.path.abspath(text))} is not valid Unicode, so no recipe could name it"
         raise typer.BadParameter(said, param_hint=name)
     return Path(text)
+
+
+_PROMPT_FILE = "File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet."
+_DATASET = "Prompts that replace the recipe's data."
+_SAMPLE = "Draw the prompts of --limit by the seed: random, or stratified, evenly over categories."
+_SKIP_BAD = "Skip lines that hold no valid prompt, and report how many."
+_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
+_SYSTEM = "System message of every conversation; implies --chat."
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The options that say where prompts are, the same for every command that reads prompts."""
+
+    prompt: Annotated[
+        list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.", _PROMPTS)
+    ] = None
+    prompt_file: Annotated[str | None, option("--prompt-file", "FILE", _PROMPT_FILE, _PROMPTS)] = (
+        None
+    )
+    dataset: Annotated[
+        str | None, option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET, _PROMPTS)
+    ] = None
+    limit: Annotated[
+        int | None,
+        option("--limit", "N", "Use only the first N prompts.", _PROMPTS, min=1, max=_MAX_COUNT),
+    ] = None
+    sample: Annotated[str | None, option("--sample", "HOW", _SAMPLE, _PROMPTS)] = None
+    skip_bad: Annotated[bool, option("--skip-bad", None, _SKIP_BAD, _PROMPTS)] = False
+    chat: Annotated[
+        bool | None, option("--chat/--no-chat", None, _CHAT, _PROMPTS, show_default=False)
+    ] = None
+    system: Annotated[str | None, option("--system", "TEXT", _SYSTEM, _PROMPTS)] = None
 
 
 Output = Annotated[
@@ -245,12 +265,16 @@ class Asked:
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the shared options, which it receives as its first argument, an `Asked`.
 
-    An option that the command declares itself takes the place of the shared one of that name.
-    without: shared options that it does not have.
+    A command that reads prompts receives `Prompts` as its second. An option that the command
+    declares itself takes the place of the shared one of that name. without: shared options that it
+    does not have.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(run).parameters.values()
+        reads_prompts = bool(own) and own[0].annotation is Prompts
+        of_prompts = list(inspect.signature(Prompts).parameters.values()) if reads_prompts else []
+        own = own[reads_prompts:]
         hidden = {*without, *(parameter.name for parameter in own)}
         keys = [parameter for parameter in _key_parameters() if parameter.name not in hidden]
         place, _, recipe, *others = inspect.signature(Asked).parameters.values()
@@ -258,6 +282,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
         def command(ctx: typer.Context, **values: Any) -> None:
             theirs = {parameter.name: values.pop(parameter.name) for parameter in own}
             given = {parameter.name: values.pop(parameter.name) for parameter in keys}
+            where = {parameter.name: values.pop(parameter.name) for parameter in of_prompts}
             asked = Asked(ctx.obj, given, **values)
             set_up_logging(quiet=asked.quiet, verbose=asked.verbose)
             if asked.plugin:  # before the recipe is read, which may name what they add
@@ -265,11 +290,11 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
                 for file in asked.plugin:
                     load(file)
-            run(asked, **theirs)
+            run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
 
         context = place.replace(name="ctx", annotation=typer.Context)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [context, recipe, *own, *keys, *others]
+            [context, recipe, *of_prompts, *own, *keys, *others]
         )
         command.__annotations__ = {}  # typer would prefer them to the signature's
         command.__doc__ = run.__doc__

@@ -12,7 +12,7 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import options
-from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, waiting, warn
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
@@ -42,6 +42,7 @@ _MOST_POINTS = 1000
 @shared()
 def profile_blocks(
     asked: Asked,
+    source: Prompts,
     estimate: Estimate = False,
     device_memory: DeviceMemory = None,
     context: Context = None,
@@ -55,6 +56,8 @@ def profile_blocks(
     Loads the models on their ranks and runs the largest passes that the recipe allows; --estimate
     only reads configs. Without a recipe the bundled demo pair is profiled.
     """
+    from specdec_cli.commands.reading import recipe_options
+
     lists = {
         "draft_tp": listed(draft_tp, "--draft-tp", int),
         "block_size": listed(block_size, "--block-size", int),
@@ -74,13 +77,16 @@ def profile_blocks(
             return  # every process would find the same, and one has to write it
         memory = parse_bytes(device_memory) if device_memory is not None else None
         with waiting("estimating", quiet=asked.quiet):
-            resolved, document = _estimated(asked, lists, memory, context)
+            resolved, document = _estimated(asked, source, lists, memory, context)
         asked.warn_of_unused(resolved, has_draft=has_draft)
         _show(document, resolved, asked)
         return
-    resolved = asked.resolve(next(_points(lists)))
+    resolved = asked.resolve(recipe_options(source) | next(_points(lists)))
     asked.warn_of_unused(resolved, has_draft=has_draft)
-    with joined(asked.place, [resolved], lambda: _prompts(resolved, context)) as (world, prompts):
+    with joined(asked.place, [resolved], lambda: _prompts(source, resolved, asked, context)) as (
+        world,
+        prompts,
+    ):
         document = _measured(world, resolved, prompts, context, asked)
         if world.is_first:
             with world.outside():
@@ -114,6 +120,7 @@ def _measured(
 
 def _estimated(
     asked: Asked,
+    source: Prompts,
     lists: Mapping[str, Sequence[object]],
     memory: int | None,
     context: int | None,
@@ -123,10 +130,13 @@ def _estimated(
     Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
     are skipped.
     """
+    from specdec_cli.commands.reading import recipe_options
+
     with importing():
         from specdec_cli.experiment.memory import Estimator, document, point, settings
 
-    size = asked.resolve({"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
+    where = recipe_options(source)
+    size = asked.resolve(where | {"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
     whole = size.target.tensor_parallel_size
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
@@ -141,8 +151,8 @@ def _estimated(
             rows.append(settings(size) | row | {"status": "skipped", "reason": reason})
             problem = problem or UsageError(f"--draft-tp: {reason}")
             continue
-        resolved = asked.resolve(values)
-        prompts = _prompts(resolved, context)
+        resolved = asked.resolve(where | values)
+        prompts = _prompts(source, resolved, asked, context)
         try:
             profile = estimator.estimate(resolved, prompts)
         except SetupError as error:  # the draft may still split over the other degrees
@@ -190,15 +200,19 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
 
 
 def _prompts(
-    resolved: "specdec_cli.recipe.Recipe", context: int | None
+    source: Prompts,
+    resolved: "specdec_cli.recipe.Recipe",
+    asked: Asked,
+    context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The recipe's prompts, if only they determine the length of sequences."""
-    if context is not None or resolved.cache.max_model_len is not None or resolved.data is None:
-        return []
-    from specdec_cli.prompts import as_conversations, load_prompts
+    """The prompts, if only they determine the length of sequences."""
+    from specdec_cli.commands.reading import find_prompts
 
-    data = resolved.data
-    return as_conversations(load_prompts(data), data.chat, data.system)
+    is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
+    is_known = context is not None or resolved.cache.max_model_len is not None
+    if not is_given and (is_known or resolved.data is None):
+        return []
+    return find_prompts(source, resolved, asked).prompts
 
 
 def _points(lists: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]]:

@@ -209,7 +209,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
                 "the limit is cache.max_model_len, or the model's own",
             )
         return wanted
-    if recipe.cache.max_model_len is not None or not prompts:
+    if not prompts:
         return most
     job = tokenised(planned, prompts)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)

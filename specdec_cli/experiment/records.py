@@ -40,7 +40,7 @@ class Key:
     k: int
 
     @classmethod
-    def of(cls, record: "TextSample | Point | CurvePart") -> "Key":
+    def of(cls, record: "Sample | Point | CurvePart") -> "Key":
         return cls(record.draft, record.batch_size, record.k)
 
 

@@ -34,6 +34,9 @@ _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the sam
 class Tokenizer(Protocol):
     """The tokenizer that commands use."""
 
+    @property
+    def has_template(self) -> bool: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
@@ -57,6 +60,11 @@ class PretrainedTokenizer:
             check_length(max(map(len, tokenizer.get_vocab()), default=0), growth)
         self._decodes_by_regex = '"Regex"' in json.dumps(steps.get("decoder"))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
         # Not verbose: it would warn of texts that are too long, which we report ourselves.
@@ -74,7 +82,7 @@ class PretrainedTokenizer:
         `UsageError` when there is no template or it refuses these messages, and `SetupError` when
         the template itself is at fault.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_template:
             raise _no_template(self._name)
         try:
             with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
@@ -112,6 +120,8 @@ class ByteTokenizer:
 
     Only for dummy weights, whose output means nothing anyway.
     """
+
+    has_template = False
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size

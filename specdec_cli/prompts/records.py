@@ -48,7 +48,7 @@ def prompt_of(row: object, column: str | None) -> Prompt:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
         raise BadRow('should be a JSON object, such as {"prompt": "..."}')
-    category = _category(row)
+    category = category_of(row)
     if column is not None:
         return _named(row, column, category)
     key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
@@ -101,8 +101,11 @@ def checked(text: str, where: str = "") -> str:
     return text
 
 
-def _category(row: Mapping[str, object]) -> str | None:
-    value = row.get(CATEGORY_KEY)
+def category_of(row: object) -> str | None:
+    """The category of a row; raises `BadRow`, also for a row that cannot be read."""
+    if isinstance(row, BadRow):
+        raise row
+    value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
     if type(value) is int:  # a class label
         return str(value)
     if value is not None and not isinstance(value, str):

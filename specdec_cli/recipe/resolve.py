@@ -4,6 +4,7 @@ Knows precedence and where each value came from. Knows neither the names of opti
 the origins) nor which models or devices exist.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -27,6 +28,7 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
+PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
 EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
 
 _MODEL_KEYS = ("target.model", "draft.model")
@@ -113,8 +115,24 @@ def read_source(source: str) -> Document:
             section, _, last = key.partition(".")
             values = document.data.get(section)
             if isinstance(values, dict) and last in values:
-                values[last] = _located(values[last], [path.parent])
+                values[last] = _own_prompts(values[last], path) or _located(
+                    values[last], [path.parent]
+                )
     return document
+
+
+def _own_prompts(value: object, recipe: Path) -> str | None:
+    """The path of a run folder's own prompts, wherever the folder is now; None for others.
+
+    Folders of earlier versions name them by the path that they had.
+    """
+    folder = recipe.parent
+    own = folder / PROMPTS
+    if recipe.name != "recipe.yaml" or not isinstance(value, str) or not own.is_file():
+        return None
+    is_run = (folder / "environment.json").is_file()
+    is_gone = value.endswith(f"/{PROMPTS}") and not os.path.exists(value)
+    return os.path.abspath(own) if is_run and (value == PROMPTS or is_gone) else None
 
 
 def find_source(source: str) -> Path:

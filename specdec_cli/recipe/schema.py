@@ -181,6 +181,11 @@ class DataSection(Section):
         "question, instruction, turns (the first turn), messages and prompt_token_ids",
     )
     limit: Count | None = Field(default=None, description="use only the first so many prompts")
+    sample: Literal["random", "stratified"] | None = Field(
+        default=None,
+        description="draw the limit's prompts by run.seed, stratified evenly over categories; null "
+        "takes the first",
+    )
     chat: Switch = Field(
         default="auto",
         description="use the target's chat template: auto for messages, on for every prompt",

@@ -7,7 +7,7 @@ from typing import Any
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
+from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
 from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
@@ -21,13 +21,15 @@ class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
     recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
-    short_drafts: warnings about drafts whose context may end before the texts.
+    notices: further warnings, of all shards alike. own_prompts: text of the prompts that the run
+    folder is to keep, since no other file holds them.
     """
 
     recipe: Recipe
     settings: SweepSettings
     jobs: list[Job]
-    short_drafts: Sequence[Notice] = ()
+    notices: Sequence[Notice] = ()
+    own_prompts: str | None = None
 
     @property
     def num_prompts(self) -> int:
@@ -54,8 +56,13 @@ def plan_sweep(
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,
+    chat: str = "auto",
+    notices: Sequence[Notice] = (),
+    own_prompts: str | None = None,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
+
+    chat: the setting that prompts were read with. notices: warnings about them.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -102,7 +109,8 @@ def plan_sweep(
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    short_drafts = _short_drafts(jobs)
+    tokenizer = jobs[0].plan.tokenizer
+    found = [*notices, *no_template(tokenizer, prompts, chat), *_short_drafts(jobs)]
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
@@ -110,7 +118,7 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs, short_drafts)
+    return SweepPlan(recipe, settings, jobs, found, own_prompts)
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
@@ -158,7 +166,7 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
             Notice("draft_checkpoint", f"{name}: {remark}", {"draft": name})
             for remark in job.plan.draft_remarks
         ]
-    return [*found, *plan.short_drafts]
+    return [*found, *plan.notices]
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
