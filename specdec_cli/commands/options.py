@@ -41,16 +41,34 @@ def option(
     return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
+def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    """Bundled recipes whose names begin so, for the shell; it completes files by itself."""
+    from specdec_cli.recipe import bundled_recipes
+
+    return [(r.name, r.description) for r in bundled_recipes() if r.name.startswith(incomplete)]
+
+
+def complete_set(incomplete: str) -> list[str]:
+    """`KEY=` for the keys of a recipe that begin so, for the shell."""
+    from specdec_cli.recipe.schema import key_fields
+
+    return [f"{key}=" for key in key_fields() if f"{key}=".startswith(incomplete)]
+
+
 RecipeArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
         help="Recipe file, or bundled recipe (`specdec recipe ls`). Default: the demo pair.",
         show_default=False,
+        autocompletion=complete_recipe,
     ),
 ]
 _SET = "Set any key of the recipe, such as cache.block_size=32; may be repeated."
-Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", _SET, _OUTPUT)]
+Set = Annotated[
+    list[str] | None,
+    option("--set", "KEY=VALUE", _SET, _OUTPUT, autocompletion=complete_set),
+]
 Json = Annotated[
     bool,
     option("--json", None, "Print exactly one JSON document on stdout, also on failure.", _OUTPUT),
@@ -128,6 +146,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "draft": "draft.model",
     "target_tp": "target.tensor_parallel_size",
     "draft_tp": "draft.tensor_parallel_size",
+    "method": "speculation.method",
     _K: "speculation.num_speculative_tokens",
     "dtype": "*.dtype",
     "device": "run.device",
@@ -160,6 +179,7 @@ _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
         ("draft", str, "MODEL", "Draft model."),
+        ("method", str, "NAME", "Method that proposes: draft_model, ngram, eagle3, none, ..."),
         ("target_tp", int, "N", "Ranks of the target."),
         ("draft_tp", int, "N", "Ranks of the draft; must divide the target's."),
         ("dtype", str, "TYPE", "Data type of both models: auto, float32, bfloat16 or float16."),
@@ -246,7 +266,8 @@ class Asked:
         found = resolve(self.recipe, all_sets, options)
         # An option overrides the recipe, so the method of a draft named by one does so too.
         is_free = options.get("draft") is not None
-        return with_method(found, is_free=is_free and _METHOD not in parse_sets(all_sets))
+        names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
+        return with_method(found, is_free=is_free and not names_method)
 
     def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
         """Warn the user about proposal options that have no effect with the recipe's method."""
@@ -314,19 +335,23 @@ def resolve(
     import specdec_cli.recipe
     from specdec_cli.recipe.choices.registry import without_draft
 
-    overrides = parse_sets(sets or ())
-    origins = dict.fromkeys(overrides, "--set")
-    proposer = options.get("draft")
-    if isinstance(proposer, str) and without_draft(proposer):
+    given = parse_sets(sets or ())
+    overrides, origins = dict(given), dict.fromkeys(given, "--set")
+    proposer, origin = options.get("draft"), "--draft"
+    if proposer is None:
+        proposer, origin = given.get("draft.model"), "--set"
+    if isinstance(proposer, str) and without_draft(proposer) and not os.path.exists(proposer):
         overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
         overrides |= {"draft": None, _METHOD: proposer}
-        origins |= {"draft": "--draft", _METHOD: "--draft"}
+        origins |= {"draft": origin, _METHOD: origin}
         options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
     for name, (flag, key) in OPTION_KEYS.items():
         if (value := options.get(name)) is not None:
             overrides[key] = value
             origins[key] = flag
-    return specdec_cli.recipe.load_recipe(recipe, overrides, origins)
+    replaced = {key: one for key, one in given.items() if origins[key] != "--set"}
+    replaced |= {key: one for key, one in given.items() if key not in overrides}
+    return specdec_cli.recipe.load_recipe(recipe, overrides, origins, replaced)
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:

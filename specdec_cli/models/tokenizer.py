@@ -144,6 +144,11 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
+def has_tokenizer(place: Path) -> bool:
+    """Whether a model's folder or GGUF file holds a tokenizer."""
+    return is_gguf(place) or any(any(place.glob(pattern)) for pattern in _FILES)
+
+
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
@@ -157,7 +162,7 @@ def load_tokenizer(
     if (file := unsafe_file(folder)) is not None:
         what = f"no regular file of at most {FILE_BYTES >> 20} MiB"
         raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
-    if not any(any(folder.glob(pattern)) for pattern in _FILES):
+    if not has_tokenizer(folder):
         if is_dummy:
             return ByteTokenizer(vocab_size)
         # For some families transformers would make up a tokenizer that knows no words.

@@ -9,9 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from specdec_cli.errors import UsageError
@@ -41,12 +42,14 @@ def load_recipe(
     source: str | None = None,
     overrides: Mapping[str, object] | None = None,
     origins: Mapping[str, str] | None = None,
+    overridden: Mapping[str, object] | None = None,
 ) -> Recipe:
     """A recipe file or bundled recipe, changed by `overrides` (dotted key to value) and checked.
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
-    origins: where each override came from (`--temperature`), for messages. One `UsageError` reports
-    all problems, a line each.
+    origins: where each override came from (`--temperature`), for messages. overridden: values of
+    `--set` that options replace; they are checked, as are values of the file that are replaced.
+    One `UsageError` reports all problems, a line each.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -60,6 +63,8 @@ def load_recipe(
     data = document.data if isinstance(document.data, dict) else {}
 
     merge = _Merge(document, data, origins or {})
+    for key, value in (overridden or {}).items():
+        merge.check(key, value, 0, "--set")
     merge.apply(overrides)
     found += merge.problems
     try:
@@ -173,6 +178,7 @@ class _Merge:
         self.problems: list[_Found] = []
         self._names = origins
         self._origins: dict[str, str] = {}
+        self._replaced: set[KeyPath] = set()
 
     def apply(self, overrides: Mapping[str, object]) -> None:
         # Whole sections first, so that `draft=null` and `draft.model=x` do not depend on order.
@@ -221,14 +227,43 @@ class _Merge:
         if key in _MODEL_KEYS:
             value = _located(value, [])
         *sections, last = key.split(".")
-        values = self.data
+        values, path = self.data, tuple(key.split("."))
         for section in sections:
             inner = values.get(section)
             if inner is not None and not isinstance(inner, dict):
                 return  # the check of the whole recipe reports it
             values[section] = inner = dict(inner or {})
             values = inner
+        if last in values and path in self.document.lines and not self._is_new(path):
+            line = self.document.line_of(path)
+            self.check(key, values[last], line, f"{self.document.name}:{line}")
         values[last] = value
+        self._replaced.add(path)
+
+    def _is_new(self, path: KeyPath) -> bool:
+        """Whether the value of a key is an override, not the document's."""
+        return any(path[:depth] in self._replaced for depth in range(1, len(path) + 1))
+
+    def check(self, key: str, value: object, line: int, where: str) -> None:
+        """Enter a problem for a value that another one replaces, if it is no value of its key."""
+        fields = key_fields()
+        if key not in fields:
+            is_known = key in {**section_models(), **INNER_SECTIONS}
+            if is_known and isinstance(value, dict):
+                for inner, one in value.items():
+                    self.check(f"{key}.{inner}", one, line, where)
+            elif not is_known and not key.startswith(OPEN_SECTION):
+                self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
+            return
+        info = fields[key]
+        kind = Annotated[info.annotation, *info.metadata]  # type: ignore[name-defined]
+        try:
+            TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                path = (*key.split("."), *details["loc"])
+                details["loc"] = path
+                self.problems.append(_Found(line, where, dotted(path), details))
 
 
 def _names_target(overrides: Mapping[str, object]) -> bool:

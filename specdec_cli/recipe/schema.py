@@ -34,6 +34,7 @@ from specdec_cli.recipe.fields import (
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
+    ByteCount,
     Count,
     CountOrZero,
     GgufName,
@@ -135,8 +136,9 @@ class CacheSection(Section):
         default=None,
         description="longest prompt plus output, at most the model's own limit, which null is",
     )
-    cpu_bytes: Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)] | None = Field(
-        default=None, description="cache memory of a host on CPU, divided by its ranks"
+    cpu_bytes: ByteCount | None = Field(
+        default=None,
+        description="cache memory of a host on CPU, such as 8GiB, divided by its ranks",
     )
 
 

@@ -314,3 +314,22 @@ def test_template_that_takes_no_system_message(run: Run, tmp_path: Path) -> None
 def test_rendered_prompt_may_be_too_long(run: Run, model: Path) -> None:
     options = ("--target", model, "--chat", "--prompt", "x", "--set", "cache.max_model_len=8")
     refused(run, 2, r"the prompt has \d+ tokens; the model's context holds 8", *options)
+
+
+def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any) -> None:
+    """A model tuned for chat writes nonsense without it; who says --no-chat means it."""
+    path = lines({"prompt": "x = 1"}, {"messages": [ASK]}, {"prompt_token_ids": [310, 963]})
+
+    def warnings(*arguments: str | Path) -> list[Any]:
+        result = run(*arguments, *FEW)
+        assert result.code == 0
+        return [w for w in result.document["warnings"] if w["code"] == "no_chat_template"]
+
+    (told,) = warnings("--target", model, "--prompt-file", path)
+    assert "1 of 3 prompts go to it without: pass --chat" in told["message"]
+    assert told["evidence"] == {"without": 1, "num_prompts": 3}
+    texts = ("--prompt", "x = 1")
+    assert warnings("--target", model, *texts, "--no-chat") == []
+    assert warnings("--target", model, *texts, "--chat") == []
+    assert warnings(*texts) == []  # the bundled pair has no template
+    assert warnings("--target", model, "--prompt-file", lines({"messages": [ASK]})) == []

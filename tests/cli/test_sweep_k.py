@@ -161,7 +161,10 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
-    assert result.err == "warning: 2 prompts are few: intervals are wide (--limit, --dataset)\n"
+    assert result.err == (
+        "warning: the first 2 prompts are of 1 of 4 categories (data): pass --sample stratified\n"
+        "warning: 2 prompts are few: intervals are wide (--limit, --dataset)\n"
+    )
 
 
 def test_live_table() -> None:
@@ -333,7 +336,8 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
         specdec(capsys, "merge", shards[0], shards[0], "-o", tmp_path / "x"), 2, "merge each shard"
     )
     alone = specdec(capsys, "merge", shards[0], "-o", tmp_path / "half", "-q")
-    assert alone.code == 0 and "3 points lack prompts: at most 2 of 4" in alone.err
+    assert alone.code == 3 and "3 points lack prompts: at most 2 of 4" in alone.err
+    assert "warning: shard 1/2 is missing\n" in alone.err
     other = tmp_path / "other"
     assert specdec(capsys, *options, "--seed", "9", "--shard", "1/2", "-o", other).code == 0
     refused(
