@@ -3,10 +3,13 @@
 Parses and prepares; `generate_run` runs and shows.
 """
 
+import os
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
@@ -14,12 +17,16 @@ from specdec_cli.errors import UsageError
 
 Resume = Annotated[bool, option("--resume", None, "Continue the run in the folder of -o.")]
 
+_NEXT = "Write a .jsonl file of the conversations' next turns, after the answers to these."
+NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=Path)]
+
 
 @shared()
 def generate(
     asked: Asked,
     source: Prompts,
     resume: Resume = False,
+    next_turns: NextTurns = None,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
@@ -35,6 +42,8 @@ def generate(
     with joined(
         asked.place, [resolved], lambda: find_prompts(source, resolved, asked, reads_pipe=True)
     ) as (world, found):
+        if next_turns is not None:
+            _check_turns(found.prompts, next_turns)
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing():
@@ -43,5 +52,15 @@ def generate(
                 world, resolved, found, asked, stages, is_single=is_single, resume=resume
             )
         world.ready()
-        code = write(world, ready, asked, is_single=is_single)
+        code = write(world, ready, asked, is_single=is_single, next_turns=next_turns)
     raise typer.Exit(code)
+
+
+def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
+    """Raise `UsageError` where no file of next turns can be made of the answers."""
+    if not any(prompt.later for prompt in prompts):
+        raise UsageError("--next-turns: no prompt has a further turn", "the data need turns")
+    if any(prompt.later and prompt.messages is None for prompt in prompts):
+        raise UsageError("--next-turns needs conversations", "pass --chat")
+    if os.path.exists(file):
+        raise UsageError(f"--next-turns: {file} is there already", "name a new file")

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
+from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.generate_folder import SAMPLES, Kept, key_of, open_folder
 from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
 from specdec_cli.experiment.machine import MachineWatch
@@ -31,6 +33,7 @@ from specdec_cli.experiment.results import (
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.settings_file import unsaid
 from specdec_cli.launch.world import World
+from specdec_cli.prompts import next_turn
 from specdec_cli.recipe import Recipe
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary
 from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
@@ -93,10 +96,13 @@ def get_ready(
     return replace(ready, engine=build(job.plan, job.longest_prompt, stages.begin))
 
 
-def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitCode:
+def write(
+    world: World, ready: Ready, asked: Asked, *, is_single: bool, next_turns: Path | None
+) -> ExitCode:
     """Run the prompts and show the results on rank 0; returns the exit code.
 
     is_single: the only prompt is on the command line, so the run fails if it cannot run.
+    next_turns: the file for the conversations' next turns.
     """
     watch = MachineWatch(ready.job.plan.device)
     if not asked.quiet:
@@ -114,6 +120,9 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
         if not asked.quiet:
             warn(found)
         notices = [*ready.notices, *found]
+        if next_turns is not None and world.is_first:
+            with or_setup_error(f"cannot write {next_turns}"):
+                replace_file(next_turns, _next_turns(ready.job, outputs).encode())
         _deliver(ready, outputs, metrics, notices, as_json=asked.as_json)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
@@ -159,6 +168,13 @@ def _run(
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _next_turns(job: Job, outputs: list[Output]) -> str:
+    """The text of a .jsonl file: each conversation with its answer and the user's next turn."""
+    pairs = zip(job.prompts, outputs, strict=True)
+    rows = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
+    return "".join(to_json(row) + "\n" for row in rows if row is not None)
 
 
 def _deliver(

@@ -156,9 +156,9 @@ def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
 
     given: the dotted keys, or sections, that options set.
     """
-    about_rows = ("split", "subset", "column", "limit", "sample")
+    about_rows = ("split", "subset", "column", "limit", "sample", "turn", "categories")
     stale = [key for key in about_rows if "data" not in given and f"data.{key}" not in given]
-    return data.model_copy(update=dict.fromkeys(stale))
+    return data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
 
 
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:

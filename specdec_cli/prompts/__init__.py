@@ -9,4 +9,5 @@ from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
 from specdec_cli.prompts.load import Loaded, load, load_prompts, read_prompts
 from specdec_cli.prompts.records import jsonl_of
+from specdec_cli.prompts.turns import next_turn
 from specdec_cli.prompts.types import Prompt

@@ -10,7 +10,7 @@ import os
 import select
 import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,6 +31,7 @@ from specdec_cli.prompts.records import (
     prompt_of,
 )
 from specdec_cli.prompts.tables import csv_source, parquet_source
+from specdec_cli.prompts.turns import NoSuchTurn, subtask
 from specdec_cli.prompts.types import BadRow, Prompt, Source
 from specdec_cli.recipe import DataSection
 from specdec_cli.text import one_line
@@ -90,14 +91,24 @@ def load(
     with opened:
         rows = iter(source.rows)
         limit = None if choice.sample else choice.limit
-        found = _prompts_of(source, rows, data.column, limit, data.split, skip_bad=skip_bad)
+        found = _prompts_of(
+            source, rows, data.column, limit, data.split, skip_bad=skip_bad, turn=data.turn
+        )
+        named = subtask if data.categories == "spec_bench" else _same
+        found = [replace(prompt, category=named(prompt.category)) for prompt in found]
         if choice.sample is not None:
             return Loaded(_numbered(sampled(found, choice)))
-        notices = _unevenness(found, rows) if len(found) == limit else []
+        notices = _unevenness(found, rows, named) if len(found) == limit else []
     return Loaded(_numbered(found), notices)
 
 
-def _unevenness(found: list[Prompt], rows: Rows) -> list[Notice]:
+def _same(category: str | None) -> str | None:
+    return category
+
+
+def _unevenness(
+    found: list[Prompt], rows: Rows, named: Callable[[str | None], str | None]
+) -> list[Notice]:
     """Warnings about categories, by a look at the rows after the prompts that were taken."""
     if all(prompt.category is None for prompt in found):
         return []
@@ -108,7 +119,7 @@ def _unevenness(found: list[Prompt], rows: Rows) -> list[Notice]:
         is_whole = len(ahead) <= _MAX_AHEAD
         for _, row in ahead:
             with contextlib.suppress(BadRow):
-                further[category_of(row)] += 1
+                further[named(category_of(row))] += 1
     return uneven(found, further, is_whole=is_whole)
 
 
@@ -279,6 +290,7 @@ def _prompts_of(
     split: str | None = None,
     *,
     skip_bad: bool,
+    turn: int = 1,
 ) -> list[Prompt]:
     """The first `limit` prompts of a source; bad rows up to there are reported or counted.
 
@@ -289,12 +301,15 @@ def _prompts_of(
     _check_columns(source, column)
     found: list[Prompt] = []
     bad: list[str] = []
+    short = 0
     while (limit is None or len(found) < limit) and (item := next(rows, None)) is not None:
         where, row = item
         try:
             if isinstance(row, BadRow):
                 raise row
-            found.append(replace(prompt_of(row, column), where=where))
+            found.append(replace(prompt_of(row, column, turn), where=where))
+        except NoSuchTurn:
+            short += 1
         except BadRow as reason:
             bad.append(f"{where}: {reason}")
     if bad and not skip_bad:
@@ -303,6 +318,8 @@ def _prompts_of(
         raise UsageError("\n".join(bad), source.hint)
     if not found and not bad and split is not None:
         raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
+    if not found and short and not bad:
+        raise UsageError(f"{name}: no conversation has {turn} turns", "set a smaller data.turn")
     if not found:
         all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
         start = f"{name}:1" if source.columns is None else name

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -63,10 +63,9 @@ def load_recipe(
     data = document.data if isinstance(document.data, dict) else {}
 
     merge = _Merge(document, data, origins or {})
-    for key, value in (overridden or {}).items():
-        merge.check(key, value, 0, "--set")
     merge.apply(overrides)
     found += merge.problems
+    recipe = None
     try:
         recipe = Recipe.model_validate(merge.data)
     except ValidationError as error:
@@ -74,9 +73,12 @@ def load_recipe(
             path = problems.place(details)
             line, where = merge.where(path, is_missing=details["type"] == "missing")
             found.append(_Found(line, where, dotted(path), details))
-    else:
-        if not found:
-            return recipe
+    merge.problems.clear()
+    for key, value in (overridden or {}).items():
+        merge.check(key, value, 0, "--set")
+    found += merge.problems
+    if recipe is not None and not found:
+        return recipe
     found.sort(key=lambda problem: problem.line)
     lines = [_said(problem) for problem in found[:_MAX_SHOWN]]
     if len(found) > _MAX_SHOWN:
@@ -256,7 +258,9 @@ class _Merge:
                 self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
             return
         info = fields[key]
-        kind = Annotated[info.annotation, *info.metadata]  # type: ignore[name-defined]
+        kind: Any = info.annotation
+        for limit in info.metadata:
+            kind = Annotated[kind, limit]
         try:
             TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
         except ValidationError as error:

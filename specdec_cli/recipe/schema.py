@@ -180,13 +180,22 @@ class DataSection(Section):
     column: Name | None = Field(
         default=None,
         description="column with the prompt; null takes the first there is of prompt, text, "
-        "question, instruction, turns (the first turn), messages and prompt_token_ids",
+        "question, instruction, turns (the first turn), messages, prompt_token_ids and "
+        "conversations (ShareGPT's)",
     )
     limit: Count | None = Field(default=None, description="use only the first so many prompts")
     sample: Literal["random", "stratified"] | None = Field(
         default=None,
         description="draw the limit's prompts by run.seed, stratified evenly over categories; null "
         "takes the first",
+    )
+    turn: Count = Field(
+        default=1,
+        description="the user's turn of a ShareGPT conversation that is the prompt; shorter "
+        "conversations are left out",
+    )
+    categories: Literal["own", "spec_bench"] = Field(
+        default="own", description="spec_bench joins Spec-Bench's 13 to its six subtasks"
     )
     chat: Switch = Field(
         default="auto",

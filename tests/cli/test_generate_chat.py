@@ -333,3 +333,18 @@ def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any)
     assert warnings("--target", model, *texts, "--chat") == []
     assert warnings(*texts) == []  # the bundled pair has no template
     assert warnings("--target", model, "--prompt-file", lines({"messages": [ASK]})) == []
+
+
+def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path: Path) -> None:
+    """As Spec-Bench's harness does, which asks again after what the model has answered."""
+    path, later = tmp_path / "question.jsonl", tmp_path / "second.jsonl"
+    rows = [{"turns": ["a?", "b?"], "category": "stem"}, {"turns": ["c?"], "category": "qa"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asks = ("--target", model, "--prompt-file", path, "--next-turns", later)
+    assert "pass --chat" in run(*asks, *FEW).err
+    first = run(*asks, "--chat", *FEW)
+    answer = first.outputs[0]["text"].strip()
+    (second,) = run("--target", model, "--prompt-file", later, *FEW).outputs
+    assert second["category"] == "stem" and f"{answer}\n<|user|>\nb?" in second["prompt"]
+    assert "is there already" in run(*asks, "--chat", *FEW).err
+    assert "no prompt has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err

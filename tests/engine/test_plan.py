@@ -99,11 +99,11 @@ def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     target = tiny_model(tmp_path / "target")
     draft = save_tiny(tmp_path / "draft", "llama")
     sets = {"target.model": str(target), "draft.model": str(draft), "run.device": "cpu"}
-    with pytest.raises(SetupError, match="cannot load the tokenizer of .*draft: there is none"):
+    with pytest.raises(SetupError, match=r"cannot load the tokenizer of .*draft: there is none"):
         plan(load_recipe(None, sets))
     found = plan(load_recipe(None, sets | {"draft.load_format": "dummy"}))
     assert found.draft is not None and found.tokenizer.vocabulary()["w3"] == 3
     small = save_tiny(tmp_path / "small", "llama", vocab_size=50)
     sets |= {"draft.model": str(small), "draft.load_format": "dummy"}
-    with pytest.raises(SetupError, match="has 50 ids and target .* more"):
+    with pytest.raises(SetupError, match=r"has 50 ids and target .* more"):
         plan(load_recipe(None, sets))

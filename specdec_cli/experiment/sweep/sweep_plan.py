@@ -9,6 +9,7 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
 from specdec_cli.experiment.run_settings import settings_values
+from specdec_cli.experiment.sweep.duration import OFTEN_OFF_BY, in_words, sweep_seconds
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -191,6 +192,13 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
         f"tokens to write: at most {most * len(s.measured_keys) * run.repeats:,}",
     ]
+    jobs = dict(zip(s.drafts, plan.jobs, strict=True))
+    by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
+    seconds = sweep_seconds(by_key, has_curve=max(s.ks) > 0)
+    text.append(
+        f"time: about {in_words(seconds)}, usually right within a factor of {OFTEN_OFF_BY:g}; "
+        "texts that end early take less"
+    )
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
@@ -201,6 +209,8 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         "longest_prompt": longest,
         "repeats": run.repeats,
         "most_output_tokens_per_point": most,
+        "seconds": seconds,
+        "seconds_range": [seconds / OFTEN_OFF_BY, seconds * OFTEN_OFF_BY],
         "warnings": list(warnings),
         "text": "\n".join(text),
     }
