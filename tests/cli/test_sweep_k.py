@@ -346,6 +346,33 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     refused(specdec(capsys, "merge", tmp_path, "-o", tmp_path / "z"), 2, "no folder of a sweep")
 
 
+def test_folders_that_were_moved(capsys: Capture, tmp_path: Path) -> None:
+    """Prompts of the command line are in the folder, and found wherever it is."""
+    given = ["--prompt", "def f(x):\n", "--prompt", "import os\n"]
+    quick = QUICK[:-2]  # without its data
+    options = [*quick, *ONCE, "--k", "0,1", "-q", "--json"]
+    there, here = tmp_path / "there", tmp_path / "here"
+    for place in range(2):
+        part = ["--shard", f"{place}/2", "-o", there / str(place)]
+        assert specdec(capsys, "sweep-k", "demo", *given, *options, *part).code == 0
+    there.rename(here)
+    there.mkdir()
+    (there / "0").mkdir()
+    (there / "0" / "prompts.jsonl").write_text('{"prompt": "of another run"}\n')
+    merged = tmp_path / "merged"
+    result = specdec(capsys, "merge", here / "0", here / "1", "-o", merged, "--json")
+    assert result.code == 0
+    own = str(merged / "prompts.jsonl")
+    assert json.loads((merged / "summary.json").read_text())["recipe"]["data"]["path"] == own
+    shutil.rmtree(here)
+    moved = merged.rename(tmp_path / "moved")
+    resumed = specdec(capsys, "sweep-k", moved / "recipe.yaml", *options, "--resume", "-o", moved)
+    assert resumed.code == 0, resumed.err
+    assert len(samples(moved)) == 4
+    again = specdec(capsys, "sweep-k", moved / "recipe.yaml", *options, "--dry-run")
+    assert again.document["sweep"]["prompts"] == resumed.document["sweep"]["prompts"]
+
+
 def test_a_slurm_task_takes_its_share(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
