@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -392,7 +393,11 @@ def test_dry_run_loads_no_weights(
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
     assert not (tmp_path / "run").exists()
-    assert "points: 3, samples: 12" in specdec(capsys, *SWEEP, "--dry-run").out
+    low, high = document["seconds_range"]
+    assert 0 < low < document["seconds"] < high
+    told = specdec(capsys, *SWEEP, "--dry-run").out
+    assert "points: 3, samples: 12" in told
+    assert re.search(r"^time: about \d+ s, usually right within a factor of 2; ", told, re.M)
 
 
 def test_a_point_that_runs_out_of_memory_is_a_point(

@@ -115,9 +115,11 @@ def _shape(model: Draft, tokens: int) -> tuple[float, float, int]:
     layers = len(getattr(model, "layers", ())) or 1
     if module is None:
         return size, size / model.dtype.itemsize, layers
+    config = module.config
+    if not getattr(config, "tie_word_embeddings", False):
+        size -= module.get_input_embeddings().weight.nbytes  # a few rows of it are read
     weights = module.named_parameters()
     experts = sum(p.numel() * p.element_size() for name, p in weights if ".experts." in name)
-    config = module.config
     chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), None)
