@@ -340,7 +340,7 @@ def resolve(
     proposer, origin = options.get("draft"), "--draft"
     if proposer is None:
         proposer, origin = given.get("draft.model"), "--set"
-    if isinstance(proposer, str) and without_draft(proposer) and not os.path.exists(proposer):
+    if isinstance(proposer, str) and without_draft(proposer):
         overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
         overrides |= {"draft": None, _METHOD: proposer}
         origins |= {"draft": origin, _METHOD: origin}

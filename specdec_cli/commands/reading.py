@@ -18,7 +18,7 @@ from specdec_cli.prompts import (
     Prompt,
     as_conversations,
     jsonl_of,
-    load,
+    load_noted,
     parse_dataset,
     read_prompts,
 )
@@ -109,17 +109,16 @@ def find_prompts(
 def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> list[Prompt] | None:
     """Prompts that no recipe can name: from the command line, and from standard input."""
     given, file = source.prompt or [], source.prompt_file
-    data, is_given = resolved.data, bool(given) or file is not None
+    is_given = bool(given) or file is not None
     if not is_given and not (reads_pipe and _is_piped()):
         return None
-    sample = source.sample or (data.sample if data is not None and source.limit else None)
     stdin = sys.stdin if file == "-" or not is_given else None
     found = read_prompts(
         given,
         file,
         stdin,
         limit=source.limit,
-        sample=sample,
+        sample=source.sample,
         seed=resolved.run.seed,
         skip_bad=source.skip_bad,
     )
@@ -136,7 +135,7 @@ def _from_data(
         data = _of_another_file(data, {options.OPTION_KEYS[name][1] for name in own} | sets.keys())
     changes = {"limit": source.limit, "sample": source.sample}
     data = data.model_copy(update={k: v for k, v in changes.items() if v is not None})
-    loaded = load(
+    loaded = load_noted(
         data,
         skip_bad=source.skip_bad,
         is_file="prompt_file" in own,

@@ -57,11 +57,11 @@ class Loaded:
 def load_prompts(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
 ) -> list[Prompt]:
-    """The prompts of `load`."""
-    return load(data, skip_bad=skip_bad, is_file=is_file, seed=seed).prompts
+    """The prompts of `load_noted`."""
+    return load_noted(data, skip_bad=skip_bad, is_file=is_file, seed=seed).prompts
 
 
-def load(
+def load_noted(
     data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
 ) -> Loaded:
     """The prompts that a recipe's `data` names.

@@ -28,6 +28,7 @@ from specdec_cli.recipe.choices.registry import (
     MethodAndRuleKeys,
     PolicyKeys,
     needs_draft,
+    without_draft,
 )
 from specdec_cli.recipe.fields import (
     MAX_BATCH,
@@ -228,11 +229,20 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none."""
-        if not isinstance(data, dict) or data.get("draft") is not None:
+        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none.
+
+        A draft of the name of a method without a draft model is that method.
+        """
+        if not isinstance(data, dict):
             return data
-        speculation = data.get("speculation", {})
+        speculation, draft = data.get("speculation", {}), data.get("draft")
         if not isinstance(speculation, dict):
+            return data
+        named = draft.get("model") if isinstance(draft, dict) else None
+        is_method = isinstance(named, str) and without_draft(named)
+        if is_method and speculation.get("method", named) == named:
+            return {**data, "draft": None, "speculation": {**speculation, "method": named}}
+        if draft is not None:
             return data
         written = speculation.get("method")
         is_plain = speculation.get("num_speculative_tokens") == 0

@@ -9,13 +9,16 @@ import pytest
 from specdec_cli.recipe import Recipe
 from tests.cli.sweep_helpers import specdec
 
-COMMANDS = ["sweep-k", "compare-tp"]  # `test_every_source_on_every_command` has the others
 DRY = ["--device", "cpu", "--max-new-tokens", "2", "--dry-run", "--json", "-q"]
 ROWS = ("first", "second", "third")
 
 Capture = pytest.CaptureFixture[str]
 
-pytestmark = pytest.mark.parametrize("command", COMMANDS)
+
+@pytest.fixture
+def command() -> str:
+    """The command of most cases: all commands read prompts in one place (`test_every_source`)."""
+    return "sweep-k"
 
 
 @pytest.fixture
@@ -109,6 +112,7 @@ def test_a_limit_that_no_recipe_can_hold(command: str, capsys: Capture, rows: Pa
     assert data_of(capsys, command, "--dataset", rows, "--limit", most)["limit"] == most
 
 
+@pytest.mark.parametrize("command", ["sweep-k", "compare-tp"])
 def test_every_source(command: str, capsys: Capture, rows: Path, tmp_path: Path) -> None:
     """A source means the same everywhere; prompts that no file holds stay with the run folder."""
     assert data_of(capsys, command, "--prompt-file", rows)["path"] == str(rows)
@@ -116,6 +120,8 @@ def test_every_source(command: str, capsys: Capture, rows: Path, tmp_path: Path)
     assert (result.code, result.document["recipe"]["data"]) == (0, None)
     settings = result.document["sweep" if command == "sweep-k" else "comparison"]
     assert settings["prompts"]["count"] == 2
+    split = data_of(capsys, command, "--dataset", f"{rows}:train[1:]:other", "--limit", "1")
+    assert (split["split"], split["column"], split["num_prompts"]) == ("train[1:]", "other", 1)
     given = specdec(capsys, command, "--prompt", "a", "--dataset", rows, *DRY)
     assert given.code == 2 and "exclude each other" in given.document["error"]["message"]
     nameless = specdec(capsys, command, "--sample", "some", "--limit", 2, *DRY)

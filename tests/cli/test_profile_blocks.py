@@ -337,6 +337,8 @@ def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> N
     if not torch.cuda.is_available():
         anywhere = profile(capsys, "demo", "--estimate", "--memory", "300MiB", "--json")
         assert anywhere.document["ranks"][0]["device"] == "cpu"
+    asked = ("--prompt", "x = 1", "--prompt", "y", "--max-new-tokens", "7")
+    assert 8 < profile(capsys, *cpu, *asked).document["context"] < 14
     small = profile(capsys, *cpu[:4], "--memory", "20MiB")
     assert small.code == 5 and "no room for a KV cache on cpu" in small.err
 

@@ -9,8 +9,6 @@ import yaml
 from specdec_cli.app import main
 from specdec_cli.commands.options import (
     OPTION_KEYS,
-    complete_recipe,
-    complete_set,
     parse_sets,
     resolve,
 )
@@ -202,14 +200,29 @@ def test_methods_by_name(tmp_path: Path) -> None:
     ):
         assert resolve("demo", sets, given).speculation.method == "ngram"
     assert resolve("demo", ["draft.model=ngram"], {}).draft is None
+    path = tmp_path / "r.yaml"
+    path.write_text("target: {model: t}\ndraft: {model: ngram}\n")
+    assert load_recipe(str(path)).draft is None
+    assert load_recipe(str(path)).speculation.method == "ngram"
     assert resolve("demo", None, {"method": "none"}).speculation.method == "none"
     with pytest.raises(UsageError, match=r"--method: speculation\.method: should be draft_model"):
         resolve("demo", None, {"method": "ngrams"})
 
 
-def test_the_shell_completes_recipes_and_keys() -> None:
-    names = [name for name, _ in complete_recipe("demo-")]
-    assert "demo-ngram" in names and "demo" not in names
-    assert "sampling.top_k=" in complete_set("sampling.")
-    assert complete_set("cache.block_size=") == ["cache.block_size="]
-    assert complete_set("x") == []
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("specdec sweep-k --set sampling.top", ["sampling.top_k=", "sampling.top_p="]),
+        ("specdec generate demo-", ["demo-ngram", "demo-sampled"]),
+        ("specdec recipe show demo-n", ["demo-ngram"]),
+    ],
+)
+def test_the_shell_completes_recipes_and_keys(
+    words: str, expected: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_SPECDEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    main([])
+    captured = capsys.readouterr()
+    assert (captured.out.split(), captured.err) == (expected, "")

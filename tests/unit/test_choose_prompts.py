@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Loaded, load, read_prompts
+from specdec_cli.prompts import Loaded, load_noted, read_prompts
+from specdec_cli.prompts.choose import Choice, sampled
 from specdec_cli.recipe import DataSection
 
 SIZES = {"math": 40, "qa": 10, "rag": 3, None: 7}
@@ -27,7 +28,7 @@ def rows(tmp_path: Path) -> Path:
 
 
 def read(path: Path, seed: int = 0, **keys: object) -> Loaded:
-    return load(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
+    return load_noted(DataSection.model_validate({"path": str(path), **keys}), seed=seed)
 
 
 def counts(loaded: Loaded) -> dict[str | None, int]:
@@ -72,11 +73,9 @@ def test_the_seed_decides_and_a_larger_sample_contains_a_smaller(sample: str, ro
 
 
 def test_a_random_sample_has_every_prompt_alike(rows: Path) -> None:
-    times = Counter(
-        prompt.text
-        for seed in range(400)
-        for prompt in read(rows, seed, limit=15, sample="random").prompts
-    )
+    prompts = read(rows).prompts
+    draws = (sampled(prompts, Choice(15, "random", seed)) for seed in range(400))
+    times = Counter(prompt.text for drawn in draws for prompt in drawn)
     # 400 draws of a quarter: 100 times each, with a standard deviation of 8.7.
     assert len(times) == 60 and 65 < min(times.values()) and max(times.values()) < 135
 
