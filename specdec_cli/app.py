@@ -117,9 +117,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        if not arguments and isinstance(
-            outcome.error, UsageError
-        ):  # who types the name alone wants to see what there is
+        # Who types the name alone wants to see what there is; a shell that completes does not.
+        if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
             typer.echo("\n" + command.get_help(context), err=True)
