@@ -6,7 +6,7 @@ The first two take what this device takes for them now; the third is a round fig
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, beside reading weights
 _LOAD = 1e9  # bytes of weights read a second
-_PROBE_BYTES, _PROBE_SIDE = 64 * 2**20, 512
+_PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
 OFTEN_OFF_BY = 2.0  # `docs/sweep.md` has the runs that it was compared with
 
 
@@ -51,7 +51,7 @@ def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
 def _fastest(run: Callable[[], object], device: torch.device) -> float:
     """The least of some times of `run`, in seconds."""
     times = []
-    for _ in range(5):
+    for _ in range(1 + _PROBES):  # the first one warms up
         started = time.perf_counter()
         run()
         if device.type == "cuda":
@@ -61,17 +61,36 @@ def _fastest(run: Callable[[], object], device: torch.device) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class _Shape:
+    """A model's bytes that each pass reads, those of experts, and the share that a token chooses.
+
+    parameters: those that a token meets.
+    """
+
+    always: float
+    experts: float
+    share: float
+    parameters: float
+    layers: int
+
+    def bytes_read(self, tokens: int) -> float:
+        return self.always + self.experts * (1 - (1 - self.share) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
 class Forecaster:
     """Times of one job's runs, in seconds."""
 
     job: Job
     speeds: Speeds
+    _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
 
     def pass_seconds(self, model: Draft, tokens: int) -> float:
         """One pass of a model over so many tokens."""
-        size, parameters, layers = _shape(model, tokens)
-        work = size / self.speeds.bytes + 2 * parameters * tokens / self.speeds.operations
-        return work + layers * self._layer
+        role = model.spec.role
+        shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
+        products = 2 * shape.parameters * tokens / self.speeds.operations
+        return shape.bytes_read(tokens) / self.speeds.bytes + products + shape.layers * self._layer
 
     @property
     def _layer(self) -> float:
@@ -108,26 +127,23 @@ class Forecaster:
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
 
-def _shape(model: Draft, tokens: int) -> tuple[float, float, int]:
-    """Bytes that a pass reads, parameters that a token meets, and layers."""
-    size = float(model.weight_bytes)
+def _shape_of(model: Draft) -> _Shape:
+    size, layers = float(model.weight_bytes), len(getattr(model, "layers", ())) or 1
     module: Any = getattr(model, "module", None)
-    layers = len(getattr(model, "layers", ())) or 1
     if module is None:
-        return size, size / model.dtype.itemsize, layers
+        return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
     config = module.config
     if not getattr(config, "tie_word_embeddings", False):
         size -= module.get_input_embeddings().weight.nbytes  # a few rows of it are read
     weights = module.named_parameters()
     experts = sum(p.numel() * p.element_size() for name, p in weights if ".experts." in name)
-    chosen = getattr(config, "num_experts_per_tok", None)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
     if not experts or not chosen or not count:
-        return size, size / model.dtype.itemsize, layers
-    read = 1 - (1 - chosen / count) ** tokens
-    met = (size - experts + experts * chosen / count) / model.dtype.itemsize
-    return size - experts * (1 - read), met, layers
+        return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
+    share, always = chosen / count, size - experts
+    return _Shape(always, experts, share, (always + experts * share) / model.dtype.itemsize, layers)
 
 
 def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
@@ -138,8 +154,9 @@ def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
     is_cuda = first.device.type == "cuda"
     models = {m.spec.name: m.weight_bytes for job in jobs.values() for m in job.plan.models}
     found = (_START_CUDA if is_cuda else _START_CPU) + sum(models.values()) / _LOAD
+    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
     for key, job in jobs.items():
-        forecaster, params, count = Forecaster(job, speeds), job.plan.params, len(job.prompts)
+        forecaster, params, count = forecasters[id(job)], job.plan.params, len(job.prompts)
         found += run.repeats * forecaster.run_seconds(key, count, params)
         found += run.warmup * forecaster.run_seconds(key, min(key.batch_size, count), params)
         if has_curve:
