@@ -14,12 +14,25 @@ from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
+from specdec_cli.experiment.break_even import break_even
 from specdec_cli.experiment.factors import MidRatio, Product, midmean
 from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
-from specdec_cli.experiment.records import CategoryMetrics, Key, Point, Prediction, Sample, given
+from specdec_cli.experiment.records import (
+    BreakEven,
+    CategoryMetrics,
+    Key,
+    Point,
+    Prediction,
+    Sample,
+    given,
+)
+from specdec_cli.experiment.repeats import usual_repeats
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
+# A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
+# that say so are wrong if it is by more than this factor, which leaves room for noise.
+_BEYOND = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +67,22 @@ class Forecasts:
         return Product(
             SumRatio(np.stack((np.asarray(plain), np.asarray(rounds)), axis=1), (1, -1)),
             MidRatio(np.asarray(costs), (1, -1)),
+        )
+
+    def break_even(self, k: int, seed: int) -> BreakEven | None:
+        """The break-even at a k, at the costs of the time curve; None without them."""
+        parts = sorted(self.timed(0, k))
+        if k == 0 or not parts or not self.texts:
+            return None
+        costs = np.asarray([[self.parts[k][part], self.parts[0][part]] for part in parts])
+        rounds = [self.rounds(index, k) for index in self.texts]
+        return break_even(
+            MidRatio(costs, (1, -1)),
+            k,
+            drafts=sum(r.drafts for r in rounds),
+            draft_tokens=sum(r.draft_tokens for r in rounds),
+            rounds=sum(r.total for r in rounds),
+            seed=seed,
         )
 
     def timed(self, *ks: int) -> set[int]:
@@ -99,7 +128,10 @@ def arm_points(
             **measured(key, own, baseline, failures.get(key), seed),
         )
         found = _prediction(point, forecasts, alpha, without_errors(own), baseline, seed)
-        predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
+        predicted: dict[str, Any] = {"prediction": found}
+        predicted["predicted_speedup"] = found.speedup if found else None
+        if point.metrics is None:
+            predicted["break_even"] = forecasts.break_even(key.k, seed)
         points.append(point.model_copy(update=predicted))
     return points
 
@@ -115,9 +147,8 @@ def measured(
     if failure is None and not usable:
         failure = Failure("failed", why_none(samples))
     if failure is not None:
-        nothing = dict.fromkeys(
-            ("metrics", "speedup", "speedup_ci", "mean_acceptance_length_ci"), None
-        )
+        names = ("metrics", "speedup", "speedup_ci", "mean_acceptance_length_ci", "break_even")
+        nothing: dict[str, Any] = dict.fromkeys(names)
         return nothing | {
             "status": failure.status,
             "per_category": {},
@@ -132,7 +163,9 @@ def measured(
         "metrics": metrics,
         "mean_acceptance_length_ci": lengths,
         "per_category": _per_category(usable, baseline, key.k, seed),
-        **_gain(speedup(usable, baseline), key.k, seed),
+        **_gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable)),
+        "break_even": _break_even(usable, baseline, key.k, seed),
+        **_intervals(usable, key.k, seed),
     }
 
 
@@ -154,10 +187,10 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     done = [s for s in samples if s.could_run]
     decode = sum(map(decode_seconds, done))
     clock = RunClock(
-        num_rounds=sum(_mean(s.round_share) for s in done),
-        prefill_seconds=sum(_mean(s.seconds) for s in done) - decode,
+        num_rounds=sum(_usual(s, s.round_share) for s in done),
+        prefill_seconds=sum(_usual(s, s.seconds) for s in done) - decode,
         decode_seconds=decode,
-        stage_ms={x: sum(_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+        stage_ms={x: sum(_usual(s, s.stage_ms.get(x, [])) for s in done) for x in STAGES},
         distinct_experts=_experts_read(done),
     )
     return metrics_of(
@@ -166,8 +199,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(len(s.token_ids) for s in done),
-        ttft_ms=Spread.of([_mean(s.ttft_ms) for s in done]),
-        tpot_ms=Spread.of([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
+        ttft_ms=Spread.of([_usual(s, s.ttft_ms) for s in done]),
+        tpot_ms=Spread.of([_usual(s, s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
     )
 
@@ -179,7 +212,7 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
         if sample.distinct_experts is None:
             return None
         shares = zip(sample.distinct_experts, sample.round_share, strict=True)
-        found += _mean([count * share for count, share in shares])
+        found += _usual(sample, [count * share for count, share in shares])
     return found if done else None
 
 
@@ -201,8 +234,8 @@ def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
 
 
 def decode_seconds(sample: Sample) -> float:
-    """A prompt's share of the time of its rounds, averaged over repeats."""
-    return _mean(sample.decode_seconds)
+    """A prompt's share of the time of its rounds, averaged over repeats that are no outliers."""
+    return _usual(sample, sample.decode_seconds)
 
 
 def _prediction(
@@ -302,18 +335,93 @@ def _per_category(
             draft_acceptance_rate=acceptance.draft_acceptance_rate,
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
             decode_tokens_per_second=measured_speed(own.values()).value,
-            **_gain(speedup(own, baseline), k, seed),
+            **_gain(speedup(own, baseline), k, seed, _most_speedup(own)),
+            mean_acceptance_length_ci=_category_length_interval(
+                own, acceptance.mean_acceptance_length, k, seed
+            ),
         )
     return rows
 
 
-def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
-    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition."""
+def _category_length_interval(
+    samples: Samples, mean: float, k: int, seed: int
+) -> list[float] | None:
+    length = _length(samples)
+    return None if length is None else _length_interval(length, mean, k, seed)
+
+
+def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
+    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
+
+    most: tokens a round. A speed-up beyond that is no result, and `impossible_speedup` keeps it.
+    """
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
     if faster is None:
         return {"speedup": None, "speedup_ci": None}
+    if faster.value > _BEYOND * most:
+        return {"speedup": None, "speedup_ci": None, "impossible_speedup": faster.value}
     return {"speedup": faster.value, "speedup_ci": stats.interval(faster, seed)}
+
+
+def _most_speedup(samples: Samples) -> float:
+    """Tokens a round over all rounds, which no speed-up exceeds."""
+    rounds = sum(map(_rounds, samples.values()))
+    return sum(len(s.token_ids) for s in samples.values()) / rounds if rounds else float("inf")
+
+
+def _intervals(samples: Samples, k: int, seed: int) -> dict[str, Any]:
+    """The intervals of figures of a point's metrics."""
+    own = [samples[index] for index in sorted(samples)]
+    seconds = list(map(decode_seconds, own))
+    shares = [_usual(s, s.round_share) for s in own]
+    rounds = stats.speed([len(s.token_ids) for s in own], list(map(_rounds, own)))
+    marginal, conditional = [], []
+    for place in range(1, k + 1):
+        accepted = [sum(a >= place for a in s.accepted_per_round) for s in own]
+        reached = [
+            sum(p >= place and a >= place - 1 for p, a in zip(*pair, strict=True))
+            for pair in ((s.proposed_per_round, s.accepted_per_round) for s in own)
+        ]
+        drafts = [len(s.accepted_per_round) for s in own]
+        marginal.append(_share_interval(accepted, drafts))
+        conditional.append(_share_interval(accepted, reached))
+    return {
+        "tokens_per_round_ci": [1.0, 1.0] if k == 0 else stats.interval(rounds, seed),
+        "decode_tokens_per_second_ci": stats.linear_interval(measured_speed(own)),
+        "round_ms_ci": stats.linear_interval(stats.speed([1e3 * s for s in seconds], shares)),
+        "acceptance_rate_per_pos_ci": marginal,
+        "conditional_acceptance_rate_per_pos_ci": conditional,
+    }
+
+
+def _share_interval(accepted: Sequence[float], of: Sequence[float]) -> list[float] | None:
+    found = stats.linear_interval(stats.speed(accepted, of))
+    return None if found is None else [found[0], min(1.0, found[1])]
+
+
+def _rounds(sample: Sample) -> int:
+    return len(sample.accepted_per_round) + sample.rounds_without_proposal
+
+
+def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
+    """The break-even of a point over the prompts that it has in common with k = 0."""
+    common = sorted(samples.keys() & baseline.keys())
+    if k == 0 or not common:
+        return None
+    own, plain = [samples[i] for i in common], [baseline[i] for i in common]
+    costs = (stats.speed(list(map(decode_seconds, s)), list(map(_rounds, s))) for s in (own, plain))
+    cost = next(costs).over(next(costs))
+    if not np.isfinite(cost.value):
+        return None
+    return break_even(
+        cost,
+        k,
+        drafts=sum(len(s.proposed_per_round) for s in own),
+        draft_tokens=sum(sum(s.proposed_per_round) for s in own),
+        rounds=sum(map(_rounds, own)),
+        seed=seed,
+    )
 
 
 def _length(samples: Samples) -> SumRatio | None:
@@ -333,7 +441,7 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
     """
     found = stats.interval(length, seed)
     if found is None:
-        return [mean, mean] if len(length.columns) > 1 else None
+        return [mean, mean] if len(length.columns) >= stats.FEWEST else None
     low, high = (min(max(end, 1.0), k + 1.0) for end in found)
     return [min(low, mean), max(high, mean)]
 
@@ -355,5 +463,8 @@ def why_none(samples: Samples) -> str:
     return f"no prompt could run: {why}" if why else "no prompt was run"
 
 
-def _mean(values: Sequence[float]) -> float:
+def _usual(sample: Sample, values: Sequence[float]) -> float:
+    """The mean of a prompt's values, one a repeat, without repeats whose time is an outlier."""
+    if len(values) == len(sample.decode_seconds):
+        values = [values[place] for place in usual_repeats(sample.decode_seconds)]
     return sum(values) / len(values) if values else 0.0

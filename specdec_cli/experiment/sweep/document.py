@@ -10,7 +10,7 @@ from typing import Any
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
-from specdec_cli.experiment.noise import noise_in, predictions_off
+from specdec_cli.experiment.noise import impossible_speeds, noise_in, predictions_off
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
@@ -23,7 +23,7 @@ from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
-from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
@@ -117,11 +117,20 @@ def sweep_document(
     told = [
         *warnings,
         *noise_in(records.samples),
+        *impossible_speeds(points),
         *predictions_off(points),
         *tokens_notice(tokens),
     ]
     disturbed = disturbances(told)
-    best = {b: recommend(found, gains[b], settings.seed, disturbed) for b, found in by_size.items()}
+    best = {
+        b: recommend(found, gains[b], settings.seed, disturbed)
+        | {
+            "per_category": recommend_by_category(
+                gains[b], records.samples, settings.seed, disturbed
+            )
+        }
+        for b, found in by_size.items()
+    }
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
