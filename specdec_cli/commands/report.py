@@ -28,7 +28,10 @@ _OUTPUT = "Folder for the files. Default: the run folder. NAME.html writes only 
 Output = Annotated[
     Path | None, options.option("-o --output", "DIR", _OUTPUT, parser=options.folder)
 ]
-_FORMAT = "Comma-separated choice of html, png, csv, md and vllm. Default: all."
+_FORMAT = (
+    "Comma-separated choice of html, png, svg, pdf, csv, tex, md and vllm. "
+    "Default: html,png,csv,md,vllm."
+)
 Format = Annotated[str | None, options.option("--format", "LIST", _FORMAT, show_default=False)]
 
 
@@ -51,9 +54,9 @@ def report(
     check_room("numpy", NUMPY_MIB)
     from specdec_cli.report.content import Content
     from specdec_cli.report.folder import read_folder
-    from specdec_cli.report.write import FORMATS, write_page, write_report
+    from specdec_cli.report.write import FORMATS, USUAL, write_page, write_report
 
-    chosen = [part.strip() for part in formats.split(",")] if formats is not None else FORMATS
+    chosen = [part.strip() for part in formats.split(",")] if formats is not None else USUAL
     if unknown := [part for part in chosen if part not in FORMATS]:
         raise UsageError(f"--format: {unknown[0]!r} is none of {', '.join(FORMATS)}")
     is_page = output is not None and output.suffix.lower() in (".html", ".htm")

@@ -162,8 +162,9 @@ class Point(Record):
 
     Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at
     k = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`; those after
-    break_even are absent in folders of earlier versions. break_even: None at k = 0. impossible_speedup: a ratio of
-    speeds that no speculation reaches, so that times were disturbed; `speedup` is None then.
+    break_even are absent in folders of earlier versions. break_even: None at k = 0.
+    impossible_speedup: a ratio of speeds that no speculation reaches, so that times were disturbed;
+    `speedup` is None then.
     """
 
     target_tp: Count | None = None

@@ -1,4 +1,4 @@
-"""A report for other programs: CSV tables, and markdown for notes and pull requests."""
+"""A report for other programs: CSV and LaTeX tables, markdown for notes and pull requests."""
 
 import csv
 import io
@@ -10,14 +10,13 @@ from collections.abc import Sequence
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import (
-    Table,
-    Value,
+from specdec_cli.report.raw_tables import (
     raw_acceptance,
     raw_categories,
     raw_comparisons,
     raw_points,
 )
+from specdec_cli.report.tables import Table, Value, is_text
 from specdec_cli.text import inert, one_line
 
 # Characters that begin a formula in spreadsheets.
@@ -30,6 +29,46 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
     rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
     return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
+
+
+# Tables in LaTeX, by name of the file.
+LATEX = ("results", "break_even", "comparisons", "categories", "predictions", "rounds", "latencies")
+_TEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "–": "--", "×": r"$\times$", "…": r"\ldots{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}  # fmt: skip
+
+
+def latex_tables(content: Content) -> dict[str, str]:
+    """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
+    found = {name: content.tables.get(name) for name in LATEX}
+    return {f"{name}.tex": _latex(table) for name, table in found.items() if table and table.rows}
+
+
+def _latex(table: Table) -> str:
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
+    sides = ["l" if is_text(table, place) else "r" for place in range(len(titles))]
+    rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
+    head = " & ".join(map(_tex, titles))
+    return "\n".join(
+        [
+            f"% {one_line(table.title)}; needs \\usepackage{{booktabs}}",
+            f"\\begin{{tabular}}{{{''.join(sides)}}}",
+            "\\toprule",
+            f"{head} \\\\",
+            "\\midrule",
+            *(f"{row} \\\\" for row in rows),
+            "\\bottomrule",
+            "\\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _tex(text: str) -> str:
+    """Text escaped for LaTeX, on one line."""
+    return "".join(_TEX.get(sign, sign) for sign in one_line(inert(text)))
 
 
 def _csv(table: Table) -> str:
@@ -57,6 +96,8 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     """The report as markdown. folder: of its pictures, relative to it."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> {_plain(warning)}" for warning in content.warnings]
+    if content.lossless is not None:
+        lines += ["", _plain(content.lossless)]
     if len(content.answers) > 1:
         lines += ["", *(f"- {_plain(one)}" for one in content.answers)]
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
@@ -64,6 +105,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     order = {
         "degrees": "speeds",
         "results": "speedup",
+        "break_even": "break_even",
         "comparisons": "comparisons",
         "rounds": "rounds",
         "categories": "categories",

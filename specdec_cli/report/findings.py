@@ -23,8 +23,8 @@ class Best:
     """The best point at a batch size.
 
     point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
-    not differ statistically from the fastest, in words. is_recorded: the run recorded it; else it is
-    the fastest of the points there are. is_disturbed: the run says that its times were disturbed.
+    not differ statistically from the fastest, in words. is_recorded: the run recorded it; else it
+    is the fastest of the points there are. is_disturbed: the run says that times were disturbed.
     fastest: the fastest point, with which a recommended one is tied; None where nothing was
     recorded. by_category: the run's own records of the best for each category's prompts.
     """

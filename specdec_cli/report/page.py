@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec_cli.report.content import Content
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import Table
+from specdec_cli.report.tables import is_text
 from specdec_cli.text import inert
 
 _TEMPLATE = "page.html.j2"
@@ -37,14 +37,6 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
         has_acceptance=any(plot.name == "acceptance" for plot in plots),
         environment=rows_of(content.run.environment),
         is_text=is_text,
-    )
-
-
-def is_text(table: Table, column: int) -> bool:
-    """Whether a column holds words, which are left-aligned."""
-    return any(
-        isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
-        for row in table.rows
     )
 
 

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import decode_seconds
+from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.records import (
     Arm,
     CategoryComparison,
@@ -262,8 +262,8 @@ def _cells(point: Point) -> dict[str, str]:
 def _speedup(found: Point | CategoryMetrics) -> str:
     if found.impossible_speedup is not None:
         return "impossible"
-    is_category = isinstance(found, CategoryMetrics)
-    if is_category and found.num_prompts < FEWEST and found.speedup is not None:
+    few = isinstance(found, CategoryMetrics) and found.num_prompts < FEWEST
+    if few and found.speedup is not None:
         return f"{found.speedup:.2f} (too few prompts)"
     return render.with_interval(found.speedup, found.speedup_ci)
 

@@ -123,11 +123,11 @@ def sweep_document(
     ]
     disturbed = disturbances(told)
     best = {
-        b: recommend(found, gains[b], settings.seed, disturbed)
-        | {
+        b: {
+            **recommend(found, gains[b], settings.seed, disturbed),
             "per_category": recommend_by_category(
                 gains[b], records.samples, settings.seed, disturbed
-            )
+            ),
         }
         for b, found in by_size.items()
     }
