@@ -34,7 +34,7 @@ def break_even(content: Content) -> str:
     of = ""
     if needs is not None and rate is not None:
         of = f": it needs {100 * needs:.0f} % of its proposals accepted, and has {100 * rate:.0f} %"
-    return f" {name[0].upper()}{name[1:]} has most to spare{of}."
+    return f" Most to spare has {name}{of}."
 
 
 def comparisons(content: Content) -> str:
