@@ -16,7 +16,7 @@ from rich.text import Text
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import decode_seconds
-from specdec_cli.experiment.promise import tokens_line
+from specdec_cli.experiment.promise import check_line, tokens_line
 from specdec_cli.experiment.records import (
     Arm,
     CategoryComparison,
@@ -202,6 +202,8 @@ def print_results(document: Mapping[str, Any]) -> None:
         render.say(f"{where}{best['reason']}{tied}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         render.say(about_tokens, out)
+    if (check := document.get("lossless_check")) is not None:
+        render.say(check_line(check), out)
 
 
 def results_table(

@@ -10,6 +10,7 @@ from typing import Any
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
+from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.noise import impossible_speeds, noise_in, predictions_off
 from specdec_cli.experiment.points import (
     Failure,
@@ -106,10 +107,11 @@ def sweep_document(
     warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
+    check: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
-    failures: of this run of the command.
+    failures: of this run of the command. check: of losslessness, if one was asked for.
     """
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
     gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
@@ -120,6 +122,7 @@ def sweep_document(
         *impossible_speeds(points),
         *predictions_off(points),
         *tokens_notice(tokens),
+        *failed_check(check),
     ]
     disturbed = disturbances(told)
     best = {
@@ -150,6 +153,7 @@ def sweep_document(
             if (found := records.costs[key])
         ],
         "tokens": tokens,
+        "lossless_check": check,
         "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
@@ -207,7 +211,8 @@ def exit_code(
     """
     points = [p for p in document["points"] if p.status != "skipped"]
     statuses = {p.status for p in points}
-    if is_broken(document["tokens"]):
+    check = document.get("lossless_check")
+    if is_broken(document["tokens"]) or (check is not None and not check["passed"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
         codes = {failure.code for failure in failures}
