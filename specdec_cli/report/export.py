@@ -16,6 +16,7 @@ from specdec_cli.report.raw_tables import (
     raw_comparisons,
     raw_points,
 )
+from specdec_cli.report.runs import SideBySide
 from specdec_cli.report.tables import Table, Value, is_text
 from specdec_cli.text import inert, one_line
 
@@ -28,7 +29,7 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
     """CSV files by name: points.csv, and those of acceptance, categories and comparisons that have
     rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
-    return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
+    return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
 
 # Tables in LaTeX, by name of the file.
@@ -43,10 +44,11 @@ _TEX = {
 def latex_tables(content: Content) -> dict[str, str]:
     """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
     found = {name: content.tables.get(name) for name in LATEX}
-    return {f"{name}.tex": _latex(table) for name, table in found.items() if table and table.rows}
+    return {f"{name}.tex": latex_of(table) for name, table in found.items() if table and table.rows}
 
 
-def _latex(table: Table) -> str:
+def latex_of(table: Table) -> str:
+    """A table as a `tabular`."""
     titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
     sides = ["l" if is_text(table, place) else "r" for place in range(len(titles))]
     rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
@@ -71,7 +73,8 @@ def _tex(text: str) -> str:
     return "".join(_TEX.get(sign, sign) for sign in one_line(inert(text)))
 
 
-def _csv(table: Table) -> str:
+def csv_of(table: Table) -> str:
+    """A table as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow([column.title for column in table.columns])
@@ -132,6 +135,30 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
                 "",
             ]
         lines += [f"- {_plain(note)}" for note in content.deployment.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def aligned(table: Table) -> list[str]:
+    """A table as lines of text, columns aligned."""
+    titles = [one_line(f"{c.title} ({c.unit})" if c.unit else c.title) for c in table.columns]
+    rows = [titles, *([one_line(cell) for cell in table.shown(row)] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [is_text(table, place) for place in range(len(titles))]
+    found = [f"{one_line(table.title)}:"]
+    for row in rows:
+        cells = zip(row, widths, left, strict=True)
+        line = "  ".join(c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in cells)
+        found.append(line.rstrip())
+    return found
+
+
+def runs_markdown(whole: SideBySide, warnings: Sequence[str]) -> str:
+    """A report on several runs as markdown."""
+    lines = [f"# {_plain(', '.join(whole.names))}", ""]
+    lines += [f"**{_plain(one)}**" + "\n" for one in whole.answers]
+    lines += [f"> {_plain(one)}" for one in warnings]
+    for table in whole.tables:
+        lines += ["", f"## {_plain(table.title)}", "", *_markdown_table(table)]
     return "\n".join(lines).rstrip() + "\n"
 
 

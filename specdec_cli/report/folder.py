@@ -220,6 +220,11 @@ def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
         notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
 
 
+def intact_records(path: Path, kind: type[R]) -> Iterator[R]:
+    """The intact records of a .jsonl file of a run that `read_folder` has read, with its notes."""
+    return _lines(path, kind, [])
+
+
 def _good(what: str, found: Iterable[tuple[int, R | str]], notes: list[str]) -> Iterator[R]:
     """The intact ones among numbered records. Each other one gets a note that names the key."""
     for number, record in found:

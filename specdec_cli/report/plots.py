@@ -53,14 +53,16 @@ PICTURES: Mapping[str, Callable[[Any, str], bytes]] = {
 }
 
 
-def plots(
-    content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
-) -> list[Plot]:
-    """Every plot that the run has figures for. Raises `SetupError` without matplotlib.
-
-    pictures: formats of files. svg: whether to draw for a page too.
-    """
-    run = content.run
+def drawing(
+    name: str,
+    title: str,
+    caption: str,
+    draw: Callable[[Any], bool],
+    pictures: Collection[str],
+    *,
+    svg: bool,
+) -> Plot | None:
+    """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib."""
     without_display()
     try:
         import matplotlib
@@ -69,6 +71,22 @@ def plots(
         raise SetupError(
             "plots need the package matplotlib", "pip install matplotlib, or leave out html and png"
         ) from None
+    with matplotlib.rc_context(STYLE), without_talk():
+        figure = Figure(layout="constrained")
+        if not draw(figure):
+            return None
+        files = {form: PICTURES[form](figure, name) for form in pictures}
+        return Plot(name, title, caption, svg_of(figure, name) if svg else "", files)
+
+
+def plots(
+    content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
+) -> list[Plot]:
+    """Every plot that the run has figures for. Raises `SetupError` without matplotlib.
+
+    pictures: formats of files. svg: whether to draw for a page too.
+    """
+    run = content.run
     drawings: list[tuple[str, str, str, Callable[[Any], bool]]] = [
         (
             "speedup",
@@ -139,14 +157,11 @@ def plots(
             lambda figure: draw_predictions(figure, run),
         ),
     ]
-    found = []
-    with matplotlib.rc_context(STYLE), without_talk():
-        for name, title, caption, draw in drawings:
-            figure = Figure(layout="constrained")
-            if draw(figure):
-                files = {form: PICTURES[form](figure, name) for form in pictures}
-                found.append(Plot(name, title, caption, svg_of(figure, name) if svg else "", files))
-    return found
+    found = [
+        drawing(name, title, caption, draw, pictures, svg=svg)
+        for name, title, caption, draw in drawings
+    ]
+    return [plot for plot in found if plot is not None]
 
 
 def _routing_of(run: ReportedRun) -> str:

@@ -7,9 +7,18 @@ from pathlib import Path
 
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.report.content import Content
-from specdec_cli.report.export import csv_tables, latex_tables, markdown
-from specdec_cli.report.page import page
-from specdec_cli.report.plots import PICTURES, plots
+from specdec_cli.report.drawings.runs import draw_runs
+from specdec_cli.report.export import (
+    csv_of,
+    csv_tables,
+    latex_of,
+    latex_tables,
+    markdown,
+    runs_markdown,
+)
+from specdec_cli.report.page import page, rendered
+from specdec_cli.report.plots import PICTURES, drawing, plots
+from specdec_cli.report.runs import SideBySide, warnings_of
 
 USUAL = ("html", "png", "csv", "md", "vllm")
 FORMATS = (*USUAL, "tex", "svg", "pdf")
@@ -43,6 +52,49 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
         files["vllm.json"] = _encoded(f"{text}\n")
     for plot in drawn:
         files |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}
+    for name, data in files.items():
+        write_file(folder / name, data)
+    return [folder / name for name in files]
+
+
+def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
+    """Write a report on several runs into a folder; returns the files in order.
+
+    html: report.html. md: report.md. csv, tex: runs.csv, pairs.csv, differences.csv and so on. png,
+    svg, pdf: plots/runs.png and so on. Raises what `write_report` raises.
+    """
+    plot = None
+    pictures = [form for form in PICTURES if form in formats]
+    if pictures or "html" in formats:
+        caption = (
+            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals. "
+        )
+        caption += " ".join(whole.answers)
+        plot = drawing(
+            "runs",
+            "Side by side",
+            caption,
+            lambda figure: draw_runs(figure, whole),
+            pictures,
+            svg="html" in formats,
+        )
+    drawn = [plot] if plot is not None else []
+    files: dict[str, bytes] = {}
+    if "html" in formats:
+        title = f"specdec: {', '.join(whole.names)}"
+        text = rendered(
+            "runs.html.j2", whole=whole, plots=drawn, title=title, warnings=warnings_of(whole)
+        )
+        files["report.html"] = _encoded(text)
+    if "md" in formats:
+        files["report.md"] = _encoded(runs_markdown(whole, warnings_of(whole)))
+    for table in whole.tables:
+        if "csv" in formats:
+            files[f"{table.name}.csv"] = _encoded(csv_of(table))
+        if "tex" in formats:
+            files[f"{table.name}.tex"] = _encoded(latex_of(table))
+    for one in drawn:
+        files |= {f"{_FOLDER}/{one.name}.{form}": data for form, data in one.files.items()}
     for name, data in files.items():
         write_file(folder / name, data)
     return [folder / name for name in files]
