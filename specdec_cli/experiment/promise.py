@@ -37,7 +37,8 @@ def tokens_line(tokens: Mapping[str, Any]) -> str | None:
 def check_line(check: Mapping[str, Any]) -> str:
     """The result of `--check-lossless` in a line."""
     compared, parted = check["num_compared"], check["num_diverging"]
-    of = f"{check['num_prompts']} prompts, {compared} texts against k = 0 of the target alone"
+    count = check["num_prompts"]
+    of = f"{count} prompt{'s' if count > 1 else ''}, {compared} texts against the target alone"
     if not parted:
         return f"lossless: the same greedy tokens in {check['dtype']} ({of})"
     near, unexplained = check["num_near_ties"], check["num_unexplained"]

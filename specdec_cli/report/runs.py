@@ -103,7 +103,8 @@ class SideBySide:
             if ratio is None:
                 found.append(f"{' and '.join(names)} have no prompt in common at {at}.")
                 continue
-            over = f"over {ratio.num_prompts} common prompts at {at}"
+            common = "prompt" if ratio.num_prompts == 1 else "prompts"
+            over = f"over {ratio.num_prompts} common {common} at {at}"
             ends = ratio.ends
             if ends is None:
                 told = f"is measured {times(ratio.value)} as fast as {names[1]} {over}"
@@ -239,7 +240,8 @@ def _shown(name: str, run: ReportedRun) -> list[Shown]:
 def _place(point: Point | Sample) -> tuple[Any, ...]:
     # Samples of plain decoding are those of every pair at a target TP.
     draft_tp = None if point.k == 0 else point.draft_tp
-    return (point.draft, point.target_tp, draft_tp, point.batch_size, point.k)
+    draft = point.draft if point.target_tp is None else None  # which comparisons have only one of
+    return (draft, point.target_tp, draft_tp, point.batch_size, point.k)
 
 
 def _speed(point: Point) -> float:
@@ -285,10 +287,12 @@ def _side_by_side(whole: SideBySide) -> Table:
     rows: list[tuple[Value, ...]] = []
     for one in whole.shown:
         point, ratio = one.point, whole.against_first(one)
-        against: tuple[Value, ...] = (None,) * 4
+        against: tuple[Value, ...] = (None,) * 3
         if ratio is not None:
             same = "same" if not ratio.parted else f"{ratio.parted} of {ratio.num_prompts} differ"
-            against = (ratio.value, _span(ratio.ends) or ratio.verdict, ratio.verdict, same)
+            tied = " (tied)" if ratio.verdict == "tied" else ""
+            span = _span(ratio.ends)
+            against = (ratio.value, f"{span}{tied}" if span else ratio.verdict, same)
         rows.append(
             (
                 *(one.run, one.setting, point.batch_size, len(one.timed)),
@@ -301,7 +305,7 @@ def _side_by_side(whole: SideBySide) -> Table:
         *(Column("run"), Column("point"), Column("batch"), Column("prompts")),
         *(Column("decoding", 1, "tokens/s"), Column("speed-up", 2, "×"), Column("95 % interval")),
         *(Column("tokens a round", 2), Column(first, 2, "×"), Column("95 % interval")),
-        *(Column("verdict"), Column("text")),
+        Column("text"),
     )
     note = (
         "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "

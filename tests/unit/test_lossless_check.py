@@ -55,7 +55,9 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
     found, engine = checked("bfloat16", 1.0, [0, 0, 0])
     assert found["passed"] and engine.asked == []
-    assert check_line(found).startswith("lossless: the same greedy tokens in bfloat16 (1 prompts")
+    assert check_line(found).startswith(
+        "lossless: the same greedy tokens in bfloat16 (1 prompt, 1 "
+    )
     assert not checked("float32", 1.0)[0]["passed"]
     short, _ = checked("float32", 1.0, [0, 0])  # a text that ended early parts there
     assert short["diverging"][0]["position"] == 2 and not short["passed"]
