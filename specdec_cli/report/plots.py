@@ -146,7 +146,7 @@ def plots(
             "By category",
             f"{content.category_point} Speed-up and tokens a round by category of prompt, with "
             f"95 % intervals.{captions.categories(content)}",
-            lambda figure: draw_categories(figure, content.shown, content.category_point),
+            lambda figure: draw_categories(figure, content.shown, content.category_point[:-1]),
         ),
         (
             "predictions",

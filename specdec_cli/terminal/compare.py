@@ -200,7 +200,9 @@ def _cells(point: Point) -> dict[str, str]:
     equal = point.speedup_vs_equal_tp
     return found | {
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": "impossible"
+        if point.impossible_speedup is not None
+        else render.with_interval(point.speedup, point.speedup_ci),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m.mean_acceptance_length:.2f}",
         **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},

@@ -148,9 +148,8 @@ class LiveTable(Watcher):
             return ""
         own, other = dict(self._spent[key]), dict(self._spent[plain])
         both = own.keys() & other.keys()
-        (tokens, seconds), (of_plain, spent) = (
-            (sum(found[i][part] for i in both) for part in (0, 1)) for found in (own, other)
-        )
+        tokens, seconds = (sum(own[i][part] for i in both) for part in (0, 1))
+        of_plain, spent = (sum(other[i][part] for i in both) for part in (0, 1))
         return f"{tokens / seconds * spent / of_plain:.2f}" if seconds and of_plain else ""
 
 

@@ -12,11 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from rich.table import Table
 
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
+from specdec_cli.experiment.records import Key
+from specdec_cli.experiment.records import Sample as Record
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
+from specdec_cli.terminal.sweep import LiveTable
 from specdec_cli.text import digest
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
@@ -29,6 +33,7 @@ from tests.cli.sweep_helpers import (
     sweep_process,
     without_times,
 )
+from tests.report_helpers import sample_record
 from tests.support import tiny_config
 
 # Short prompts: reading the bundled ones would take longer than all rounds.
@@ -176,6 +181,20 @@ def test_live_table() -> None:
     result = on_terminal("sweep-k", "demo", *QUICK, *ONCE, "--k", "1", "--limit", "2")
     assert result.code == 0, result.out
     assert "measuring" in result.out and "x k = 0" in result.out
+    for k in (0, 1):  # a finished point leaves a line
+        assert f"demo:draft, batch 1, k={k}: " in result.out
+
+
+def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
+    view = LiveTable(9)
+    for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5)):
+        record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
+        view.sample(Key("d", 4, k), Record.model_validate(record))
+    table = view._render().renderables[0]
+    assert isinstance(table, Table)
+    cells = {str(c.header): list(c.cells) for c in table.columns}
+    assert (cells["draft"], cells["batch"], cells["k"]) == (["d", "d"], ["4", "4"], ["0", "2"])
+    assert cells["x k = 0"] == ["1.00", "2.00"], "not 4, the ratio of all that was written"
 
 
 @pytest.mark.parametrize("options", [["--batch-size", "1"], ["--batch-size", "3", *SAMPLED]])

@@ -34,6 +34,10 @@ def draw_speeds(figure: Any, run: ReportedRun) -> bool:
                 axis.axhline(speed, color=style["color"], linewidth=1, linestyle=(0, (4, 3)))
         set_x_ticks(axis, run, ticks)
         axis.set_yscale("log")
+        # Powers of ten would be markup, which text in drawings is never taken for.
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=7)
         axis.set_title(canvas.short(canvas.safe(panel)))
     canvas.label_axes(axes, x_label(run), "tokens/s")
     canvas.add_legend(figure, axes)
