@@ -155,6 +155,8 @@ def measured(
             "reason": failure.reason,
         }
     metrics, length = point_metrics(list(samples.values()), key), _length(usable)
+    gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
+    is_possible = "impossible_speedup" not in gain
     lengths: list[float] | None = [1.0, 1.0]
     if length is not None:
         lengths = _length_interval(length, metrics.mean_acceptance_length, key.k, seed)
@@ -163,8 +165,8 @@ def measured(
         "metrics": metrics,
         "mean_acceptance_length_ci": lengths,
         "per_category": _per_category(usable, baseline, key.k, seed),
-        **_gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable)),
-        "break_even": _break_even(usable, baseline, key.k, seed),
+        **gain,
+        "break_even": _break_even(usable, baseline, key.k, seed) if is_possible else None,
         **_intervals(usable, key.k, seed),
     }
 

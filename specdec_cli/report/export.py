@@ -77,7 +77,7 @@ def csv_of(table: Table) -> str:
     """A table as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([column.title for column in table.columns])
+    writer.writerow([_cell(column.title) for column in table.columns])
     writer.writerows([_cell(value) for value in row] for row in table.rows)
     return buffer.getvalue()
 

@@ -198,7 +198,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        render.say(f"{where}{best['reason']}{tied}", out)
+        which = "recommended: " if best["k"] else ""
+        render.say(f"{where}{which}{best['reason']}{tied}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         render.say(about_tokens, out)
     if (check := document.get("lossless_check")) is not None:

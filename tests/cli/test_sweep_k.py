@@ -110,7 +110,7 @@ def test_document(whole: tuple[Path, dict[str, Any]]) -> None:
         low, high = point["speedup_ci"] or [gain(point)] * 2
         assert low - 1e-9 <= gain(point) <= high + 1e-9
         even = point["break_even"]
-        if point["k"]:  # the speed-up is how far a round's tokens are beyond what it costs
+        if even is not None:  # the speed-up is how far a round's tokens are beyond what it costs
             ratio = metrics["tokens_per_round"] / even["tokens_per_round"]
             assert ratio == pytest.approx(gain(point)) and not even["is_predicted"]
         low, high = point["mean_acceptance_length_ci"]
@@ -174,7 +174,7 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
-    assert result.err == "warning: 2 prompts are few: intervals are wide (--limit, --dataset)\n"
+    assert result.err == "warning: 2 prompts are too few for intervals (--limit, --dataset)\n"
 
 
 def test_live_table() -> None:

@@ -23,7 +23,9 @@ from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
+from specdec_cli.report.tables import Column
 
+SPAN = Column("95 % interval")
 OLD = Path(__file__).parent.parent / "old_runs"
 FILES = [
     ("sweep/samples.jsonl", Sample),
@@ -97,6 +99,9 @@ def test_old_runs_are_reported_without_a_note(name: str, kind: str) -> None:
     assert (run.kind, run.notes, run.is_partial) == (kind, (), False)
     old = json.loads((OLD / name / "summary.json").read_text())
     assert len(run.points) == len(old["points"])
-    assert Content(run).headline.startswith(
-        ("Best at batch size 1", "Recommended at", "No speculation at")
-    )
+    content = Content(run)
+    firsts = ("Best at batch size 1", "Recommended at", "No speculation at")
+    assert content.headline.startswith(firsts)
+    # An interval of one or two prompts, which earlier versions had, is none.
+    table = content.tables["results"]
+    assert table is not None and table.rows[-1][table.columns.index(SPAN)] == "too few prompts"

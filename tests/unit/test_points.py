@@ -135,7 +135,7 @@ def test_a_speedup_above_tokens_a_round_is_no_result() -> None:
     fast = {i: sample(i, [(1, 1)] * 6, 0.8 + i / 50) for i in range(4)}
     base, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 1): fast})
     assert (point.speedup, point.speedup_ci) == (None, None)
-    assert point.impossible_speedup == pytest.approx(2.65 / 0.83)
+    assert point.impossible_speedup == pytest.approx(2.65 / 0.83) and point.break_even is None
     assert point.per_category["all"].speedup is None
     (notice,) = impossible_speeds([base, point])
     assert notice.code in DISTURBED and "3.19" in notice.message and "2.00 tokens" in notice.message

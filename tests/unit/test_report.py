@@ -241,6 +241,7 @@ def test_recorded_best_wins_over_the_fastest(tmp_path: Path) -> None:
     assert f", and it proposes less. Also tied: k = 3 with draft {OTHER}." in content.headline
     assert content.deployment is not None
     assert content.deployment.recommendation == [content.headline]
+    assert content.category_point.startswith("k = 2 with draft-1b, ")
 
 
 def test_ties_of_several_drafts_are_told(tmp_path: Path) -> None:
