@@ -377,6 +377,7 @@ def _intervals(samples: Samples, k: int, seed: int) -> dict[str, Any]:
     own = [samples[index] for index in sorted(samples)]
     seconds = list(map(decode_seconds, own))
     shares = [_usual(s, s.round_share) for s in own]
+    verify = [_usual(s, s.stage_ms.get("verify", [])) for s in own]
     rounds = stats.speed([len(s.token_ids) for s in own], list(map(_rounds, own)))
     marginal, conditional = [], []
     for place in range(1, k + 1):
@@ -392,6 +393,7 @@ def _intervals(samples: Samples, k: int, seed: int) -> dict[str, Any]:
         "tokens_per_round_ci": [1.0, 1.0] if k == 0 else stats.interval(rounds, seed),
         "decode_tokens_per_second_ci": stats.linear_interval(measured_speed(own)),
         "round_ms_ci": stats.linear_interval(stats.speed([1e3 * s for s in seconds], shares)),
+        "verify_ms_ci": stats.linear_interval(stats.speed(verify, shares)),
         "acceptance_rate_per_pos_ci": marginal,
         "conditional_acceptance_rate_per_pos_ci": conditional,
     }

@@ -191,6 +191,7 @@ class Point(Record):
     tokens_per_round_ci: Interval = None
     decode_tokens_per_second_ci: Interval = None
     round_ms_ci: Interval = None
+    verify_ms_ci: Interval = None
     acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
     conditional_acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
     impossible_speedup: Figure = None

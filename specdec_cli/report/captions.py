@@ -76,6 +76,22 @@ def rounds(content: Content) -> str:
     return f" With {name} a round takes {whole:.2f} ms, {100 * shares[stage]:.0f} % of it {stage}."
 
 
+def experts(content: Content) -> str:
+    """How experts and the time of scoring grow up to the widest pass."""
+    known = [p for p in content.run.points if p.number("distinct_experts")]
+    plain = [p for p in known if p.is_baseline]
+    if not plain or len(known) == len(plain):
+        return ""
+    size = plain[0].batch_size
+    widest = max((p for p in known if p.batch_size == size), key=lambda point: point.k)
+    names = ("distinct_experts", "verify_ms")
+    grown = [(widest.number(n) or 0.0) / (plain[0].number(n) or 1.0) for n in names]
+    return (
+        f" At batch size {size} scoring {widest.k + 1} tokens reads {times(grown[0])} the experts "
+        f"of one token, and takes {times(grown[1])} the time."
+    )
+
+
 def categories(content: Content) -> str:
     """The fastest and the slowest category, and whether their intervals tell them apart."""
     point = content.shown

@@ -138,7 +138,7 @@ def plots(
             "experts",
             "Experts that scoring reads",
             "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
-            f"the tokens scored for each sequence.{_routing_of(run)}",
+            f"the tokens scored for each sequence.{captions.experts(content)}{_routing_of(run)}",
             lambda figure: draw_experts(figure, run),
         ),
         (

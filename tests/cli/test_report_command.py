@@ -19,6 +19,7 @@ ALL = [
     "categories.csv",
     "comparisons.csv",
     "plots/acceptance.png",
+    "plots/break_even.png",
     "plots/categories.png",
     "plots/comparisons.png",
     "plots/predictions.png",

@@ -442,9 +442,25 @@ def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content) -> None:
-    names = ["speedup", "comparisons", "acceptance", "rounds", "categories", "predictions"]
-    assert [plot.name for plot in drawn(sweep)] == names
-    assert "draft-1b, k = " in drawn(sweep)[1].svg and "writing" in drawn(sweep)[1].svg
+    named = {plot.name: plot for plot in drawn(sweep)}
+    names = ["speedup", "break_even", "comparisons", "acceptance", "rounds", "categories"]
+    assert list(named) == [*names, "predictions"]
+    assert "draft-1b, k = " in named["comparisons"].svg and "writing" in named["comparisons"].svg
+    assert "k = 3 with draft-1b, batch size 1" in named["categories"].svg
+    assert "coding (n = 16)" in named["categories"].svg
+    assert ">broadcast<" not in named["rounds"].svg, "a stage that did not take place"
+    # Captions say what to conclude.
+    for name, words in [
+        ("speedup", sweep.headline),
+        ("break_even", "k = 3 with draft-1b at batch size 1: it needs 25 % of its proposals"),
+        ("comparisons", "draft-1b, k = 3 is 1.08× as fast as draft-300m, k = 3."),
+        ("acceptance", "With k = 3 with draft-1b the first proposal stands in 78 % of rounds"),
+        ("categories", "Fastest on coding (2.10×), slowest on writing (1.29×)."),
+    ]:
+        assert words in named[name].caption
+    assert "% of it verify." in named["rounds"].caption
+    table = sweep.tables["break_even"]
+    assert table is not None and len(table.rows) == 48 and table.rows[7][-2:] == ("never",) * 2
     pictures = drawn(comparison)
     assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:

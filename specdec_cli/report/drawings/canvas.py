@@ -167,12 +167,26 @@ def plot_with_intervals(
 ) -> None:
     """A line of points, each with its interval if it has one."""
     axis.plot(places, values, **{"linewidth": 1.5, "markersize": 4.5} | look)
-    for place, value, interval in zip(places, values, ends, strict=True):
-        if interval is not None:
-            axis.errorbar(
-                place, value, reach(value, interval), color=look["color"], capsize=2.5,
-                linewidth=1.1,
-            )  # fmt: skip
+    add_intervals(axis, places, values, ends, color=look["color"])
+
+
+def add_intervals(
+    axis: Any,
+    places: Sequence[float],
+    values: Sequence[float],
+    ends: Sequence[Sequence[float] | None],
+    **look: Any,
+) -> None:
+    """The interval of each value that has one, all drawn at once, which is quicker."""
+    known = [
+        (place, value, *(arm for (arm,) in reach(value, interval)))
+        for place, value, interval in zip(places, values, ends, strict=True)
+        if interval is not None
+    ]
+    if known:
+        xs, ys, down, up = zip(*known, strict=True)
+        shape = {"fmt": "none", "capsize": 2.5, "linewidth": 1.1}
+        axis.errorbar(xs, ys, [down, up], **shape | look)
 
 
 def safe(text: str) -> str:

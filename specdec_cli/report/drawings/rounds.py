@@ -6,10 +6,10 @@ from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.drawings.canvas import (
     FAINT,
+    add_intervals,
     add_legend,
     label_axes,
     make_axes,
-    reach,
     safe,
     short,
 )
@@ -52,11 +52,9 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
                 axis.bar(range(len(xs)), heights, 0.72, bottom, label=stage,
                          color=colour)  # fmt: skip
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-        for place, x in enumerate(xs):
-            whole, ends = group[x].number("round_ms"), group[x].round_ms_ci
-            if whole is not None and ends is not None:
-                arms = reach(whole, ends)
-                axis.errorbar(place, whole, arms, color=FAINT, capsize=3, linewidth=1.4)
+        wholes = [group[x].number("round_ms") or 0.0 for x in xs]
+        ends = [group[x].round_ms_ci for x in xs]
+        add_intervals(axis, range(len(xs)), wholes, ends, color=FAINT, linewidth=1.4)
         plain = "none" if run.is_comparison else "0"
         axis.set_xticks(range(len(xs)), [plain if x == 0 else str(x) for x in xs])
         axis.set_title(short(safe(title)))
