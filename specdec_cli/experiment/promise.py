@@ -77,7 +77,7 @@ def lossless_in_words(summary: Mapping[str, Any] | None) -> str | None:
         return f"Losslessness was not checked (`--check-lossless`). The promise: {_SAMPLED}."
     if tokens["identical"]:
         line = "the same text at every point, as plain decoding writes"
-    told = "; ".join(one for one in (line if compared else None, found) if one is not None)
+    told = found or line
     promise = _EXACT if exact else f"{_EXACT}; {_NARROW if compared else _SAMPLED}"
     ask = ""
     if found is None and not exact and tokens["identical"] is False:

@@ -75,7 +75,8 @@ def _setup(run: ReportedRun) -> str:
     prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
     data = run.setting("data", "path")
     if prompts:
-        parts.append(f"{max(prompts)} prompts{f' of {data}' if data else ''}")
+        count = f"{max(prompts)} prompt{'s' if max(prompts) > 1 else ''}"
+        parts.append(f"{count}{f' of {data}' if data else ''}")
     if (temperature := run.setting("sampling", "temperature")) is not None:
         parts.append("greedy" if temperature == 0 else f"temperature {temperature}")
     device = run.environment.get("gpu") or run.environment.get("device")
