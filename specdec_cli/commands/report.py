@@ -92,6 +92,7 @@ def report(
             "kind": content.run.kind,
             "answer": content.headline,
             "answers": content.answers,
+            "lossless": content.lossless,
             "is_partial": content.run.is_partial,
             "warnings": [one.as_dict() for one in content.notices],
             "files": [str(file) for file in files],

@@ -77,9 +77,9 @@ def lossless_in_words(summary: Mapping[str, Any] | None) -> str | None:
         return f"Losslessness was not checked (`--check-lossless`). The promise: {_SAMPLED}."
     if tokens["identical"]:
         line = "the same text at every point, as plain decoding writes"
-    told = found or line
+    told = f"Losslessness: {line}" if found is None else f"{found[0].upper()}{found[1:]}"
     promise = _EXACT if exact else f"{_EXACT}; {_NARROW if compared else _SAMPLED}"
     ask = ""
     if found is None and not exact and tokens["identical"] is False:
         ask = " `--check-lossless` says whether they were near-ties."
-    return f"Losslessness: {told}. The promise: {promise}.{ask}"
+    return f"{told}. The promise: {promise}.{ask}"
