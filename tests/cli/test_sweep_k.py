@@ -174,7 +174,9 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
-    assert result.err == "warning: 2 prompts are too few for intervals (--limit, --dataset)\n"
+    # Without a warm-up a first run may be so slow that others look impossibly fast.
+    told = [line for line in result.err.splitlines() if "is impossible" not in line]
+    assert told == ["warning: 2 prompts are too few for intervals (--limit, --dataset)"]
 
 
 def test_live_table() -> None:
@@ -1102,7 +1104,7 @@ def test_other_categories_are_another_dataset(capsys: Capture, tmp_path: Path) -
     options = ["--dataset", path, "--limit", "1", "--max-new-tokens", "2", *ONCE, "-o", folder]
     path.write_text('{"prompt": "def f(x):", "category": "old"}\n')
     result = specdec(capsys, *SWEEP, *options, "-q", "--json")
-    assert result.code == 0 and "1 prompt is few" in result.err
+    assert result.code == 0 and "1 prompt is too few" in result.err
     reason = result.document["best"]["reason"]
     assert "over 1 prompt" in reason and "1 prompts" not in reason and "tied" not in reason
     path.write_text('{"prompt": "def f(x):", "category": "new"}\n')
