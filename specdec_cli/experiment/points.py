@@ -16,6 +16,7 @@ from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.break_even import break_even
 from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.point_intervals import intervals_of
 from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
 from specdec_cli.experiment.records import (
     BreakEven,
@@ -26,7 +27,7 @@ from specdec_cli.experiment.records import (
     Sample,
     given,
 )
-from specdec_cli.experiment.repeats import usual_repeats
+from specdec_cli.experiment.repeats import decode_seconds, rounds_of, usual_mean
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
@@ -167,7 +168,7 @@ def measured(
         "per_category": _per_category(usable, baseline, key.k, seed),
         **gain,
         "break_even": _break_even(usable, baseline, key.k, seed) if is_possible else None,
-        **_intervals(usable, key.k, seed),
+        **intervals_of(usable, key.k, seed),
     }
 
 
@@ -189,10 +190,10 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     done = [s for s in samples if s.could_run]
     decode = sum(map(decode_seconds, done))
     clock = RunClock(
-        num_rounds=sum(_usual(s, s.round_share) for s in done),
-        prefill_seconds=sum(_usual(s, s.seconds) for s in done) - decode,
+        num_rounds=sum(usual_mean(s, s.round_share) for s in done),
+        prefill_seconds=sum(usual_mean(s, s.seconds) for s in done) - decode,
         decode_seconds=decode,
-        stage_ms={x: sum(_usual(s, s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+        stage_ms={x: sum(usual_mean(s, s.stage_ms.get(x, [])) for s in done) for x in STAGES},
         distinct_experts=_experts_read(done),
     )
     return metrics_of(
@@ -201,8 +202,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(len(s.token_ids) for s in done),
-        ttft_ms=Spread.of([_usual(s, s.ttft_ms) for s in done]),
-        tpot_ms=Spread.of([_usual(s, s.tpot_ms) for s in done if s.tpot_ms]),
+        ttft_ms=Spread.of([usual_mean(s, s.ttft_ms) for s in done]),
+        tpot_ms=Spread.of([usual_mean(s, s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
     )
 
@@ -214,7 +215,7 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
         if sample.distinct_experts is None:
             return None
         shares = zip(sample.distinct_experts, sample.round_share, strict=True)
-        found += _usual(sample, [count * share for count, share in shares])
+        found += usual_mean(sample, [count * share for count, share in shares])
     return found if done else None
 
 
@@ -233,11 +234,6 @@ def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
     return measured_speed([samples[i] for i in common]).over(
         measured_speed([baseline[i] for i in common])
     )
-
-
-def decode_seconds(sample: Sample) -> float:
-    """A prompt's share of the time of its rounds, averaged over repeats that are no outliers."""
-    return _usual(sample, sample.decode_seconds)
 
 
 def _prediction(
@@ -368,44 +364,8 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 
 def _most_speedup(samples: Samples) -> float:
     """Tokens a round over all rounds, which no speed-up exceeds."""
-    rounds = sum(map(_rounds, samples.values()))
+    rounds = sum(map(rounds_of, samples.values()))
     return sum(len(s.token_ids) for s in samples.values()) / rounds if rounds else float("inf")
-
-
-def _intervals(samples: Samples, k: int, seed: int) -> dict[str, Any]:
-    """The intervals of figures of a point's metrics."""
-    own = [samples[index] for index in sorted(samples)]
-    seconds = list(map(decode_seconds, own))
-    shares = [_usual(s, s.round_share) for s in own]
-    verify = [_usual(s, s.stage_ms.get("verify", [])) for s in own]
-    rounds = stats.speed([len(s.token_ids) for s in own], list(map(_rounds, own)))
-    marginal, conditional = [], []
-    for place in range(1, k + 1):
-        accepted = [sum(a >= place for a in s.accepted_per_round) for s in own]
-        reached = [
-            sum(p >= place and a >= place - 1 for p, a in zip(*pair, strict=True))
-            for pair in ((s.proposed_per_round, s.accepted_per_round) for s in own)
-        ]
-        drafts = [len(s.accepted_per_round) for s in own]
-        marginal.append(_share_interval(accepted, drafts))
-        conditional.append(_share_interval(accepted, reached))
-    return {
-        "tokens_per_round_ci": [1.0, 1.0] if k == 0 else stats.interval(rounds, seed),
-        "decode_tokens_per_second_ci": stats.linear_interval(measured_speed(own)),
-        "round_ms_ci": stats.linear_interval(stats.speed([1e3 * s for s in seconds], shares)),
-        "verify_ms_ci": stats.linear_interval(stats.speed(verify, shares)),
-        "acceptance_rate_per_pos_ci": marginal,
-        "conditional_acceptance_rate_per_pos_ci": conditional,
-    }
-
-
-def _share_interval(accepted: Sequence[float], of: Sequence[float]) -> list[float] | None:
-    found = stats.linear_interval(stats.speed(accepted, of))
-    return None if found is None else [found[0], min(1.0, found[1])]
-
-
-def _rounds(sample: Sample) -> int:
-    return len(sample.accepted_per_round) + sample.rounds_without_proposal
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
@@ -414,7 +374,9 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
     if k == 0 or not common:
         return None
     own, plain = [samples[i] for i in common], [baseline[i] for i in common]
-    costs = (stats.speed(list(map(decode_seconds, s)), list(map(_rounds, s))) for s in (own, plain))
+    costs = (
+        stats.speed(list(map(decode_seconds, s)), list(map(rounds_of, s))) for s in (own, plain)
+    )
     cost = next(costs).over(next(costs))
     if not np.isfinite(cost.value):
         return None
@@ -423,7 +385,7 @@ def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> Break
         k,
         drafts=sum(len(s.proposed_per_round) for s in own),
         draft_tokens=sum(sum(s.proposed_per_round) for s in own),
-        rounds=sum(map(_rounds, own)),
+        rounds=sum(map(rounds_of, own)),
         seed=seed,
     )
 
@@ -465,10 +427,3 @@ def why_none(samples: Samples) -> str:
     """The reason of a point that did not fail, but none of whose prompts ran."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
-
-
-def _usual(sample: Sample, values: Sequence[float]) -> float:
-    """The mean of a prompt's values, one a repeat, without repeats whose time is an outlier."""
-    if len(values) == len(sample.decode_seconds):
-        values = [values[place] for place in usual_repeats(sample.decode_seconds)]
-    return sum(values) / len(values) if values else 0.0

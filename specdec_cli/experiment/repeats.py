@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from statistics import median
 
+from specdec_cli.experiment.records import Sample
+
 OUTLYING = 1.5  # times its fellows
 
 
@@ -14,3 +16,20 @@ def usual_repeats(seconds: Sequence[float]) -> list[int]:
     """
     usual = median(seconds) if len(seconds) > 2 else min(seconds, default=0.0)
     return [place for place, value in enumerate(seconds) if value <= OUTLYING * usual]
+
+
+def usual_mean(sample: Sample, values: Sequence[float]) -> float:
+    """The mean of a prompt's values, one a repeat, without repeats whose time is an outlier."""
+    if len(values) == len(sample.decode_seconds):
+        values = [values[place] for place in usual_repeats(sample.decode_seconds)]
+    return sum(values) / len(values) if values else 0.0
+
+
+def decode_seconds(sample: Sample) -> float:
+    """A prompt's share of the time of its rounds, averaged over repeats that are no outliers."""
+    return usual_mean(sample, sample.decode_seconds)
+
+
+def rounds_of(sample: Sample) -> int:
+    """A prompt's rounds, with and without proposals."""
+    return len(sample.accepted_per_round) + sample.rounds_without_proposal

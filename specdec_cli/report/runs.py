@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.records import Point, Sample
-from specdec_cli.experiment.repeats import usual_repeats
+from specdec_cli.experiment.repeats import decode_seconds
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
@@ -259,9 +259,7 @@ def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
         seen = counts[place][ids]
         if not sample.could_run or sample.index in seen:
             continue
-        kept = usual_repeats(sample.decode_seconds)
-        seconds = sum(sample.decode_seconds[i] for i in kept) / max(1, len(kept))
-        found[place][ids, len(seen)] = Timed(tuple(sample.token_ids), seconds)
+        found[place][ids, len(seen)] = Timed(tuple(sample.token_ids), decode_seconds(sample))
         seen.add(sample.index)
     return found
 

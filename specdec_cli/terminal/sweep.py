@@ -15,7 +15,6 @@ from rich.text import Text
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.points import decode_seconds
 from specdec_cli.experiment.promise import check_line, tokens_line
 from specdec_cli.experiment.records import (
     Arm,
@@ -26,6 +25,7 @@ from specdec_cli.experiment.records import (
     Point,
     Sample,
 )
+from specdec_cli.experiment.repeats import decode_seconds
 from specdec_cli.experiment.stats import FEWEST, among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
