@@ -28,6 +28,7 @@ def generate(
     system: options.System = None,
     limit: options.Limit = None,
     skip_bad: options.SkipBad = False,
+    check_lossless: options.CheckLossless = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
@@ -54,7 +55,9 @@ def generate(
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing():
                 from specdec_cli.commands.generate_run import get_ready, write
-            ready = get_ready(world, named, prompts, asked, stages, is_single=is_single)
+            ready = get_ready(
+                world, named, prompts, asked, stages, is_single=is_single, checks=check_lossless
+            )
         world.ready()
-        code = write(world, ready, asked, is_single=is_single)
+        code = write(world, ready, asked, is_single=is_single, checks=check_lossless)
     raise typer.Exit(code)

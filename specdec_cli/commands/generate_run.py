@@ -14,7 +14,16 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.generation import Job, Ready, baseline, prepare, requests
+from specdec_cli.experiment.lossless_check import (
+    PROMPTS,
+    LosslessCheck,
+    failed_check,
+    greedy_texts,
+    refuse_unfit,
+    texts_of,
+)
 from specdec_cli.experiment.machine import MachineWatch
+from specdec_cli.experiment.promise import check_line
 from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import (
     Output,
@@ -41,9 +50,12 @@ def get_ready(
     stages: Stages,
     *,
     is_single: bool,
+    checks: bool,
 ) -> Ready:
-    """Check everything, create the run folder, load the models."""
+    """Check everything, create the run folder, load the models. checks: of losslessness follow."""
     job = prepare(resolved, prompts, asked.permissions())
+    if checks:
+        refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     where = environment(job.plan)
@@ -55,10 +67,11 @@ def get_ready(
     return Ready(resolved, job, where, folder, engine)
 
 
-def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitCode:
+def write(world: World, ready: Ready, asked: Asked, *, is_single: bool, checks: bool) -> ExitCode:
     """Run the prompts and show the results on rank 0; returns the exit code.
 
-    is_single: the only prompt is on the command line, so the run fails if it cannot run.
+    is_single: the only prompt is on the command line, so the run fails if it cannot run. checks:
+    whether to compare texts with those of the target alone.
     """
     watch = MachineWatch(ready.job.plan.device)
     outputs, metrics = _run(world, ready, asked, watch)
@@ -68,16 +81,34 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool) -> ExitC
             ready.folder.forget("samples.jsonl")
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
+    check = _checked(world, ready, outputs) if checks else None
     with world.outside():
-        found = watch.notices()
+        found = [*watch.notices(), *failed_check(check)]
         if not asked.quiet:
             warn(found)
-        _deliver(ready, outputs, metrics, found, as_json=asked.as_json)
+        _deliver(ready, outputs, metrics, found, check, as_json=asked.as_json)
+        if check is not None and check["passed"] and not asked.quiet and world.is_first:
+            typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     ready.engine.forget_rounds()
+    if check is not None and not check["passed"]:
+        return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+
+
+def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any]:
+    """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
+    job, engine = ready.job.part(0, PROMPTS), ready.engine
+    plan = job.plan
+    ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
+    written = ran if plan.params.is_greedy else greedy_texts(engine, job, plan.k, world)
+    plain = greedy_texts(engine, job, 0, world)
+    check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
+    key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)
+    check.compare(engine, key, texts_of(job, written, plain))
+    return world.once(check.as_dict)  # other ranks have no logits of meaning
 
 
 def _run(
@@ -110,11 +141,14 @@ def _deliver(
     outputs: list[Output],
     metrics: Metrics,
     found: list[Notice],
+    check: dict[str, Any] | None,
     *,
     as_json: bool,
 ) -> None:
     """Finish the folder, write the document and report prompts that could not run."""
     document = generate_document(ready.recipe, ready.where, outputs, metrics, found)
+    if check is not None:
+        document["lossless_check"] = check
     if (folder := ready.folder) is not None:
         plan = ready.job.plan
         key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)

@@ -53,6 +53,7 @@ def sweep_k(
     resume: Resume = False,
     shard: Shard = None,
     dry_run: DryRun = False,
+    check_lossless: options.CheckLossless = False,
     draft: Drafts = None,
     batch_size: BatchSizes = None,
 ) -> None:
@@ -110,7 +111,14 @@ def sweep_k(
 
             allowed = asked.permissions()
             plan = plan_sweep(
-                named, prompts, lengths, sizes, allowed, predict_only=predict_only, shard=part
+                named,
+                prompts,
+                lengths,
+                sizes,
+                allowed,
+                predict_only=predict_only,
+                shard=part,
+                check_lossless=check_lossless,
             )
         code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)
     raise typer.Exit(code)
@@ -170,7 +178,7 @@ def _sweep(
             for one in found:
                 keep_warning(folder, plan.settings, one)
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
-        document = finish(plan, records, measured, said, sweep.clock, folder, failures)
+        document = finish(plan, records, measured, said, sweep.clock, folder, failures, sweep.check)
         with world.outside():
             # What was logged is on stderr already.
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))

@@ -7,6 +7,7 @@ from typing import Any
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
 from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
@@ -21,13 +22,15 @@ class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
     recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
-    short_drafts: warnings about drafts whose context may end before the texts.
+    short_drafts: warnings about drafts whose context may end before the texts. check_lossless:
+    whether to compare texts with those of the target alone.
     """
 
     recipe: Recipe
     settings: SweepSettings
     jobs: list[Job]
     short_drafts: Sequence[Notice] = ()
+    check_lossless: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -54,6 +57,7 @@ def plan_sweep(
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,
+    check_lossless: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
@@ -76,6 +80,8 @@ def plan_sweep(
         tokenised(plan(for_engine(r, largest, max(batch_sizes)), permissions), prompts)
         for r in recipes
     ]
+    if check_lossless:
+        refuse_unfit(jobs[0].plan, ks)
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -110,7 +116,7 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs, short_drafts)
+    return SweepPlan(recipe, settings, jobs, short_drafts, check_lossless)
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
