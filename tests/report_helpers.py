@@ -65,6 +65,7 @@ def metrics(k: int, batch_size: int, rate: float, draft_ms: float, target_ms: fl
         "decode_tokens_per_second": speed,
         "ttft_ms": spread(19.0),
         "tpot_ms": spread(1000 * batch_size / speed),
+        "tokens_per_round": counts["mean_acceptance_length"],
         **counts,
     }
 
@@ -102,6 +103,17 @@ def sweep_points(
                     point["speedup"] = gain
                     point["speedup_ci"] = [gain - 0.02 - 0.012 * k, gain + 0.03 + 0.012 * k]
                     point["predicted_speedup"] = gain * (1 + 0.012 * (k - 4) / 2)
+                    length = point["metrics"]["tokens_per_round"]
+                    point["break_even"] = {
+                        "tokens_per_round": length / gain,
+                        "tokens_per_round_ci": [0.98 * length / gain, 1.02 * length / gain],
+                        "draft_acceptance_rate": 0.25 if k < 8 else None,
+                        "alpha": 0.5 if k < 8 else None,
+                        "is_predicted": False,
+                    }
+                    for part in point["per_category"].values():
+                        part["speedup"] = part["mean_acceptance_length"] / length * gain
+                        part["speedup_ci"] = [part["speedup"] - 0.02, part["speedup"] + 0.02]
                     points.append(point)
     return points
 

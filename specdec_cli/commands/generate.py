@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import specdec_cli
+from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
@@ -27,6 +28,7 @@ def generate(
     source: Prompts,
     resume: Resume = False,
     next_turns: NextTurns = None,
+    check_lossless: options.CheckLossless = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
@@ -49,10 +51,24 @@ def generate(
             with importing():
                 from specdec_cli.commands.generate_run import get_ready, write
             ready = get_ready(
-                world, resolved, found, asked, stages, is_single=is_single, resume=resume
+                world,
+                resolved,
+                found,
+                asked,
+                stages,
+                is_single=is_single,
+                resume=resume,
+                checks=check_lossless,
             )
         world.ready()
-        code = write(world, ready, asked, is_single=is_single, next_turns=next_turns)
+        code = write(
+            world,
+            ready,
+            asked,
+            is_single=is_single,
+            checks=check_lossless,
+            next_turns=next_turns,
+        )
     raise typer.Exit(code)
 
 

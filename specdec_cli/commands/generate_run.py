@@ -19,10 +19,19 @@ from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.generate_folder import SAMPLES, Kept, key_of, open_folder
 from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
+from specdec_cli.experiment.lossless_check import (
+    PROMPTS,
+    LosslessCheck,
+    failed_check,
+    greedy_texts,
+    refuse_unfit,
+    texts_of,
+)
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import peak_memory, sample_of
 from specdec_cli.experiment.points import point_metrics
 from specdec_cli.experiment.preparing import no_template
+from specdec_cli.experiment.promise import check_line
 from specdec_cli.experiment.results import (
     Output,
     environment,
@@ -73,10 +82,16 @@ def get_ready(
     *,
     is_single: bool,
     resume: bool,
+    checks: bool,
 ) -> Ready:
-    """Check everything, create or resume the run folder, load the models."""
+    """Check everything, create or resume the run folder, load the models.
+
+    checks: of losslessness follow.
+    """
     resolved = resolved.model_copy(update={"data": found.data})
     job = prepare(resolved, found.prompts, asked.permissions())
+    if checks:
+        refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     where = environment(job.plan)
@@ -90,19 +105,26 @@ def get_ready(
         kept = kept if world.is_first else shared
         notices += unsaid(kept.notices, notices)
     ready = Ready(resolved, job, where, kept, notices, None)
-    if not ready.left.prompts:
+    if not ready.left.prompts and not checks:
         return ready
     stages.expect(len(job.plan.stages))
     return replace(ready, engine=build(job.plan, job.longest_prompt, stages.begin))
 
 
 def write(
-    world: World, ready: Ready, asked: Asked, *, is_single: bool, next_turns: Path | None
+    world: World,
+    ready: Ready,
+    asked: Asked,
+    *,
+    is_single: bool,
+    checks: bool,
+    next_turns: Path | None,
 ) -> ExitCode:
     """Run the prompts and show the results on rank 0; returns the exit code.
 
-    is_single: the only prompt is on the command line, so the run fails if it cannot run.
-    next_turns: the file for the conversations' next turns.
+    is_single: the only prompt is on the command line, so the run fails if it cannot run. checks:
+    whether to compare texts with those of the target alone. next_turns: the file for the
+    conversations' next turns.
     """
     watch = MachineWatch(ready.job.plan.device)
     if not asked.quiet:
@@ -115,21 +137,39 @@ def write(
             ready.folder.forget(SAMPLES)
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
+    check = _checked(world, ready, outputs) if checks else None
     with world.outside():
-        found = watch.notices() if ready.engine is not None else []
+        found = [*watch.notices(), *failed_check(check)] if ready.engine is not None else []
         if not asked.quiet:
             warn(found)
         notices = [*ready.notices, *found]
         if next_turns is not None and world.is_first:
             with or_setup_error(f"cannot write {next_turns}"):
                 replace_file(next_turns, _next_turns(ready.job, outputs).encode())
-        _deliver(ready, outputs, metrics, notices, as_json=asked.as_json)
+        _deliver(ready, outputs, metrics, notices, check, as_json=asked.as_json)
+        if check is not None and check["passed"] and not asked.quiet and world.is_first:
+            typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     if ready.engine is not None:
         ready.engine.forget_rounds()
+    if check is not None and not check["passed"]:
+        return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
+
+
+def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any]:
+    """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
+    job, engine = ready.job.part(0, PROMPTS), ready.engine
+    assert engine is not None, "a run that is to be checked has one"
+    plan = job.plan
+    ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
+    written = ran if plan.params.is_greedy else greedy_texts(engine, job, plan.k, world)
+    plain = greedy_texts(engine, job, 0, world)
+    check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
+    check.compare(engine, key_of(job), texts_of(job, written, plain))
+    return world.once(check.as_dict)  # other ranks have no logits of meaning
 
 
 def _run(
@@ -182,13 +222,16 @@ def _deliver(
     outputs: list[Output],
     metrics: Metrics,
     notices: list[Notice],
+    check: dict[str, Any] | None,
     *,
     as_json: bool,
 ) -> None:
     """Finish the folder, write the document and report prompts that could not run."""
     document = generate_document(ready.recipe, ready.where, outputs, metrics, notices)
+    if check is not None:
+        document["lossless_check"] = check
     if (folder := ready.folder) is not None:
-        if ready.engine is not None or not (folder.path / "points.jsonl").exists():
+        if ready.left.prompts or not (folder.path / "points.jsonl").exists():
             folder.append("points.jsonl", point_record(outputs, metrics, key_of(ready.job)))
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()

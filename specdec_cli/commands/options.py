@@ -133,6 +133,12 @@ Output = Annotated[
     Path | None,
     option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),
 ]
+CheckLossless = Annotated[
+    bool,
+    option(
+        "--check-lossless", None, "Compare greedy text with k = 0 of the target alone.", _OUTPUT
+    ),
+]
 Quiet = Annotated[bool, option("-q --quiet", None, "No progress.", _OUTPUT)]
 Verbose = Annotated[bool, option("-v --verbose", None, "Log more, and show tracebacks.", _OUTPUT)]
 

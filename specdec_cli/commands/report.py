@@ -1,9 +1,10 @@
-"""`specdec report`: turns a run folder into a page, plots and tables.
+"""`specdec report`: turns run folders into a page, plots and tables.
 
 Parses and shows; the work is done in `specdec_cli.report`. Needs no torch.
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,29 +13,35 @@ import typer
 
 from specdec_cli.commands import options
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import Notice, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, inert_json, shortened
 
-Folder = Annotated[
-    Path,
+Folders = Annotated[
+    list[Path],
     typer.Argument(
-        metavar="DIR",
+        metavar="DIR...",
         parser=options.run_folder,
-        help="A run folder of sweep-k or compare-tp, finished or not.",
+        help="Run folders of sweep-k or compare-tp, finished or not; several are compared.",
     ),
 ]
-_OUTPUT = "Folder for the files. Default: the run folder. NAME.html writes only that page."
+_OUTPUT = (
+    "Folder for the files. Default: the run folder; of several, none. NAME.html writes only that "
+    "page."
+)
 Output = Annotated[
     Path | None, options.option("-o --output", "DIR", _OUTPUT, parser=options.folder)
 ]
-_FORMAT = "Comma-separated choice of html, png, csv, md and vllm. Default: all."
+_FORMAT = (
+    "Comma-separated choice of html, png, svg, pdf, csv, tex, md and vllm. "
+    "Default: html,png,csv,md,vllm."
+)
 Format = Annotated[str | None, options.option("--format", "LIST", _FORMAT, show_default=False)]
 
 
 def report(
     ctx: typer.Context,
-    folder: Folder,
+    folders: Folders,
     output: Output = None,
     formats: Format = None,
     as_json: options.Json = False,
@@ -43,7 +50,8 @@ def report(
 ) -> None:
     """Turn a run folder into a page, plots, tables and a config for vLLM.
 
-    report.html is self-contained. Prints the answer, then the names of the files.
+    report.html is self-contained. Prints the answer, then the names of the files. Several folders
+    are shown side by side: paired on the prompts that they share, and what differs otherwise.
     """
     place: Place = ctx.obj
     if not place.is_first:
@@ -51,9 +59,9 @@ def report(
     check_room("numpy", NUMPY_MIB)
     from specdec_cli.report.content import Content
     from specdec_cli.report.folder import read_folder
-    from specdec_cli.report.write import FORMATS, write_page, write_report
+    from specdec_cli.report.write import FORMATS, USUAL, write_page, write_report
 
-    chosen = [part.strip() for part in formats.split(",")] if formats is not None else FORMATS
+    chosen = [part.strip() for part in formats.split(",")] if formats is not None else USUAL
     if unknown := [part for part in chosen if part not in FORMATS]:
         raise UsageError(f"--format: {unknown[0]!r} is none of {', '.join(FORMATS)}")
     is_page = output is not None and output.suffix.lower() in (".html", ".htm")
@@ -63,6 +71,15 @@ def report(
             "name a folder with -o, or leave --format out",
         )
     options.set_up_logging(quiet=quiet, verbose=verbose)
+    if len(folders) > 1:
+        if is_page or (formats is not None and "vllm" in chosen):
+            raise UsageError(
+                "several run folders have no single page and no config for vLLM",
+                "name a folder with -o, and choose of html, png, svg, pdf, csv, tex and md",
+            )
+        _report_runs(folders, output, chosen, as_json=as_json)
+        return
+    (folder,) = folders
     content = Content(read_folder(folder))
     if is_page:
         assert output is not None
@@ -75,6 +92,7 @@ def report(
             "kind": content.run.kind,
             "answer": content.headline,
             "answers": content.answers,
+            "lossless": content.lossless,
             "is_partial": content.run.is_partial,
             "warnings": [one.as_dict() for one in content.notices],
             "files": [str(file) for file in files],
@@ -87,3 +105,37 @@ def report(
         typer.echo(inert(str(file)))
     for warning in content.warnings:
         typer.echo(inert(f"warning: {shortened(warning)}"), err=True)
+
+
+def _report_runs(
+    folders: list[Path], output: Path | None, formats: Collection[str], *, as_json: bool
+) -> None:
+    """Compare runs; print the answers and tables, and write files if there is a place for them."""
+    from specdec_cli.report.export import aligned
+    from specdec_cli.report.runs import side_by_side, warnings_of
+    from specdec_cli.report.write import write_runs
+
+    whole = side_by_side(folders)
+    files = write_runs(whole, output, formats) if output is not None else []
+    if as_json:
+        document = {
+            "schema": "specdec.report-runs/1",
+            "kind": "runs",
+            "answer": whole.headline,
+            "answers": whole.answers,
+            **whole.as_dict(),
+            "warnings": [Notice("report", told).as_dict() for told in warnings_of(whole)],
+            "files": [str(file) for file in files],
+        }
+        typer.echo(inert_json(json.dumps(document, ensure_ascii=False)))
+        return
+    for told in whole.answers or [whole.headline]:
+        typer.echo(inert(told))
+    for table in whole.tables:
+        typer.echo("")
+        for line in aligned(table):
+            typer.echo(line)
+    for file in files:
+        typer.echo(inert(str(file)))
+    for told in warnings_of(whole):
+        typer.echo(inert(f"warning: {shortened(told)}"), err=True)

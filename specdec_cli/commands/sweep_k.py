@@ -49,6 +49,7 @@ def sweep_k(
     resume: Resume = False,
     shard: Shard = None,
     dry_run: DryRun = False,
+    check_lossless: options.CheckLossless = False,
     draft: Drafts = None,
     batch_size: BatchSizes = None,
 ) -> None:
@@ -112,6 +113,7 @@ def sweep_k(
                 chat=found.chat,
                 notices=found.notices,
                 own_prompts=found.own,
+                check_lossless=check_lossless,
             )
         code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)
     raise typer.Exit(code)
@@ -171,7 +173,7 @@ def _sweep(
             for one in found:
                 keep_warning(folder, plan.settings, one)
         said = [*warnings, *found, *unsaid(LOGGED, warnings)]
-        document = finish(plan, records, measured, said, sweep.clock, folder, failures)
+        document = finish(plan, records, measured, said, sweep.clock, folder, failures, sweep.check)
         with world.outside():
             # What was logged is on stderr already.
             warn(unsaid(document["warnings"], [*warnings, *LOGGED]))

@@ -156,11 +156,14 @@ class Metrics(Acceptance, Times):
     num_rounds_without_proposal: sequence-rounds, as drafts are. output_tokens_per_second counts
     prefill and decode time, decode_tokens_per_second decode time only. peak_memory_bytes: of
     points only. distinct_experts: experts that a round's scoring pass reads in a layer, the mean
-    over rounds and over layers with experts; absent where none are counted.
+    over rounds and over layers with experts; absent where none are counted. tokens_per_round:
+    output tokens over all sequence-rounds, those without proposals too; absent in folders of
+    earlier versions.
     """
 
     peak_memory_bytes: Count | None = None
     distinct_experts: Figure = None
+    tokens_per_round: Figure = None
 
     @model_validator(mode="after")
     def _has_k_positions(self) -> Self:

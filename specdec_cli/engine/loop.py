@@ -30,7 +30,7 @@ from specdec_cli.lengths.base import LengthPolicy
 from specdec_cli.lengths.costs import RoundCosts
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
-from specdec_cli.methods.teacher import Teacher
+from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
 
 
@@ -152,9 +152,19 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
+        return self.proposer.forecast(self._teacher(), prompt, output, k, params)
+
+    def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
+        """The target's logits [V] after `tokens`, as passes over `width` tokens give them.
+
+        The engine must be idle. With several ranks all of them call this; the answer means
+        something on rank 0.
+        """
+        return last_logits(self._teacher(), tokens, width)
+
+    def _teacher(self) -> Teacher:
         self._take_target()
-        teacher = Teacher(self.target, self.allocator, self.prefill_chunk, self.parallel)
-        return self.proposer.forecast(teacher, prompt, output, k, params)
+        return Teacher(self.target, self.allocator, self.prefill_chunk, self.parallel)
 
     def start(self, requests: Iterable[Request], k: int, params: SamplingParams) -> Run:
         """Queue `requests` for `step`."""

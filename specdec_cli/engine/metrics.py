@@ -80,6 +80,8 @@ def metrics_of(
     rounds = clock.num_rounds or 1
     seconds = clock.prefill_seconds + clock.decode_seconds
     means = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
+    if shares := sum(len(s.proposed_per_round) + s.rounds_without_proposal for s in done):
+        means["tokens_per_round"] = num_output_tokens / shares
     if clock.distinct_experts is not None:
         means["distinct_experts"] = clock.distinct_experts / rounds
     return Metrics(

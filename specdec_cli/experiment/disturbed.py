@@ -9,6 +9,7 @@ from specdec_cli.experiment.records import Point
 DISTURBED = frozenset(
     {
         *("baseline_drift", "outlying_repeats", "repeats_disagree", "baselines_disagree"),
+        "impossible_speedup",
         *("cpu_starved", "cpu_throttled", "cpu_load", "gpu_throttled", "gpu_shared"),
     }
 )

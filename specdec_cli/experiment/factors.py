@@ -7,7 +7,6 @@ curve. Knows no engine and no files.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from statistics import NormalDist
 
 import numpy as np
 
@@ -15,7 +14,6 @@ from specdec_cli.experiment import stats
 from specdec_cli.experiment.stats import Array, SumRatio
 
 _FEW = 8  # observations
-_NORMAL = NormalDist().inv_cdf(0.975)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class MidRatio:
         influence = (held / middles) @ np.array(self.powers, float)
         kept = n - 2 * cut
         error = np.sqrt(((influence - influence.mean()) ** 2).sum() / (kept * (kept - 1)))
-        reach = float(student(kept - 1) * error)
+        reach = float(stats.student(kept - 1) * error)
         return [self.value * float(np.exp(-reach)), self.value * float(np.exp(reach))]
 
 
@@ -82,7 +80,7 @@ class Product:
         Prompts that are all alike have one without width.
         """
         prompts, parts = stats.interval(self.prompts, seed), self.parts.interval()
-        if prompts is None and len(self.prompts.columns) > 1:
+        if prompts is None and len(self.prompts.columns) >= stats.FEWEST:
             prompts = [self.prompts.value] * 2
         if prompts is None or parts is None:
             return None
@@ -110,20 +108,6 @@ def midmean(values: Sequence[float] | Array) -> float:
     ordered = np.sort(np.asarray(values, float))
     cut = len(ordered) // 4
     return float(ordered[cut : len(ordered) - cut].mean())
-
-
-def student(freedom: int) -> float:
-    """The 97.5 % point of Student's t: from a table for few degrees of freedom, else by the
-    expansion of Cornish and Fisher, which is right to 0.002 from 7 on."""
-    if freedom <= len(stats.STUDENT):
-        return stats.STUDENT[freedom - 1]
-    z, n = _NORMAL, freedom
-    return (
-        z
-        + (z**3 + z) / (4 * n)
-        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
-        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
-    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,15 +8,8 @@ from typing import Any
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.points import Samples, without_errors
+from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.run_settings import RunSettings
-
-_LABELS = {
-    "target_tp": "target TP {}",
-    "draft_tp": "draft TP {}",
-    "draft": "draft {}",
-    "batch_size": "batch size {}",
-    "k": "k = {}",
-}
 
 
 def compare_tokens(
@@ -63,19 +56,3 @@ def tokens_notice(tokens: Mapping[str, Any]) -> list[Notice]:
     if not is_broken(tokens):
         return []
     return [Notice("tokens_differ", tokens_line(tokens) or "", {"diverging": tokens["diverging"]})]
-
-
-def tokens_line(tokens: Mapping[str, Any]) -> str | None:
-    """The result of the check in words, or None if there was nothing to compare."""
-    if tokens["identical"] is None:
-        return None
-    if tokens["identical"]:
-        return "tokens are the same at every point"
-    worst = max(tokens["diverging"], key=lambda d: d["num_diverging"] / d["num_prompts"])
-    place = ", ".join(
-        text.format(worst[name]) for name, text in _LABELS.items() if worst.get(name) is not None
-    )
-    where = f"{worst['num_diverging']} of {worst['num_prompts']} prompts at {place}"
-    if tokens["must_be_identical"]:
-        return f"tokens differ between points, which in float32 they must not: {where}"
-    return f"tokens diverge, as other orders of summation make them: at most in {where}"

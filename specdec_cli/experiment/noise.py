@@ -6,7 +6,7 @@ Computed from records alone, so that merged and resumed runs are looked at like 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,12 @@ from specdec_cli.experiment import stats
 from specdec_cli.experiment.disturbed import off_points
 from specdec_cli.experiment.points import Samples, measured_speed, without_errors
 from specdec_cli.experiment.records import Key, Point, Sample
+from specdec_cli.experiment.repeats import OUTLYING, usual_repeats
 from specdec_cli.experiment.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told
 _CERTAIN = 5.0  # standard errors: the largest of many splits is looked at
 _FEWEST = 8  # prompts in which a drift can be seen
-_OUTLYING = 1.5  # times its fellows
 _WEIGHT = 0.01  # least share of a point's time that outliers take
 _DISAGREE = 0.05  # least relative difference of two repeats that is told
 _OFF = 0.03  # least relative error of a prediction that is told
@@ -102,8 +102,8 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
     seconds = ", ".join(f"{value:.3g}" for value in sample.decode_seconds)
     more = f" (and at {len(points) - 1} more points)" if len(points) > 1 else ""
     told = (
-        f"repeats of one prompt differ by more than {_OUTLYING} times: prompt {sample.index} at "
-        f"{_name(key)} took {seconds} s{more}"
+        f"repeats of one prompt differ by more than {OUTLYING} times: prompt {sample.index} at "
+        f"{_name(key)} took {seconds} s{more}; those do not count"
     )
     evidence = asdict(key) | {"index": sample.index, "seconds": sample.decode_seconds}
     return [Notice("outlying_repeats", told, evidence | {"points": points})]
@@ -111,8 +111,9 @@ def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
 
 def _excess(seconds: Sequence[float]) -> float:
     """The time of repeats that took far longer than their fellows, beyond these."""
-    usual = median(seconds) if len(seconds) > 2 else min(seconds, default=0.0)
-    return sum(value - usual for value in seconds if value > _OUTLYING * usual)
+    kept = usual_repeats(seconds)
+    usual = fmean(seconds[place] for place in kept) if kept else 0.0
+    return sum(value - usual for place, value in enumerate(seconds) if place not in kept)
 
 
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:
@@ -159,6 +160,23 @@ def _baselines(samples: Mapping[Key, Samples]) -> list[Notice]:
         evidence = {"drafts": [one.draft, other.draft], "ratio": ratio.value, "ratio_ci": ends}
         return [Notice("baselines_disagree", told, evidence)]
     return []
+
+
+def impossible_speeds(points: Iterable[Point]) -> list[Notice]:
+    """A warning if points were faster than their tokens a round allow."""
+    found = [(p.impossible_speedup, p) for p in points if p.impossible_speedup is not None]
+    if not found:
+        return []
+    speed, point = max(found, key=lambda item: item[0])
+    length = point.metrics.tokens_per_round if point.metrics is not None else None
+    told = (
+        f"a speed-up of {speed:.2f} at {_name(Key.of(point))} is impossible: its rounds write "
+        f"{length or 0:.2f} tokens on average, and none costs less than one of plain decoding. It "
+        "is left out; measure again on a quiet machine, with more repeats"
+    )
+    more = f" (and {len(found) - 1} more points)" if len(found) > 1 else ""
+    evidence = [asdict(Key.of(p)) | {"speedup": s} for s, p in found]
+    return [Notice("impossible_speedup", told + more, {"points": evidence})]
 
 
 def predictions_off(points: Iterable[Point]) -> list[Notice]:

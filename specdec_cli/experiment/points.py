@@ -14,12 +14,26 @@ from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
+from specdec_cli.experiment.break_even import break_even
 from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.point_intervals import intervals_of
 from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
-from specdec_cli.experiment.records import CategoryMetrics, Key, Point, Prediction, Sample, given
+from specdec_cli.experiment.records import (
+    BreakEven,
+    CategoryMetrics,
+    Key,
+    Point,
+    Prediction,
+    Sample,
+    given,
+)
+from specdec_cli.experiment.repeats import decode_seconds, rounds_of, usual_mean
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
+# A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
+# that say so are wrong if it is by more than this factor, which leaves room for noise.
+_BEYOND = 1.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +68,22 @@ class Forecasts:
         return Product(
             SumRatio(np.stack((np.asarray(plain), np.asarray(rounds)), axis=1), (1, -1)),
             MidRatio(np.asarray(costs), (1, -1)),
+        )
+
+    def break_even(self, k: int, seed: int) -> BreakEven | None:
+        """The break-even at a k, at the costs of the time curve; None without them."""
+        parts = sorted(self.timed(0, k))
+        if k == 0 or not parts or not self.texts:
+            return None
+        costs = np.asarray([[self.parts[k][part], self.parts[0][part]] for part in parts])
+        rounds = [self.rounds(index, k) for index in self.texts]
+        return break_even(
+            MidRatio(costs, (1, -1)),
+            k,
+            drafts=sum(r.drafts for r in rounds),
+            draft_tokens=sum(r.draft_tokens for r in rounds),
+            rounds=sum(r.total for r in rounds),
+            seed=seed,
         )
 
     def timed(self, *ks: int) -> set[int]:
@@ -99,7 +129,10 @@ def arm_points(
             **measured(key, own, baseline, failures.get(key), seed),
         )
         found = _prediction(point, forecasts, alpha, without_errors(own), baseline, seed)
-        predicted = {"prediction": found, "predicted_speedup": found.speedup if found else None}
+        predicted: dict[str, Any] = {"prediction": found}
+        predicted["predicted_speedup"] = found.speedup if found else None
+        if point.metrics is None:
+            predicted["break_even"] = forecasts.break_even(key.k, seed)
         points.append(point.model_copy(update=predicted))
     return points
 
@@ -115,15 +148,16 @@ def measured(
     if failure is None and not usable:
         failure = Failure("failed", why_none(samples))
     if failure is not None:
-        nothing = dict.fromkeys(
-            ("metrics", "speedup", "speedup_ci", "mean_acceptance_length_ci"), None
-        )
+        names = ("metrics", "speedup", "speedup_ci", "mean_acceptance_length_ci", "break_even")
+        nothing: dict[str, Any] = dict.fromkeys(names)
         return nothing | {
             "status": failure.status,
             "per_category": {},
             "reason": failure.reason,
         }
     metrics, length = point_metrics(list(samples.values()), key), _length(usable)
+    gain = _gain(speedup(usable, baseline), key.k, seed, _most_speedup(usable))
+    is_possible = "impossible_speedup" not in gain
     lengths: list[float] | None = [1.0, 1.0]
     if length is not None:
         lengths = _length_interval(length, metrics.mean_acceptance_length, key.k, seed)
@@ -132,7 +166,9 @@ def measured(
         "metrics": metrics,
         "mean_acceptance_length_ci": lengths,
         "per_category": _per_category(usable, baseline, key.k, seed),
-        **_gain(speedup(usable, baseline), key.k, seed),
+        **gain,
+        "break_even": _break_even(usable, baseline, key.k, seed) if is_possible else None,
+        **intervals_of(usable, key.k, seed),
     }
 
 
@@ -154,10 +190,10 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
     done = [s for s in samples if s.could_run]
     decode = sum(map(decode_seconds, done))
     clock = RunClock(
-        num_rounds=sum(_mean(s.round_share) for s in done),
-        prefill_seconds=sum(_mean(s.seconds) for s in done) - decode,
+        num_rounds=sum(usual_mean(s, s.round_share) for s in done),
+        prefill_seconds=sum(usual_mean(s, s.seconds) for s in done) - decode,
         decode_seconds=decode,
-        stage_ms={x: sum(_mean(s.stage_ms.get(x, [])) for s in done) for x in STAGES},
+        stage_ms={x: sum(usual_mean(s, s.stage_ms.get(x, [])) for s in done) for x in STAGES},
         distinct_experts=_experts_read(done),
     )
     return metrics_of(
@@ -166,8 +202,8 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         k=key.k,
         batch_size=key.batch_size,
         num_output_tokens=sum(len(s.token_ids) for s in done),
-        ttft_ms=Spread.of([_mean(s.ttft_ms) for s in done]),
-        tpot_ms=Spread.of([_mean(s.tpot_ms) for s in done if s.tpot_ms]),
+        ttft_ms=Spread.of([usual_mean(s, s.ttft_ms) for s in done]),
+        tpot_ms=Spread.of([usual_mean(s, s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
     )
 
@@ -179,7 +215,7 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
         if sample.distinct_experts is None:
             return None
         shares = zip(sample.distinct_experts, sample.round_share, strict=True)
-        found += _mean([count * share for count, share in shares])
+        found += usual_mean(sample, [count * share for count, share in shares])
     return found if done else None
 
 
@@ -198,11 +234,6 @@ def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
     return measured_speed([samples[i] for i in common]).over(
         measured_speed([baseline[i] for i in common])
     )
-
-
-def decode_seconds(sample: Sample) -> float:
-    """A prompt's share of the time of its rounds, averaged over repeats."""
-    return _mean(sample.decode_seconds)
 
 
 def _prediction(
@@ -302,18 +333,61 @@ def _per_category(
             draft_acceptance_rate=acceptance.draft_acceptance_rate,
             acceptance_rate_per_pos=acceptance.acceptance_rate_per_pos,
             decode_tokens_per_second=measured_speed(own.values()).value,
-            **_gain(speedup(own, baseline), k, seed),
+            **_gain(speedup(own, baseline), k, seed, _most_speedup(own)),
+            mean_acceptance_length_ci=_category_length_interval(
+                own, acceptance.mean_acceptance_length, k, seed
+            ),
         )
     return rows
 
 
-def _gain(faster: SumRatio | None, k: int, seed: int) -> dict[str, Any]:
-    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition."""
+def _category_length_interval(
+    samples: Samples, mean: float, k: int, seed: int
+) -> list[float] | None:
+    length = _length(samples)
+    return None if length is None else _length_interval(length, mean, k, seed)
+
+
+def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, Any]:
+    """`speedup` and `speedup_ci`; at k = 0 they are 1 by definition.
+
+    most: tokens a round. A speed-up beyond that is no result, and `impossible_speedup` keeps it.
+    """
     if k == 0:
         return {"speedup": 1.0, "speedup_ci": [1.0, 1.0]}
     if faster is None:
         return {"speedup": None, "speedup_ci": None}
+    if faster.value > _BEYOND * most:
+        return {"speedup": None, "speedup_ci": None, "impossible_speedup": faster.value}
     return {"speedup": faster.value, "speedup_ci": stats.interval(faster, seed)}
+
+
+def _most_speedup(samples: Samples) -> float:
+    """Tokens a round over all rounds, which no speed-up exceeds."""
+    rounds = sum(map(rounds_of, samples.values()))
+    return sum(len(s.token_ids) for s in samples.values()) / rounds if rounds else float("inf")
+
+
+def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
+    """The break-even of a point over the prompts that it has in common with k = 0."""
+    common = sorted(samples.keys() & baseline.keys())
+    if k == 0 or not common:
+        return None
+    own, plain = [samples[i] for i in common], [baseline[i] for i in common]
+    costs = (
+        stats.speed(list(map(decode_seconds, s)), list(map(rounds_of, s))) for s in (own, plain)
+    )
+    cost = next(costs).over(next(costs))
+    if not np.isfinite(cost.value):
+        return None
+    return break_even(
+        cost,
+        k,
+        drafts=sum(len(s.proposed_per_round) for s in own),
+        draft_tokens=sum(sum(s.proposed_per_round) for s in own),
+        rounds=sum(map(rounds_of, own)),
+        seed=seed,
+    )
 
 
 def _length(samples: Samples) -> SumRatio | None:
@@ -333,7 +407,7 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
     """
     found = stats.interval(length, seed)
     if found is None:
-        return [mean, mean] if len(length.columns) > 1 else None
+        return [mean, mean] if len(length.columns) >= stats.FEWEST else None
     low, high = (min(max(end, 1.0), k + 1.0) for end in found)
     return [min(low, mean), max(high, mean)]
 
@@ -353,7 +427,3 @@ def why_none(samples: Samples) -> str:
     """The reason of a point that did not fail, but none of whose prompts ran."""
     why = next((s.error for s in samples.values() if s.error), None)
     return f"no prompt could run: {why}" if why else "no prompt was run"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else 0.0

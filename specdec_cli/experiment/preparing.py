@@ -8,6 +8,7 @@ import torch
 from specdec_cli.acceptance.registry import for_k
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.stats import FEWEST
 from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
 from specdec_cli.models.tokenizer import Tokenizer
@@ -61,5 +62,6 @@ def few_prompts(count: int) -> list[Notice]:
     if count >= _FEW_PROMPTS:
         return []
     few = "1 prompt is" if count == 1 else f"{count} prompts are"
-    told = f"{few} few: intervals are wide (--limit, --dataset)"
+    what = "too few for intervals" if count < FEWEST else "few: intervals are wide"
+    told = f"{few} {what} (--limit, --dataset)"
     return [Notice("few_prompts", told, {"num_prompts": count})]

@@ -94,7 +94,11 @@ class Sample(Record):
 
 
 class CategoryMetrics(Record):
-    """Figures of a point over the prompts of one category."""
+    """Figures of a point over the prompts of one category.
+
+    mean_acceptance_length_ci: absent in folders of earlier versions. impossible_speedup: as in
+    `Point`.
+    """
 
     num_prompts: Count
     num_output_tokens: Count
@@ -104,6 +108,25 @@ class CategoryMetrics(Record):
     decode_tokens_per_second: Figure
     speedup: Figure
     speedup_ci: Interval
+    mean_acceptance_length_ci: Interval = None
+    impossible_speedup: Figure = None
+
+
+class BreakEven(Record):
+    """The acceptance at which a point is as fast as plain decoding, at the costs of its rounds.
+
+    tokens_per_round: the cost of a sequence's round over that of one at k = 0, which writes one
+    token; over all rounds, like `Metrics.tokens_per_round`. draft_acceptance_rate: accepted over
+    proposed tokens that give as many. alpha: likewise, the chance of each proposal in the geometric
+    model (`predict.iid_length`). Both are 0 if rounds cost no more than plain decoding, and None if
+    accepting everything would not suffice. is_predicted: whether the costs are of the time curve.
+    """
+
+    tokens_per_round: Figure
+    tokens_per_round_ci: Interval
+    draft_acceptance_rate: Figure
+    alpha: Figure
+    is_predicted: bool = False
 
 
 class Prediction(Record):
@@ -131,7 +154,10 @@ class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
     Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at
-    k = 0, and what follows `prediction`.
+    k = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`; those after
+    break_even are absent in folders of earlier versions. break_even: None at k = 0.
+    impossible_speedup: a ratio of speeds that no speculation reaches, so that times were disturbed;
+    `speedup` is None then.
     """
 
     target_tp: Count | None = None
@@ -154,6 +180,14 @@ class Point(Record):
     speedup_vs_equal_tp: Figure = None
     speedup_vs_equal_tp_ci: Interval = None
     tokens_sha256: Name | None = None
+    break_even: BreakEven | None = None
+    tokens_per_round_ci: Interval = None
+    decode_tokens_per_second_ci: Interval = None
+    round_ms_ci: Interval = None
+    verify_ms_ci: Interval = None
+    acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
+    conditional_acceptance_rate_per_pos_ci: list[Interval] = Field(default_factory=list)
+    impossible_speedup: Figure = None
 
     @property
     def is_ok(self) -> bool:

@@ -119,6 +119,22 @@ def acceptance(
     return ratio[:, 0].clamp(max=1.0).tolist(), overlap.tolist()
 
 
+@torch.inference_mode()
+def last_logits(teacher: Teacher, tokens: Values[int], width: int) -> torch.Tensor:
+    """The target's logits [V] after `tokens`, whose last pass feeds `width` of them.
+
+    Every rank calls this; the logits mean something on rank 0.
+    """
+    seq = Sequence(0, list(tokens), len(tokens), len(tokens))
+    teacher.allocator.extend(seq.block_table, len(tokens))
+    try:
+        start = max(0, len(tokens) - width)
+        _prefill(teacher.target, seq, start, teacher.prefill_chunk)
+        return logits_of(teacher.target, seq, start, len(tokens))[-1].float()
+    finally:
+        teacher.allocator.shrink(seq.block_table, 0)
+
+
 def logits_of(model: PagedModel, seq: Sequence, start: int, stop: int) -> torch.Tensor:
     return model.forward([Span(seq, start, stop)], [stop - start], with_hidden=False).logits
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from specdec_cli.experiment.promise import lossless_in_words
 from specdec_cli.experiment.records import Point
 from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
@@ -15,8 +16,9 @@ class Content:
     """The content of a report on a run, complete or not.
 
     headline: the answer. notices, warnings: the warnings, and their texts. answers: one by batch
-    size. reasons: the run's own words for them. tables: by name, None if there is nothing to show.
-    category_point: the point that categories are of.
+    size. reasons: the run's own words for them. lossless: how the promise was kept. tables: by
+    name, None if there is nothing to show.
+    category_point, shown: the point that categories are of, in words and itself.
     """
 
     def __init__(self, run: ReportedRun) -> None:
@@ -29,18 +31,21 @@ class Content:
         self.reasons += tables.pairs_not_run(run)
         self.notices = findings.warnings(run)
         self.warnings = [one.message for one in self.notices]
+        self.lossless = lossless_in_words(run.summary)
         self.setup = _setup(run)
         shown = _point_for_categories(run, self.bests)
+        of_shown = next((b for b in self.bests if shown and b.batch_size == shown.batch_size), None)
         self.tables: Mapping[str, Table | None] = {
             "results": tables.results(run, self.bests),
             "degrees": tables.degrees(run),
+            "break_even": tables.break_even(run),
             "comparisons": tables.comparisons(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
             "predictions": tables.predictions(run),
-            "categories": tables.categories(run, shown) if shown is not None else None,
+            "categories": tables.categories(run, shown, of_shown) if shown is not None else None,
         }
-        self.category_point = ""
+        self.category_point, self.shown = "", shown
         if shown is not None:
             place = f"batch size {shown.batch_size}"
             self.category_point = f"{findings.setting_in_words(run, shown)}, {place}."
@@ -70,7 +75,8 @@ def _setup(run: ReportedRun) -> str:
     prompts = {int(n) for p in run.points if (n := p.number("num_prompts")) is not None}
     data = run.setting("data", "path")
     if prompts:
-        parts.append(f"{max(prompts)} prompts{f' of {data}' if data else ''}")
+        count = f"{max(prompts)} prompt{'s' if max(prompts) > 1 else ''}"
+        parts.append(f"{count}{f' of {data}' if data else ''}")
     if (temperature := run.setting("sampling", "temperature")) is not None:
         parts.append("greedy" if temperature == 0 else f"temperature {temperature}")
     device = run.environment.get("gpu") or run.environment.get("device")

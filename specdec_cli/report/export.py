@@ -1,4 +1,4 @@
-"""A report for other programs: CSV tables, and markdown for notes and pull requests."""
+"""A report for other programs: CSV and LaTeX tables, markdown for notes and pull requests."""
 
 import csv
 import io
@@ -10,14 +10,14 @@ from collections.abc import Sequence
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import (
-    Table,
-    Value,
+from specdec_cli.report.raw_tables import (
     raw_acceptance,
     raw_categories,
     raw_comparisons,
     raw_points,
 )
+from specdec_cli.report.runs import SideBySide
+from specdec_cli.report.tables import Table, Value, is_text
 from specdec_cli.text import inert, one_line
 
 # Characters that begin a formula in spreadsheets.
@@ -29,13 +29,55 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
     """CSV files by name: points.csv, and those of acceptance, categories and comparisons that have
     rows."""
     found = [raw_points(run), raw_acceptance(run), raw_categories(run), raw_comparisons(run)]
-    return {f"{table.name}.csv": _csv(table) for table in found if table.rows}
+    return {f"{table.name}.csv": csv_of(table) for table in found if table.rows}
 
 
-def _csv(table: Table) -> str:
+# Tables in LaTeX, by name of the file.
+LATEX = ("results", "break_even", "comparisons", "categories", "predictions", "rounds", "latencies")
+_TEX = {
+    "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+    "–": "--", "×": r"$\times$", "…": r"\ldots{}",
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+}  # fmt: skip
+
+
+def latex_tables(content: Content) -> dict[str, str]:
+    """LaTeX files by name, each with a `tabular` for a document that loads booktabs."""
+    found = {name: content.tables.get(name) for name in LATEX}
+    return {f"{name}.tex": latex_of(table) for name, table in found.items() if table and table.rows}
+
+
+def latex_of(table: Table) -> str:
+    """A table as a `tabular`."""
+    titles = [f"{c.title} ({c.unit})" if c.unit else c.title for c in table.columns]
+    sides = ["l" if is_text(table, place) else "r" for place in range(len(titles))]
+    rows = [" & ".join(map(_tex, table.shown(row))) for row in table.rows]
+    head = " & ".join(map(_tex, titles))
+    return "\n".join(
+        [
+            f"% {one_line(table.title)}; needs \\usepackage{{booktabs}}",
+            f"\\begin{{tabular}}{{{''.join(sides)}}}",
+            "\\toprule",
+            f"{head} \\\\",
+            "\\midrule",
+            *(f"{row} \\\\" for row in rows),
+            "\\bottomrule",
+            "\\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _tex(text: str) -> str:
+    """Text escaped for LaTeX, on one line."""
+    return "".join(_TEX.get(sign, sign) for sign in one_line(inert(text)))
+
+
+def csv_of(table: Table) -> str:
+    """A table as CSV."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, lineterminator="\n")
-    writer.writerow([column.title for column in table.columns])
+    writer.writerow([_cell(column.title) for column in table.columns])
     writer.writerows([_cell(value) for value in row] for row in table.rows)
     return buffer.getvalue()
 
@@ -57,6 +99,8 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     """The report as markdown. folder: of its pictures, relative to it."""
     lines = [f"# {_plain(content.title)}", "", f"**{_plain(content.headline)}**", ""]
     lines += [f"> {_plain(warning)}" for warning in content.warnings]
+    if content.lossless is not None:
+        lines += ["", _plain(content.lossless)]
     if len(content.answers) > 1:
         lines += ["", *(f"- {_plain(one)}" for one in content.answers)]
     lines += [*(f"\n{_plain(one)}" for one in content.reasons), "", _plain(content.setup), ""]
@@ -64,6 +108,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
     order = {
         "degrees": "speeds",
         "results": "speedup",
+        "break_even": "break_even",
         "comparisons": "comparisons",
         "rounds": "rounds",
         "categories": "categories",
@@ -90,6 +135,30 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
                 "",
             ]
         lines += [f"- {_plain(note)}" for note in content.deployment.notes]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def aligned(table: Table) -> list[str]:
+    """A table as lines of text, columns aligned."""
+    titles = [one_line(f"{c.title} ({c.unit})" if c.unit else c.title) for c in table.columns]
+    rows = [titles, *([one_line(cell) for cell in table.shown(row)] for row in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    left = [is_text(table, place) for place in range(len(titles))]
+    found = [f"{one_line(table.title)}:"]
+    for row in rows:
+        cells = zip(row, widths, left, strict=True)
+        line = "  ".join(c.ljust(w) if to_left else c.rjust(w) for c, w, to_left in cells)
+        found.append(line.rstrip())
+    return found
+
+
+def runs_markdown(whole: SideBySide, warnings: Sequence[str]) -> str:
+    """A report on several runs as markdown."""
+    lines = [f"# {_plain(', '.join(whole.names))}", ""]
+    lines += [f"**{_plain(one)}**" + "\n" for one in whole.answers]
+    lines += [f"> {_plain(one)}" for one in warnings]
+    for table in whole.tables:
+        lines += ["", f"## {_plain(table.title)}", "", *_markdown_table(table)]
     return "\n".join(lines).rstrip() + "\n"
 
 

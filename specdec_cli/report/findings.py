@@ -4,7 +4,7 @@ For a run that was cut short they are computed from its points. Knows nothing of
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -23,8 +23,10 @@ class Best:
     """The best point at a batch size.
 
     point: None if nothing could be measured; k = 0 means no speculation. tied: other points that do
-    not differ statistically, in words. is_recorded: the run recorded it; else it is the fastest of
-    the points there are. is_disturbed: the run says that its times were disturbed.
+    not differ statistically from the fastest, in words. is_recorded: the run recorded it; else it
+    is the fastest of the points there are. is_disturbed: the run says that times were disturbed.
+    fastest: the fastest point, with which a recommended one is tied; None where nothing was
+    recorded. by_category: the run's own records of the best for each category's prompts.
     """
 
     batch_size: int | None
@@ -33,6 +35,8 @@ class Best:
     reason: str
     is_recorded: bool
     is_disturbed: bool = False
+    fastest: Point | None = None
+    by_category: Mapping[str, Any] = field(default_factory=dict)
 
 
 def residual(point: Point) -> float | None:
@@ -101,6 +105,12 @@ def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | N
     reason = entry.get("reason")
     told = (run.summary or {}).get("warnings")
     notices = map(Notice.read, told if isinstance(told, list) else ())
+    leader = entry.get("fastest")
+    named = [p for p in points if isinstance(leader, Mapping) and _is_named(p, leader)]
+    if not named and not run.is_comparison:
+        known = [(_gain(p), p) for p in points]
+        named = [max(known, key=lambda item: item[0])[1]]
+    categories = entry.get("per_category")
     return Best(
         size,
         chosen,
@@ -108,7 +118,21 @@ def _recorded(run: ReportedRun, size: int, entry: Mapping[str, Any]) -> Best | N
         reason if isinstance(reason, str) else "",
         True,
         bool(disturbances(notices)),
+        named[0] if named else None,
+        categories if isinstance(categories, Mapping) else {},
     )
+
+
+def _is_named(point: Point, entry: Mapping[str, Any]) -> bool:
+    return point.k == entry.get("k") and (
+        point.is_baseline or point.draft == entry.get("draft") or entry.get("draft") is None
+    )
+
+
+def _gain(point: Point) -> float:
+    """A point's speed-up, else the predicted one."""
+    found = point.predicted_speedup if point.speedup is None else point.speedup
+    return found or 0.0
 
 
 def _tied_in_words(one: object) -> str:
@@ -184,11 +208,40 @@ def answer(run: ReportedRun, best: Best) -> str:
         fast += interval_in_words(point.speedup_ci)
     if measured is not None and measured < 1 and run.is_comparison:
         fast += ", so no speculation would be faster still"
-    tied = f" Statistically tied: {'; '.join(best.tied)}." if best.tied else ""
+    if not best.is_recorded:
+        least = "This is the fastest point so far, without a test of ties."
+        return f"Fastest {at}: {what}{fast}. {least}"
+    tied = f"{_against_fastest(run, best)}{_tied_of(run, best)}"
     if best.is_disturbed:
         tied += " Not called significant: times were disturbed (see the warnings)."
-    least = "" if best.is_recorded else " This is the fastest point so far, without a test of ties."
-    return f"Best {at}: {what}{fast}.{tied}{least}"
+    return f"{'Best' if run.is_comparison else 'Recommended'} {at}: {what}{fast}.{tied}"
+
+
+def _against_fastest(run: ReportedRun, best: Best) -> str:
+    """The fastest point in words, and why another one is recommended."""
+    point, leader = best.point, best.fastest
+    if leader is None or point is None:
+        return ""
+    if leader is point:
+        return " It is the fastest."
+    gain = f"{times(_gain(leader))}{interval_in_words(leader.speedup_ci)}"
+    is_smaller = leader.draft == point.draft and point.k < leader.k
+    why = "and it proposes less" if is_smaller else "which is not faster beyond chance"
+    if leader.is_baseline:
+        return f" The fastest is plain decoding, with which it is tied, {why}."
+    return f" It is tied with the fastest, {setting_in_words(run, leader)} at {gain}, {why}."
+
+
+def _tied_of(run: ReportedRun, best: Best) -> str:
+    leader = best.fastest
+    own = set()
+    if leader is not None:
+        own = {_tied_in_words({"k": leader.k} | d) for d in ({}, {"draft": leader.draft})}
+    tied = [one for one in best.tied if one not in own]
+    if not tied:
+        return ""
+    is_also = leader is not None and leader is not best.point
+    return f" {'Also' if is_also else 'Statistically'} tied: {'; '.join(tied)}."
 
 
 def _with_proposals(run: ReportedRun, best: Best) -> list[tuple[float, Point]]:
@@ -233,11 +286,13 @@ def headline(run: ReportedRun, bests: list[Best]) -> str:
         speeds = [s for b in found if b.point and (s := b.point.speedup) is not None]
         span = f", {times(min(speeds))} to {times(max(speeds))}" if speeds else ""
         (what,) = settings
-        return f"Best at every batch size: {what}{span} the speed of plain decoding."
+        word = "Best" if run.is_comparison else "Recommended"
+        return f"{word} at every batch size: {what}{span} the speed of plain decoding."
     parts = [
         f"at {b.batch_size}: {setting_in_words(run, b.point)}" for b in found if b.point is not None
     ]
-    return f"The best depends on batch size. A{'; '.join(parts)[1:]}."
+    which = "best" if run.is_comparison else "recommended k"
+    return f"The {which} depends on batch size. A{'; '.join(parts)[1:]}."
 
 
 def warnings(run: ReportedRun) -> list[Notice]:

@@ -25,6 +25,7 @@ from specdec_cli.experiment.records import (
     json_of,
     parsed,
 )
+from specdec_cli.experiment.stats import FEWEST
 
 _LABEL_LENGTH = 32
 
@@ -157,12 +158,29 @@ def _latest(records: list[Point]) -> tuple[Point, ...]:
 
 def _with_speedup(point: Point, points: Sequence[Point]) -> Point:
     """The point with its speed-up, from decoding speeds if the run ended before computing it."""
-    if point.metrics is None or point.speedup is not None:
+    if point.metrics is None or point.impossible_speedup is not None:
         return point
+    if point.speedup is not None:
+        return _without_vague_intervals(point)
     base = baseline_of(points, point)
     plain = base.number("decode_tokens_per_second") if base is not None else None
     found = point.metrics.decode_tokens_per_second / plain if plain else None
     return point.model_copy(update={"speedup": 1.0 if point.is_baseline else found})
+
+
+def _without_vague_intervals(point: Point) -> Point:
+    """The point without intervals over too few prompts, which earlier versions recorded."""
+    assert point.metrics is not None
+    if point.is_baseline:
+        return point
+    kept = {
+        name: row.model_copy(update={"speedup_ci": None}) if row.num_prompts < FEWEST else row
+        for name, row in point.per_category.items()
+    }
+    update: dict[str, Any] = {"per_category": kept} if kept else {}
+    if point.metrics.num_prompts < FEWEST:
+        update |= {"speedup_ci": None, "mean_acceptance_length_ci": None}
+    return point.model_copy(update=update)
 
 
 def baseline_of(points: Sequence[Point], point: Point) -> Point | None:
@@ -218,6 +236,11 @@ def _lines(path: Path, kind: type[R], notes: list[str]) -> Iterator[R]:
     yield from _good(f"{path.name}, line", whole, notes)
     if lines[-1].strip():
         notes.append(f"{path.name}, line {len(lines)} is torn, as a crash leaves it: left out")
+
+
+def intact_records(path: Path, kind: type[R]) -> Iterator[R]:
+    """The intact records of a .jsonl file of a run that `read_folder` has read, with its notes."""
+    return _lines(path, kind, [])
 
 
 def _good(what: str, found: Iterable[tuple[int, R | str]], notes: list[str]) -> Iterator[R]:

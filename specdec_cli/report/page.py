@@ -10,14 +10,23 @@ from typing import Any
 
 from specdec_cli.report.content import Content
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import Table
+from specdec_cli.report.tables import is_text
 from specdec_cli.text import inert
-
-_TEMPLATE = "page.html.j2"
 
 
 def page(content: Content, plots: Sequence[Plot]) -> str:
     """The page's text."""
+    return rendered(
+        "page.html.j2",
+        content=content,
+        plots=plots,
+        has_acceptance=any(plot.name == "acceptance" for plot in plots),
+        environment=rows_of(content.run.environment),
+    )
+
+
+def rendered(template: str, **values: Any) -> str:
+    """A template of this folder, filled in."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup
 
@@ -31,21 +40,8 @@ def page(content: Content, plots: Sequence[Plot]) -> str:
     engine.filters["inert"] = lambda value: inert(str(value))
     engine.filters["pretty"] = lambda value: json.dumps(value, indent=2, ensure_ascii=False)
     engine.filters["drawn"] = Markup  # text in plots was escaped when drawn
-    return engine.get_template(_TEMPLATE).render(
-        content=content,
-        plots=plots,
-        has_acceptance=any(plot.name == "acceptance" for plot in plots),
-        environment=rows_of(content.run.environment),
-        is_text=is_text,
-    )
-
-
-def is_text(table: Table, column: int) -> bool:
-    """Whether a column holds words, which are left-aligned."""
-    return any(
-        isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
-        for row in table.rows
-    )
+    engine.globals["is_text"] = is_text
+    return engine.get_template(template).render(**values)
 
 
 def rows_of(environment: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

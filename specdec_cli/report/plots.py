@@ -1,15 +1,19 @@
 """The plots of a report, drawn with matplotlib without a display."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.errors import SetupError
+from specdec_cli.report import captions
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
+from specdec_cli.report.drawings.break_even import draw_break_even
 from specdec_cli.report.drawings.canvas import (
     STYLE,
+    pdf_of,
     png_of,
+    svg_file_of,
     svg_of,
     without_display,
     without_talk,
@@ -28,18 +32,37 @@ from specdec_cli.report.folder import ReportedRun
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """A drawn plot. caption: also the alternative text. png, svg: empty if not asked for."""
+    """A drawn plot. caption: also the alternative text. svg: part of a page, or empty. files: by
+    format, those of `PICTURES` that were asked for."""
 
     name: str
     title: str
     caption: str
-    png: bytes
     svg: str
+    files: Mapping[str, bytes]
+
+    @property
+    def png(self) -> bytes:
+        return self.files.get("png", b"")
 
 
-def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]:
-    """Every plot that the run has figures for. Raises `SetupError` without matplotlib."""
-    run = content.run
+PICTURES: Mapping[str, Callable[[Any, str], bytes]] = {
+    "png": lambda figure, _: png_of(figure),
+    "svg": svg_file_of,
+    "pdf": lambda figure, _: pdf_of(figure),
+}
+
+
+def drawing(
+    name: str,
+    title: str,
+    caption: str,
+    draw: Callable[[Any], bool],
+    pictures: Collection[str],
+    *,
+    svg: bool,
+) -> Plot | None:
+    """One plot; None if there is nothing to draw. Raises `SetupError` without matplotlib."""
     without_display()
     try:
         import matplotlib
@@ -48,74 +71,97 @@ def plots(content: Content, *, png: bool = True, svg: bool = True) -> list[Plot]
         raise SetupError(
             "plots need the package matplotlib", "pip install matplotlib, or leave out html and png"
         ) from None
+    with matplotlib.rc_context(STYLE), without_talk():
+        figure = Figure(layout="constrained")
+        if not draw(figure):
+            return None
+        files = {form: PICTURES[form](figure, name) for form in pictures}
+        return Plot(name, title, caption, svg_of(figure, name) if svg else "", files)
+
+
+def plots(
+    content: Content, pictures: Collection[str] = ("png",), *, svg: bool = True
+) -> list[Plot]:
+    """Every plot that the run has figures for. Raises `SetupError` without matplotlib.
+
+    pictures: formats of files. svg: whether to draw for a page too.
+    """
+    run = content.run
     drawings: list[tuple[str, str, str, Callable[[Any], bool]]] = [
         (
             "speedup",
             "Speed-up",
-            f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; rings mark the "
-            "best at each batch size.",
+            f"Speed-up over plain decoding by {axis_of(run)}, with 95 % intervals; a ring marks "
+            "the recommended point, a square the fastest where that is another."
+            f"{captions.speedup(content)}",
             lambda figure: draw_speedup(figure, run, content.bests),
         ),
         (
             "speeds",
             "Tokens a second",
             "Decoding speed by draft TP at each target TP, on a logarithmic scale; dashed lines "
-            "are plain decoding.",
+            f"are plain decoding.{captions.speedup(content)}",
             lambda figure: draw_speeds(figure, run),
+        ),
+        (
+            "break_even",
+            "Break-even",
+            "Tokens a round over all rounds (solid), and those at which the measured costs give "
+            "the speed of plain decoding (dashed), with 95 % intervals. Where solid is above "
+            f"dashed, speculation pays.{captions.break_even(content)}",
+            lambda figure: draw_break_even(figure, run),
         ),
         (
             "comparisons",
             "Arm against arm",
             "Ratio of decoding speeds of two arms, each at its fastest k, over the same prompts, "
             "with 95 % intervals: filled over all prompts, hollow by category. Where an interval "
-            "crosses the line, the two are tied.",
+            f"crosses the line, the two are tied.{captions.comparisons(content)}",
             lambda figure: draw_comparisons(figure, run),
         ),
         (
             "acceptance",
             "Acceptance by position",
             "Share of rounds in which the proposal at a position stands: in all rounds (marginal), "
-            "and in those whose earlier proposals stood (conditional).",
+            "and in those whose earlier proposals stood (conditional), with 95 % intervals."
+            f"{captions.acceptance(content)}",
             lambda figure: draw_acceptance(figure, run),
         ),
         (
             "rounds",
             "Where a round's time goes",
-            f"Mean time of an engine round by {axis_of(run)}, split by stage.",
+            f"Mean time of an engine round by {axis_of(run)}, split by stage, with the 95 % "
+            f"interval of the whole.{captions.rounds(content)}",
             lambda figure: draw_rounds(figure, run),
         ),
         (
             "experts",
             "Experts that scoring reads",
             "Time of scoring (solid) and distinct experts that it reads in a layer (dashed), by "
-            f"the tokens scored for each sequence.{_routing_of(run)}",
+            f"the tokens scored for each sequence.{captions.experts(content)}{_routing_of(run)}",
             lambda figure: draw_experts(figure, run),
         ),
         (
             "categories",
             "By category",
-            "Mean tokens a round by category of prompt, the target's own token included.",
-            lambda figure: draw_categories(figure, content.tables["categories"]),
+            f"{content.category_point} Speed-up and tokens a round by category of prompt, with "
+            f"95 % intervals.{captions.categories(content)}",
+            lambda figure: draw_categories(figure, content.shown, content.category_point[:-1]),
         ),
         (
             "predictions",
             "Predicted and measured speed-up",
-            "Each point's predicted speed-up against the measured one, with its 95 % interval; "
-            "the numbers are k. On the line they agree, and the band is 5 %."
+            "Predicted speed-up over the measured one, less one, by k, with 95 % intervals. On the "
+            "line they agree, and the band is 5 %."
             f"{residuals_in_words(run)}",
             lambda figure: draw_predictions(figure, run),
         ),
     ]
-    found = []
-    with matplotlib.rc_context(STYLE), without_talk():
-        for name, title, caption, draw in drawings:
-            figure = Figure(layout="constrained")
-            if draw(figure):
-                picture = png_of(figure) if png else b""
-                found.append(
-                    Plot(name, title, caption, picture, svg_of(figure, name) if svg else "")
-                )
-    return found
+    found = [
+        drawing(name, title, caption, draw, pictures, svg=svg)
+        for name, title, caption, draw in drawings
+    ]
+    return [plot for plot in found if plot is not None]
 
 
 def _routing_of(run: ReportedRun) -> str:

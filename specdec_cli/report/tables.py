@@ -6,17 +6,19 @@ from dataclasses import dataclass, replace
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import (
     Arm,
+    BreakEven,
     CategoryComparison,
+    CategoryMetrics,
     Comparison,
     Key,
     Point,
     blocks_in_words,
 )
-from specdec_cli.experiment.stats import proposing_rate
+from specdec_cli.experiment.stats import FEWEST, proposing_rate
 from specdec_cli.report.findings import Best, residual, residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
-_PERCENTILES = ("p50", "p90", "p99")
+PERCENTILES = ("p50", "p90", "p99")
 
 Value = str | float | int | None
 
@@ -44,6 +46,14 @@ class Table:
     def shown(self, row: Sequence[Value]) -> list[str]:
         """A row's cells as text."""
         return [cell(value, column) for value, column in zip(row, self.columns, strict=True)]
+
+
+def is_text(table: Table, column: int) -> bool:
+    """Whether a column holds words, which are left-aligned."""
+    return any(
+        isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
+        for row in table.rows
+    )
 
 
 def cell(value: Value, column: Column) -> str:
@@ -90,15 +100,16 @@ def _percent(value: float | None) -> float | None:
 def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
     cells: list[Cell] = [
-        _figure("speed-up", 2, "×", "speedup"),
-        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
+        (Column("speed-up", 2, "×"), _speedup),
+        (Column("95 % interval"), lambda p: _span_of(p, p.speedup_ci)),
         _figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
         _figure("tokens a round", 2, "", "mean_acceptance_length"),
-        (Column("95 % interval"), lambda p: _span(p.mean_acceptance_length_ci)),
+        (Column("95 % interval"), lambda p: _span_of(p, p.mean_acceptance_length_ci)),
         (Column("accepted", 1, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
     ]
     if any(_proposing(point) is not None for point in run.points):
         cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
+        cells.insert(-1, _figure("tokens a round, all rounds", 2, "", "tokens_per_round"))
     if run.is_comparison:
         cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
         cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
@@ -108,6 +119,51 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     table = _by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
     return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
+
+
+def _speedup(found: Point | CategoryMetrics) -> Value:
+    return "impossible" if found.impossible_speedup is not None else found.speedup
+
+
+def break_even(run: ReportedRun) -> Table | None:
+    """The acceptance at which each point is as fast as plain decoding; None for old folders."""
+    points = [p for p in run.points if p.break_even is not None]
+    if not points:
+        return None
+    cells: list[Cell] = [
+        (Column("tokens a round, all rounds", 2), tokens_over_all_rounds),
+        (Column("breaks even at", 2), lambda p: _even(p).tokens_per_round),
+        (Column("95 % interval"), lambda p: _span_of(p, _even(p).tokens_per_round_ci)),
+        (Column("accepted", 0, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
+        (Column("needs accepted", 0, "%"), lambda p: _needed(_even(p).draft_acceptance_rate)),
+        (Column("needs a chance of", 0, "% each"), lambda p: _needed(_even(p).alpha)),
+    ]
+    note = (
+        "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
+        "the speed of plain decoding: the cost of a round over that of a round at k = 0. Needs: "
+        "the share of proposals that has to be accepted for it, and the chance of each proposal if "
+        "all have the same (geometric model)."
+    )
+    if any(_even(p).is_predicted for p in points):
+        note += " Costs of points that were not measured are those of the time curve."
+    return _by_point(("break_even", "Break-even", note), run, points, cells)
+
+
+def _even(point: Point) -> BreakEven:
+    assert point.break_even is not None
+    return point.break_even
+
+
+def _needed(rate: float | None) -> Value:
+    return "never" if rate is None else _percent(rate)
+
+
+def tokens_over_all_rounds(point: Point) -> float | None:
+    """As measured, else as the predicted speed-up says."""
+    found = point.number("tokens_per_round")
+    if found is not None or point.break_even is None or point.predicted_speedup is None:
+        return found
+    return point.predicted_speedup * (point.break_even.tokens_per_round or 0.0)
 
 
 def pairs_not_run(run: ReportedRun) -> list[str]:
@@ -163,28 +219,36 @@ def _proposing(point: Point) -> float | None:
     return _percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
 
 
+def _span_of(point: Point, interval: Sequence[float] | None) -> str | None:
+    if interval is None and point.is_ok and (point.number("num_prompts") or FEWEST) < FEWEST:
+        return "too few prompts"
+    return _span(interval)
+
+
 def _span(interval: Sequence[float] | None) -> str | None:
     return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
-    cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*STAGES, "round")]
+    shown = [s for s in STAGES if any((p.number(f"{s}_ms") or 0.0) > 0 for p in run.points)]
+    cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*shown, "round")]
+    cells.append((Column("95 % interval", 0), lambda p: _span_of(p, p.round_ms_ci)))
     cells.append(_figure("prefill", 2, "ms", "prefill_ms"))
-    if _counts_experts(run):
+    if counts_experts(run):
         cells.append(_figure("experts", 1, "a layer", "distinct_experts"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
     return _by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
 
 
-def _counts_experts(run: ReportedRun) -> bool:
+def counts_experts(run: ReportedRun) -> bool:
     return any(point.number("distinct_experts") is not None for point in run.points)
 
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in _PERCENTILES]
-    cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in _PERCENTILES]
+    cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
+    cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
     return _by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
 
@@ -200,6 +264,10 @@ def predictions(run: ReportedRun) -> Table | None:
         return None
     cells: list[Cell] = [
         _figure("predicted", 3, "×", "predicted_speedup"),
+        (
+            Column("95 % interval"),
+            lambda p: _span(p.prediction.speedup_ci) if p.prediction else None,
+        ),
         _figure("measured", 3, "×", "speedup"),
         (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
         (Column("residual", 1, "%"), lambda p: _percent(residual(p))),
@@ -227,29 +295,54 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: ReportedRun, point: Point) -> Table | None:
-    """One point by category of prompt, from its record, else from its samples."""
+def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Table | None:
+    """One point by category of prompt, from its record, else from its samples.
+
+    best: at the point's batch size, with the run's own recommendation for each category.
+    """
     found: list[tuple[Value, ...]] = []
+    own = best.by_category if best is not None else {}
     for name, row in point.per_category.items():
-        percent = _percent(row.draft_acceptance_rate)
-        found.append((name, row.num_prompts, row.mean_acceptance_length, percent, row.speedup))
+        few = row.num_prompts < FEWEST
+        lengths, gains = (
+            "too few prompts" if few and ends is None else _span(ends)
+            for ends in (row.mean_acceptance_length_ci, row.speedup_ci)
+        )
+        found.append(
+            (
+                *(name, row.num_prompts, row.mean_acceptance_length, lengths),
+                _percent(row.draft_acceptance_rate),
+                *(row.decode_tokens_per_second, _speedup(row), gains),
+                *(_named(run, own.get(name), fastest) for fastest in (True, False)),
+            )
+        )
     note = ""
     if not found:
         counts = run.samples.get(Key.of(point), {})
         found = [
-            (name, prompts, 1 + tokens / drafts if drafts else None, None, None)
+            (name, prompts, 1 + tokens / drafts if drafts else None, *[None] * 7)
             for name, (drafts, tokens, prompts) in counts.items()
         ]
         note = "Counted from samples.jsonl."
     if not found:
         return None
+    if own:
+        note = (
+            "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
+            "that is tied with its fastest, and faster than plain decoding beyond chance."
+        )
     found.sort(key=lambda row: (-float(row[2] or 0), str(row[0])))
     columns = (
         Column("category"),
         Column("prompts"),
         Column("tokens a round", 2),
+        Column("95 % interval"),
         Column("accepted", 1, "%"),
+        Column("decoding", 1, "tokens/s"),
         Column("speed-up", 2, "×"),
+        Column("95 % interval"),
+        Column("fastest here"),
+        Column("recommended here"),
     )
     kept = [i for i in range(len(columns)) if i < 3 or any(row[i] is not None for row in found)]
     return Table(
@@ -259,6 +352,20 @@ def categories(run: ReportedRun, point: Point) -> Table | None:
         tuple(tuple(row[i] for i in kept) for row in found),
         note,
     )
+
+
+def _named(run: ReportedRun, best: object, fastest: bool) -> str | None:
+    """The point that a category's record names, in words."""
+    entry = best.get("fastest") if fastest and isinstance(best, Mapping) else best
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), int):
+        return None
+    if entry["k"] == 0:
+        return "no speculation"
+    several = len({p.draft for p in run.points if p.draft is not None}) > 1
+    draft = entry.get("draft")
+    named = f" with {run.labels.get(draft, draft)}" if several and draft is not None else ""
+    speed = entry.get("speedup")
+    return f"k = {entry['k']}{named}{f', {speed:.2f}×' if isinstance(speed, float) else ''}"
 
 
 def comparisons(run: ReportedRun) -> Table | None:
@@ -296,105 +403,7 @@ def _tie_in_words(tied: bool | None) -> str:
     return "tied" if tied else "differ"
 
 
-# Tables for other programs, with full names and figures as recorded.
-_SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")
-
-
-def _setting(point: Point) -> tuple[Value, ...]:
-    return tuple(getattr(point, name) for name in _SETTING)
-
-
-def raw_points(run: ReportedRun) -> Table:
-    """One row a point with every figure of it."""
-    names: tuple[str, ...] = (
-        "decode_tokens_per_second",
-        "output_tokens_per_second",
-        "mean_acceptance_length",
-        "draft_acceptance_rate",
-        "num_drafts",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "num_prompts",
-        "num_output_tokens",
-        "num_rounds",
-        *(f"{stage}_ms" for stage in STAGES),
-        "round_ms",
-        "prefill_ms",
-        "predicted_speedup",
-    )
-    if _counts_experts(run):
-        names = (*names, "distinct_experts")
-    spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *_PERCENTILES)]
-    setting: tuple[str, ...] = ("draft", "k", "batch_size")
-    if run.is_comparison:
-        setting = ("target_tp", "draft_tp", "batch_size", "k")
-        names = (*names, "num_blocks", "speedup_vs_equal_tp")
-    titles = (
-        *setting,
-        "status",
-        "reason",
-        "speedup",
-        "speedup_lo",
-        "speedup_hi",
-        "mean_acceptance_length_lo",
-        "mean_acceptance_length_hi",
-        *names,
-        *(f"{name.removesuffix('_ms')}_{p}_ms" for name, p in spreads),
-    )
-    rows = [
-        (
-            *(getattr(point, name) for name in setting),
-            point.status,
-            point.reason,
-            point.speedup,
-            *(point.speedup_ci or (None, None)),
-            *(point.mean_acceptance_length_ci or (None, None)),
-            *(point.number(name) for name in names),
-            *(point.number(name, p) for name, p in spreads),
-        )
-        for point in run.points
-    ]
-    return Table("points", "", tuple(map(Column, titles)), tuple(rows))
-
-
-def raw_comparisons(run: ReportedRun) -> Table:
-    """One row for each two arms, and one for each of their categories."""
-    rows = []
-    for one in run.comparisons:
-        setting = (one.batch_size, one.arm.draft, one.arm.k, one.against.draft, one.against.k)
-        parts: list[tuple[str | None, Comparison | CategoryComparison]] = [(None, one)]
-        parts += one.per_category.items()
-        for name, part in parts:
-            ends = part.speed_ratio_ci or (None, None)
-            rows.append((*setting, name, part.num_prompts, part.speed_ratio, *ends))
-    sides = ("draft", "k", "against_draft", "against_k")
-    figures = ("num_prompts", "speed_ratio", "speed_ratio_lo", "speed_ratio_hi")
-    titles = ("batch_size", *sides, "category", *figures)
-    return Table("comparisons", "", tuple(map(Column, titles)), tuple(rows))
-
-
-def raw_acceptance(run: ReportedRun) -> Table:
-    """One row a point and position."""
-    rates = ("acceptance_rate", "conditional_acceptance_rate")
-    rows = [
-        (*_setting(point), position, *pair)
-        for point in run.points
-        if point.metrics is not None
-        for position, pair in enumerate(
-            zip(*(getattr(point.metrics, f"{rate}_per_pos") for rate in rates), strict=True),
-            start=1,
-        )
-    ]
-    return Table("acceptance", "", tuple(map(Column, (*_SETTING, "position", *rates))), tuple(rows))
-
-
-def raw_categories(run: ReportedRun) -> Table:
-    """One row a point and category."""
-    names = ("num_prompts", "mean_acceptance_length", "draft_acceptance_rate", "speedup")
-    rows = [
-        (*_setting(point), category, *(getattr(row, name) for name in names))
-        for point in run.points
-        for category, row in point.per_category.items()
-    ]
-    titles = (*_SETTING, "category", *names)
-    return Table("categories", "", tuple(map(Column, titles)), tuple(rows))
+def position_interval(point: Point, name: str, position: int) -> Sequence[float] | None:
+    """The interval of a rate at a position from 1 on; None in folders of earlier versions."""
+    found: Sequence[Sequence[float] | None] = getattr(point, f"{name}_ci")
+    return found[position - 1] if position <= len(found) else None

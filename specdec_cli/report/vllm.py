@@ -6,12 +6,12 @@ Names are those of vLLM 0.26 to 0.33 (`vllm/config/speculative.py`). Runs nothin
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specdec_cli.experiment.records import Point
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
-from specdec_cli.report.findings import Best
+from specdec_cli.report.findings import Best, answer
 from specdec_cli.report.folder import ReportedRun
 
 
@@ -20,17 +20,26 @@ class Deployment:
     """The recommendation for vLLM.
 
     speculative_config: None for no speculation. rehearsal: the same with synthetic acceptance as
-    measured, to time vLLM by itself. command: starts a server.
+    measured, to time vLLM by itself. command: starts a server. recommendation: the report's answer
+    for each batch size: the recommended point, the fastest, and those tied.
     """
 
     speculative_config: dict[str, Any] | None
     rehearsal: dict[str, Any] | None
     command: str
     notes: list[str]
+    recommendation: list[str] = field(default_factory=list)
 
 
 def deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     """The config for the best point, by batch size if k changes with it; None without a point."""
+    found = _deployment(run, bests)
+    if found is None:
+        return None
+    return replace(found, recommendation=[answer(run, b) for b in bests if b.point is not None])
+
+
+def _deployment(run: ReportedRun, bests: Sequence[Best]) -> Deployment | None:
     found = [b for b in bests if b.point is not None]
     if not found:
         return None

@@ -7,37 +7,94 @@ from pathlib import Path
 
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.report.content import Content
-from specdec_cli.report.export import csv_tables, markdown
-from specdec_cli.report.page import page
-from specdec_cli.report.plots import plots
+from specdec_cli.report.drawings.runs import draw_runs
+from specdec_cli.report.export import (
+    csv_of,
+    csv_tables,
+    latex_of,
+    latex_tables,
+    markdown,
+    runs_markdown,
+)
+from specdec_cli.report.page import page, rendered
+from specdec_cli.report.plots import PICTURES, drawing, plots
+from specdec_cli.report.runs import SideBySide, warnings_of
 
-FORMATS = ("html", "png", "csv", "md", "vllm")
-PICTURES = "plots"
+USUAL = ("html", "png", "csv", "md", "vllm")
+FORMATS = (*USUAL, "tex", "svg", "pdf")
+_FOLDER = "plots"
 
 
 def write_report(content: Content, folder: Path, formats: Collection[str]) -> list[Path]:
     """Write the formats asked for into a folder; returns the files in order.
 
-    html: report.html. png: plots/NAME.png. csv: points.csv, acceptance.csv, categories.csv,
-    comparisons.csv. md: report.md. vllm: vllm.json. Raises `SetupError` when the folder cannot be
-    written, or plots are asked for and matplotlib is missing.
+    html: report.html. png, svg, pdf: plots/NAME.png and so on. csv: points.csv, acceptance.csv,
+    categories.csv, comparisons.csv. tex: results.tex and other tables. md: report.md. vllm:
+    vllm.json. Raises `SetupError` when the folder cannot be written, or plots are asked for and
+    matplotlib is missing.
     """
     drawn = []
-    if {"html", "png"} & set(formats):
-        drawn = plots(content, png="png" in formats, svg="html" in formats)
+    pictures = [form for form in PICTURES if form in formats]
+    if pictures or "html" in formats:
+        drawn = plots(content, pictures, svg="html" in formats)
     files: dict[str, bytes] = {}
     if "html" in formats:
         files["report.html"] = _encoded(page(content, drawn))
     if "md" in formats:
-        pictures = drawn if "png" in formats else []
-        files["report.md"] = _encoded(markdown(content, pictures, f"{PICTURES}/"))
+        shown = drawn if "png" in formats else []
+        files["report.md"] = _encoded(markdown(content, shown, f"{_FOLDER}/"))
     if "csv" in formats:
         files |= {name: _encoded(text) for name, text in csv_tables(content.run).items()}
+    if "tex" in formats:
+        files |= {name: _encoded(text) for name, text in latex_tables(content).items()}
     if "vllm" in formats and content.deployment is not None:
         text = json.dumps(asdict(content.deployment), indent=2)
         files["vllm.json"] = _encoded(f"{text}\n")
-    if "png" in formats:
-        files |= {f"{PICTURES}/{plot.name}.png": plot.png for plot in drawn}
+    for plot in drawn:
+        files |= {f"{_FOLDER}/{plot.name}.{form}": data for form, data in plot.files.items()}
+    for name, data in files.items():
+        write_file(folder / name, data)
+    return [folder / name for name in files]
+
+
+def write_runs(whole: SideBySide, folder: Path, formats: Collection[str]) -> list[Path]:
+    """Write a report on several runs into a folder; returns the files in order.
+
+    html: report.html. md: report.md. csv, tex: runs.csv, pairs.csv, differences.csv and so on. png,
+    svg, pdf: plots/runs.png and so on. Raises what `write_report` raises.
+    """
+    plot = None
+    pictures = [form for form in PICTURES if form in formats]
+    if pictures or "html" in formats:
+        caption = (
+            f"Speeds over those of {whole.names[0]}, on the same prompts, with 95 % intervals. "
+        )
+        caption += " ".join(whole.answers)
+        plot = drawing(
+            "runs",
+            "Side by side",
+            caption,
+            lambda figure: draw_runs(figure, whole),
+            pictures,
+            svg="html" in formats,
+        )
+    drawn = [plot] if plot is not None else []
+    files: dict[str, bytes] = {}
+    if "html" in formats:
+        title = f"specdec: {', '.join(whole.names)}"
+        text = rendered(
+            "runs.html.j2", whole=whole, plots=drawn, title=title, warnings=warnings_of(whole)
+        )
+        files["report.html"] = _encoded(text)
+    if "md" in formats:
+        files["report.md"] = _encoded(runs_markdown(whole, warnings_of(whole)))
+    for table in whole.tables:
+        if "csv" in formats:
+            files[f"{table.name}.csv"] = _encoded(csv_of(table))
+        if "tex" in formats:
+            files[f"{table.name}.tex"] = _encoded(latex_of(table))
+    for one in drawn:
+        files |= {f"{_FOLDER}/{one.name}.{form}": data for form, data in one.files.items()}
     for name, data in files.items():
         write_file(folder / name, data)
     return [folder / name for name in files]
@@ -45,7 +102,7 @@ def write_report(content: Content, folder: Path, formats: Collection[str]) -> li
 
 def write_page(content: Content, file: Path) -> Path:
     """Write only the HTML page, to any file."""
-    write_file(file, _encoded(page(content, plots(content, png=False))))
+    write_file(file, _encoded(page(content, plots(content, ()))))
     return file
 
 

@@ -16,9 +16,9 @@ from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
-from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.records import PairFacts, Point, R, Sample, blocks_in_words, parsed
 from specdec_cli.terminal import render
 
@@ -200,7 +200,9 @@ def _cells(point: Point) -> dict[str, str]:
     equal = point.speedup_vs_equal_tp
     return found | {
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": "impossible"
+        if point.impossible_speedup is not None
+        else render.with_interval(point.speedup, point.speedup_ci),
         "x equal TP": f"{equal:.2f}" if equal is not None else "",
         "tokens a round": f"{m.mean_acceptance_length:.2f}",
         **{f"{stage} ms": f"{m.stage_ms(stage):.2f}" for stage in (*STAGES, "round")},

@@ -27,8 +27,8 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import STAGES, Metrics
-from specdec_cli.experiment.points import decode_seconds
 from specdec_cli.experiment.records import Sample
+from specdec_cli.experiment.repeats import decode_seconds
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
 

@@ -5,45 +5,53 @@ Computes only running means; `points` computes the results.
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.promise import check_line, tokens_line
 from specdec_cli.experiment.records import (
     Arm,
     CategoryComparison,
+    CategoryMetrics,
     Comparison,
     Key,
     Point,
     Sample,
 )
-from specdec_cli.experiment.stats import among_rounds, proposing_rate
+from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.stats import FEWEST, among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
 _TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
-_PROPOSING = "proposing"
+_PROPOSING, _OVERALL, _EVEN = "proposing", "all rounds", "break-even"
 _HEADINGS = (
     "k",
     "tokens a round",
     _PROPOSING,
+    _OVERALL,
     "accepted",
     "tokens/s",
     "x k = 0",
     "predicted",
+    _EVEN,
     *_TIMES.values(),
 )
 # Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
     *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
+    _EVEN,
     "predicted",
     "accepted",
+    _OVERALL,
     _PROPOSING,
     "tokens a round",
 )
@@ -79,12 +87,16 @@ class PlainLines(Watcher):
 
 
 class LiveTable(Watcher):
-    """A live table and a progress bar with the time left, on a terminal."""
+    """A live table and a progress bar with the time left, on a terminal.
+
+    Each finished point leaves a line above them.
+    """
 
     def __init__(self, total: int) -> None:
         self._progress = render.progress_bar()
         self._task = self._progress.add_task("getting ready", total=total)
         self._sums: dict[Key, render.Sums] = {}
+        self._spent: dict[Key, dict[int, tuple[int, float]]] = defaultdict(dict)
         self._shown: int | None = None  # batch size
         self._live = render.live_view(self._render, 2)
 
@@ -95,30 +107,50 @@ class LiveTable(Watcher):
     def sample(self, key: Key, sample: Sample) -> None:
         self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
+        if sample.could_run:
+            self._spent[key][sample.index] = len(sample.token_ids), decode_seconds(sample)
         self._progress.advance(self._task)
+
+    def points(self, points: Sequence[Point]) -> None:
+        for point in points:
+            line = Text(inert(point_line(point)))
+            self._live.console.print(line, soft_wrap=True)
 
     def close(self) -> None:
         self._live.stop()
 
     def _render(self) -> Group:
-        table = render.plain_table("draft", "k", "prompts", "tokens a round", "tokens/s", "x k = 0")
+        table = render.plain_table(
+            "draft", "batch", "k", "prompts", "tokens a round", "tokens/s", "x k = 0"
+        )
         shown = {
             key: sums
             for key, sums in list(self._sums.items())  # a copy: another thread draws
             if key.batch_size == self._shown
         }
-        plain = next((sums.speed for key, sums in shown.items() if key.k == 0), 0.0)
+        plain = next((key for key in shown if key.k == 0), None)
         for key in sorted(shown, key=lambda key: (key.draft or "", key.k)):
             sums = shown[key]
             table.add_row(
                 one_line(key.draft or _NO_DRAFT),
+                str(key.batch_size),
                 str(key.k),
                 str(sums.prompts),
                 f"{1 + sums.accepted / max(1, sums.drafts):.2f}",
                 f"{sums.speed:.1f}",
-                f"{sums.speed / plain:.2f}" if plain else "",
+                self._against(key, plain),
             )
         return Group(table, self._progress)
+
+    def _against(self, key: Key, plain: Key | None) -> str:
+        """The speed-up so far, over the prompts that k = 0 has had too."""
+        if plain is None:
+            return ""
+        own, other = dict(self._spent[key]), dict(self._spent[plain])
+        both = own.keys() & other.keys()
+        tokens, seconds = (sum(own[i][part] for i in both) for part in (0, 1))
+        of_plain, spent = (sum(other[i][part] for i in both) for part in (0, 1))
+        return f"{tokens / seconds * spent / of_plain:.2f}" if seconds and of_plain else ""
 
 
 def watcher(total: int, *, quiet: bool) -> Watcher:
@@ -137,7 +169,9 @@ def point_line(point: Point) -> str:
         about = f", predicted {predicted:.2f}x" if predicted is not None else ""
         return f"{name}: {point.status}: {point.reason or ''}{about}"
     line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
-    if point.speedup is not None:
+    if point.impossible_speedup is not None:
+        line += ", an impossible speed-up"
+    elif point.speedup is not None:
         line += f", {point.speedup:.2f}x{render.interval(point.speedup_ci)}"
     among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
@@ -164,9 +198,12 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        render.say(f"{where}{best['reason']}{tied}", out)
+        which = "recommended: " if best["k"] else ""
+        render.say(f"{where}{which}{best['reason']}{tied}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         render.say(about_tokens, out)
+    if (check := document.get("lossless_check")) is not None:
+        render.say(check_line(check), out)
 
 
 def results_table(
@@ -187,14 +224,16 @@ def results_table(
     if not is_split:
         del columns[_TIMES["broadcast"]]
     if not any(columns[_PROPOSING]):
-        del columns[_PROPOSING]
+        del columns[_PROPOSING], columns[_OVERALL]
+    if not any(columns[_EVEN]):  # of k = 0 alone
+        del columns[_EVEN]
     return render.table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
 def _cells(point: Point) -> dict[str, str]:
     """A point's cells by heading."""
     predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
-    found = {"k": str(point.k), "predicted": predicted}
+    found = {"k": str(point.k), "predicted": predicted, _EVEN: _break_even(point)}
     m = point.metrics
     if m is None:
         prediction = point.prediction
@@ -214,11 +253,29 @@ def _cells(point: Point) -> dict[str, str]:
             m.mean_acceptance_length, point.mean_acceptance_length_ci
         ),
         _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
+        _OVERALL: f"{m.tokens_per_round:.2f}" if m.tokens_per_round is not None else "",
         "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
         "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": render.with_interval(point.speedup, point.speedup_ci),
+        "x k = 0": _speedup(point),
         **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
     }
+
+
+def _speedup(found: Point | CategoryMetrics) -> str:
+    if found.impossible_speedup is not None:
+        return "impossible"
+    few = isinstance(found, CategoryMetrics) and found.num_prompts < FEWEST
+    if few and found.speedup is not None:
+        return f"{found.speedup:.2f} (too few prompts)"
+    return render.with_interval(found.speedup, found.speedup_ci)
+
+
+def _break_even(point: Point) -> str:
+    """`1.72 (31%)`: tokens a round at which k = 0 is as fast, and the acceptance that takes."""
+    if (even := point.break_even) is None or even.tokens_per_round is None:
+        return ""
+    rate = even.draft_acceptance_rate
+    return f"{even.tokens_per_round:.2f} ({'never' if rate is None else f'{100 * rate:.0f}%'})"
 
 
 def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Table]:
@@ -260,18 +317,20 @@ def comparison_tables(comparisons: Sequence[Comparison], width: int) -> list[Tab
 
 def _verdict(found: Comparison | CategoryComparison) -> str:
     if found.tied is None:
-        return "no interval"
+        return "too few prompts" if found.num_prompts < FEWEST else "no interval"
     return "tied" if found.tied else ""
 
 
 def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
-    """Speed-ups by category at the fastest point, or None without categories."""
-    fastest = document["best"].get("fastest")
-    if fastest is None:
+    """Speed-ups by category at the recommended point, or None without categories.
+
+    At the fastest point if no speculation is recommended.
+    """
+    best = document["best"]
+    shown = best if best["k"] else best.get("fastest")
+    if shown is None:
         return None
-    point = next(
-        p for p in document["points"] if (p.k, p.draft) == (fastest["k"], fastest["draft"])
-    )
+    point = next(p for p in document["points"] if (p.k, p.draft) == (shown["k"], shown["draft"]))
     rows = point.per_category
     if len(rows) < 2 or point.k == 0:
         return None
@@ -280,12 +339,34 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     columns: dict[str, list[str]] = {
         name: [one_line(category) for category in rows],
         "prompts": [str(row.num_prompts) for row in rows.values()],
-        "tokens a round": [f"{row.mean_acceptance_length:.2f}" for row in rows.values()],
+        "tokens a round": [
+            render.with_interval(row.mean_acceptance_length, row.mean_acceptance_length_ci)
+            for row in rows.values()
+        ],
         "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
-        "x k = 0": [render.with_interval(row.speedup, row.speedup_ci) for row in rows.values()],
+        "x k = 0": [_speedup(row) for row in rows.values()],
     }
-    spare = ["tokens/s", "prompts", "tokens a round"]
+    own = best.get("per_category", {})
+    if all(category in own for category in rows):
+        columns |= {
+            "fastest here": [_fastest_here(own[c], with_draft=with_draft) for c in rows],
+            "recommended": [
+                one_line(in_words(own[c]["k"], own[c]["draft"], with_draft=with_draft))
+                if own[c]["k"] is not None
+                else ""
+                for c in rows
+            ],
+        }
+    spare = ["fastest here", "recommended", "tokens/s", "prompts", "tokens a round"]
     return render.table_within(width, columns, spare=spare, names=[name])[0]
+
+
+def _fastest_here(best: Mapping[str, Any], *, with_draft: bool) -> str:
+    fastest = best.get("fastest")
+    if fastest is None:
+        return ""
+    name = in_words(fastest["k"], fastest["draft"], with_draft=with_draft)
+    return one_line(f"{name}, {fastest['speedup']:.2f}x")
 
 
 def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:

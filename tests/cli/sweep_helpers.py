@@ -34,6 +34,13 @@ def specdec(capsys: pytest.CaptureFixture[str], *arguments: str | Path) -> Resul
     return Result(code, captured.out, captured.err)
 
 
+def gain(point: dict[str, Any]) -> float:
+    """A point's ratio of speeds, also one that is impossible: a first run is slow by much."""
+    found = point["speedup"] if point["speedup"] is not None else point["impossible_speedup"]
+    assert isinstance(found, float)
+    return found
+
+
 def samples(folder: Path) -> list[Sample]:
     """The records of samples.jsonl; fails if a line is not whole."""
     text = (folder / "samples.jsonl").read_text()

@@ -209,6 +209,25 @@ def test_seed_and_batch_size(run: Run, sampled: Path) -> None:
     assert tokens(run(*base, "--seed", "1", "--set", "run.prefill_chunk=4")) == first
 
 
+def test_losslessness_is_checked_where_asked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--json", "--prompt", "def f(x):", "--check-lossless", *SHORT)
+    result = run(*options, "-k", "2")
+    check = result.document["lossless_check"]
+    assert result.code == 0 and check["passed"] and check["num_compared"] == 1
+    assert "lossless: the same greedy tokens in float32 (1 prompt" in result.err
+    refused = run(*options, "-k", "0")
+    assert refused.code == 2 and "nothing to compare with k = 0" in refused.err
+    from specdec_cli.commands import generate_run
+
+    texts = generate_run.greedy_texts
+    monkeypatch.setattr(  # a fault: the target alone would have written another first token
+        generate_run, "greedy_texts", lambda *a: {i: [1, *t[1:]] for i, t in texts(*a).items()}
+    )
+    result = run(*options, "-k", "2")
+    assert result.code == 4 and result.document["lossless_check"]["num_diverging"] == 1
+    assert result.err.count("not lossless: 1 of 1 texts diverge in float32") == 1
+
+
 # Prompts
 
 

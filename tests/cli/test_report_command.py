@@ -19,6 +19,7 @@ ALL = [
     "categories.csv",
     "comparisons.csv",
     "plots/acceptance.png",
+    "plots/break_even.png",
     "plots/categories.png",
     "plots/comparisons.png",
     "plots/predictions.png",
@@ -45,7 +46,7 @@ def test_everything_into_the_run_folder(folder: Path, capsys: Capture) -> None:
     assert main(["report", str(folder)]) == 0
     captured = capsys.readouterr()
     answer, *written = captured.out.splitlines()
-    assert answer.startswith("Best at batch size 1: k = ") and captured.err == ""
+    assert answer.startswith("Recommended at batch size 1: k = ") and captured.err == ""
     assert sorted(written) == [str(folder / name) for name in ALL]
     assert files(folder) == sorted([*before, *ALL])
     assert main(["report", str(folder), "--format", "csv"]) == 0  # again
@@ -56,11 +57,18 @@ def test_formats_and_places(folder: Path, tmp_path: Path, capsys: Capture) -> No
     assert main(["report", str(folder), "-o", str(out), "--format", "md, csv"]) == 0
     tables = ["acceptance.csv", "categories.csv", "comparisons.csv", "points.csv"]
     assert files(out) == [*tables, "report.md"]
+    assert main(["report", str(folder), "-o", str(out / "x"), "--format", "tex,svg,pdf"]) == 0
+    written = {file.suffix: file for file in (out / "x").rglob("*") if file.is_file()}
+    assert (out / "x" / "plots" / "speedup.pdf").read_bytes().startswith(b"%PDF")
+    assert b"<svg" in (out / "x" / "plots" / "speedup.svg").read_bytes()
+    assert written.keys() == {".tex", ".svg", ".pdf"}
+    head, begin, *_ = (out / "x" / "results.tex").read_text().splitlines()
+    assert head.startswith("% ") and begin.startswith("\\begin{tabular}{lrr")
     assert main(["report", str(folder), "-o", str(tmp_path / "page.html")]) == 0
     assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
     capsys.readouterr()
     for arguments, words in [
-        (["--format", "pdf"], "--format: 'pdf' is none of html, png"),
+        (["--format", "gif"], "--format: 'gif' is none of html, png"),
         (["--format", ""], "--format: '' is none of"),
         (["-o", "x.html", "--format", "csv"], "-o x.html is one page"),
     ]:
@@ -126,6 +134,7 @@ def test_real_metrics(tmp_path: Path, capsys: Capture) -> None:
         for name in row
         if not name.endswith(("_lo", "_hi", "reason"))
         and name not in ("broadcast_ms", "predicted_speedup")
+        and not name.startswith("break_even")  # which samples give, and there are none
     )
     if gain > 1:
         rates = report["vllm"]["rehearsal"]["synthetic_acceptance_rates"]

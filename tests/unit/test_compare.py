@@ -27,8 +27,8 @@ from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.generation import prepare
-from specdec_cli.experiment.lossless import tokens_line
 from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.settings_file import read_settings_file

@@ -5,6 +5,7 @@ They are in `tests/old_runs`: the demo pair at k = 0 and 1, with 4 new tokens.
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,7 +23,9 @@ from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
+from specdec_cli.report.tables import Column
 
+SPAN = Column("95 % interval")
 OLD = Path(__file__).parent.parent / "old_runs"
 FILES = [
     ("sweep/samples.jsonl", Sample),
@@ -71,12 +74,23 @@ def test_an_old_sweep_is_merged_into_the_points_it_had(tmp_path: Path) -> None:
     document, _ = merge_folders([OLD / "sweep"], tmp_path / "new")
     old = json.loads((OLD / "sweep" / "summary.json").read_text())
     new = json.loads(to_json(document))
+    assert new["tokens"] == old["tokens"] and len(new["points"]) == len(old["points"])
+    for before, after in zip(old["points"], new["points"], strict=True):
+        assert same_but_for_intervals(before, after), before["k"]
+    # Two prompts, whose intervals earlier versions had, are too few for one.
     for best in (new["best"], *new["best_by_batch_size"].values()):
-        assert best.pop("significant") is False  # which earlier versions did not say
-    for name in ("points", "best", "best_by_batch_size", "tokens"):
-        assert new[name] == old[name]
+        assert best["significant"] is False and best["speedup"] == old["best"]["fastest"]["speedup"]
+        assert best["reason"].endswith("which says little: too few prompts for an interval")
     samples = (tmp_path / "new" / "samples.jsonl").read_text().splitlines()
     assert sorted(samples) == sorted((OLD / "sweep" / "samples.jsonl").read_text().splitlines())
+
+
+def same_but_for_intervals(old: Any, new: Any) -> bool:
+    """Whether all that was recorded has its value."""
+    if isinstance(old, dict):
+        kept = {key: value for key, value in old.items() if not key.endswith("_ci")}
+        return all(same_but_for_intervals(value, new[key]) for key, value in kept.items())
+    return bool(old == new)
 
 
 @pytest.mark.parametrize(("name", "kind"), [("sweep", "sweep-k"), ("compare", "compare-tp")])
@@ -85,4 +99,9 @@ def test_old_runs_are_reported_without_a_note(name: str, kind: str) -> None:
     assert (run.kind, run.notes, run.is_partial) == (kind, (), False)
     old = json.loads((OLD / name / "summary.json").read_text())
     assert len(run.points) == len(old["points"])
-    assert Content(run).headline.startswith(("Best at batch size 1", "No speculation at"))
+    content = Content(run)
+    firsts = ("Best at batch size 1", "Recommended at", "No speculation at")
+    assert content.headline.startswith(firsts)
+    # An interval of one or two prompts, which earlier versions had, is none.
+    table = content.tables["results"]
+    assert table is not None and table.rows[-1][table.columns.index(SPAN)] == "too few prompts"

@@ -5,8 +5,16 @@ from typing import Any
 import pytest
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.experiment.points import Failure, Forecasts, Samples, arm_points, measured
-from specdec_cli.experiment.predict import Text
+from specdec_cli.experiment.disturbed import DISTURBED
+from specdec_cli.experiment.noise import impossible_speeds
+from specdec_cli.experiment.points import (
+    Failure,
+    Forecasts,
+    Samples,
+    arm_points,
+    measured,
+)
+from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
@@ -72,10 +80,10 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
             index,
             [(2, 1)] * 6,
             1.0,
-            seconds=[1.5, 3.5],
-            decode_seconds=[1.0, 3.0],
+            seconds=[1.5, 1.9],
+            decode_seconds=[1.0, 1.4],
             round_share=[3.0, 3.0],
-            stage_ms={name: [ms, 3 * ms] for name, ms in stages.items()},
+            stage_ms={name: [ms, 1.4 * ms] for name, ms in stages.items()},
             ttft_ms=[10.0, 30.0],
             tpot_ms=[2.0, 6.0],
             num_preemptions=2,
@@ -89,14 +97,14 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     metrics = metrics_of(point)
     assert (metrics.num_prompts, metrics.num_output_tokens) == (2, 24)
     assert (metrics.num_rounds, metrics.num_drafts, metrics.num_preemptions) == (6, 12, 4)
-    # Two prompts over six rounds; each one's mean is twice its first repeat.
+    # Two prompts over six rounds; each one's mean is 1.2 times its first repeat.
     for name, ms in stages.items():
-        assert metrics.stage_ms(name) == pytest.approx(2 * 2 * ms / 6)
-    assert metrics.round_ms == pytest.approx(4e3 / 6)
+        assert metrics.stage_ms(name) == pytest.approx(1.2 * 2 * ms / 6)
+    assert metrics.round_ms == pytest.approx(2.4e3 / 6)
     assert metrics.prefill_seconds == pytest.approx(1.0)
     assert metrics.prefill_ms == pytest.approx(500.0)
-    assert metrics.output_tokens_per_second == pytest.approx(24 / 5)
-    assert metrics.decode_tokens_per_second == pytest.approx(24 / 4)
+    assert metrics.output_tokens_per_second == pytest.approx(24 / 3.4)
+    assert metrics.decode_tokens_per_second == pytest.approx(24 / 2.4)
     assert (metrics.ttft_ms.mean, metrics.tpot_ms.mean) == (20.0, 4.0)
     assert metrics.peak_memory_bytes == 9, "of the prompts that ran"
     assert metrics.distinct_experts == pytest.approx(9.5), "both prompts have half of the rounds"
@@ -108,15 +116,78 @@ def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
     assert point.per_category["all"].num_prompts == 1
 
 
+def test_an_outlying_repeat_moves_nothing() -> None:
+    """The point is that of the other repeats; of two that disagree, time says which is wrong."""
+    fast = {i: sample(i, [(1, 1)] * 6, 0.6 + i / 50) for i in range(3)}
+    for repeats, usual in (([0.95, 1.0, 2.5], 0.975), ([2.5, 0.95], 0.95)):
+        spent = {"decode_seconds": repeats, "seconds": [t + 0.1 for t in repeats]}
+        spent |= {"round_share": [12.0] * len(repeats), "ttft_ms": repeats}
+        plain = {i: sample(i, [], 1.0 + i / 50, seconds=[1.1 + i / 50]) for i in range(3)}
+        plain[0] = sample(0, [], 0.0, **spent)
+        base, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 1): fast})
+        assert point.speedup == pytest.approx((usual + 1.02 + 1.04) / (3 * 0.62))
+        assert metrics_of(base).prefill_seconds == pytest.approx(0.3)
+        assert metrics_of(base).ttft_ms.mean == pytest.approx((usual + 2) / 3)
+
+
+def test_a_speedup_above_tokens_a_round_is_no_result() -> None:
+    plain = {i: sample(i, [], 2.5 + i / 10) for i in range(4)}
+    fast = {i: sample(i, [(1, 1)] * 6, 0.8 + i / 50) for i in range(4)}
+    base, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 1): fast})
+    assert (point.speedup, point.speedup_ci) == (None, None)
+    assert point.impossible_speedup == pytest.approx(2.65 / 0.83) and point.break_even is None
+    assert point.per_category["all"].speedup is None
+    (notice,) = impossible_speeds([base, point])
+    assert notice.code in DISTURBED and "3.19" in notice.message and "2.00 tokens" in notice.message
+    # Just what the tokens of a round allow is a result.
+    fast = {i: s.model_copy(update={"decode_seconds": [1.3 + i / 20]}) for i, s in fast.items()}
+    _, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 1): fast})
+    assert point.speedup == pytest.approx(2.65 / 1.375) and impossible_speeds([point]) == []
+
+
+def test_break_even_is_where_speeds_are_equal() -> None:
+    """At twice the cost of a round two tokens break even; half of all rounds have to make it up."""
+    plain = {i: sample(i, [], 1.2 + i / 100) for i in range(4)}
+    cost = {i: s.decode_seconds[0] / 12 for i, s in plain.items()}
+    all_propose = {i: sample(i, [(3, 2)] * 4, 2 * 4 * cost[i]) for i in plain}
+    base, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 3): all_propose})
+    found = point.break_even
+    assert base.break_even is None and found is not None and not found.is_predicted
+    assert found.tokens_per_round == pytest.approx(2.0)
+    assert found.draft_acceptance_rate == pytest.approx(1 / 3)
+    assert found.alpha is not None and iid_length(found.alpha, 3) == pytest.approx(2.0)
+    assert metrics_of(point).tokens_per_round == 3.0 and point.speedup == pytest.approx(1.5)
+    half = {i: sample(i, [(3, 2)] * 3, 2 * 6 * cost[i], rounds_without_proposal=3) for i in plain}
+    found = points_of({Key("d", 4, 0): plain, Key("d", 4, 3): half})[1].break_even
+    assert found is not None and found.draft_acceptance_rate == pytest.approx(2 / 3)
+    dear = {i: sample(i, [(3, 2)] * 4, 5 * 4 * cost[i]) for i in plain}
+    found = points_of({Key("d", 4, 0): plain, Key("d", 4, 3): dear})[1].break_even
+    assert found is not None and (found.alpha, found.draft_acceptance_rate) == (None, None)
+    text = Text(limit=12, draft_limit=99, accept=(1.0,) * 12)
+    forecasts = Forecasts(1, {0: text}, {0: {0: 0.1, 1: 0.1}, 1: {0: 0.15, 1: 0.16}}, is_exact=True)
+    predicted = forecasts.break_even(1, 0)
+    assert predicted is not None and predicted.is_predicted
+    assert predicted.tokens_per_round == pytest.approx(1.55)
+    assert predicted.alpha == pytest.approx(0.55)
+
+
 def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
     samples = {
-        Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(2)},
-        Key("d", 4, 1): {0: sample(0, [(1, 0)] * 12, 1.0), 1: sample(1, [(1, 1)] * 6, 0.5)},
+        Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(3)},
+        Key("d", 4, 1): {
+            0: sample(0, [(1, 0)] * 12, 1.1),
+            1: sample(1, [(1, 1)] * 6, 0.5),
+            2: sample(2, [(1, 1)] * 6, 0.6),
+        },
     }
     _, point = points_of(samples)
-    assert point.mean_acceptance_length_ci == [1.0, 2.0]  # for two prompts t gives 0.03 to 60
+    assert point.mean_acceptance_length_ci == [1.0, 2.0]  # t alone gives 0.7 to 3
     assert point.speedup is not None and point.speedup_ci is not None
     assert point.speedup_ci[0] < point.speedup < point.speedup_ci[1]
+    two = {key: {i: found[i] for i in (0, 1)} for key, found in samples.items()}
+    _, point = points_of(two)
+    assert point.speedup is not None and point.speedup_ci is None, "too few prompts"
+    assert point.mean_acceptance_length_ci is None
 
 
 def test_a_mean_length_lies_in_its_interval() -> None:
@@ -302,7 +373,7 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     shown = capsys.readouterr().out
     tied = "k = 1 with draft a, k = 2 with draft b, k = 3 with draft b"
     assert f"{reason} (tied: {tied})" in shown
-    assert "category, k = 3 with draft b" in shown
+    assert "category, k = 2 with draft b" in shown
     (line,) = [
         line for line in shown.splitlines() if line.startswith("b, k = 3") and "a, k" in line
     ]

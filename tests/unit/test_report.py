@@ -168,12 +168,12 @@ def test_page_has_the_figures(sweep: Content) -> None:
     for row in tables["table-rounds"][1:]:
         figures = points[int(row[1]), int(row[2]), names[row[0]]]["metrics"]
         stages = ("draft_ms", "verify_ms", "sample_ms", "round_ms")
-        assert [row[3], *row[5:8]] == [f"{figures[s]:.3f}" for s in stages]
+        assert row[3:7] == [f"{figures[s]:.3f}" for s in stages]
     for row in tables["table-predictions"][1:]:
         point = points[int(row[1]), int(row[2]), names[row[0]]]
         miss = 100 * (point["predicted_speedup"] / point["speedup"] - 1)
         assert row[3] == f"{point['predicted_speedup']:.3f}"
-        assert row[6] == f"{miss:.1f}"
+        assert row[7] == f"{miss:.1f}"
     assert len(tables["table-predictions"]) == 1 + 48
     assert ["gpu", "NVIDIA H200"] in tables["table-environment"]
     assert ["packages.torch", "2.13.0"] in tables["table-environment"]
@@ -215,14 +215,15 @@ def test_comparison(comparison: Content) -> None:
 
 def test_the_answer_is_the_runs_own(sweep: Content) -> None:
     assert sweep.headline == (
-        "The best depends on batch size. At 1: k = 3 with draft-1b; at 8: k = 3 with draft-1b; "
-        "at 32: k = 1 with draft-1b."
+        "The recommended k depends on batch size. At 1: k = 3 with draft-1b; at 8: k = 3 with "
+        "draft-1b; at 32: k = 1 with draft-1b."
     )
     (point,) = [p for p in sweep_points() if (p["draft"], p["k"], p["batch_size"]) == (DRAFT, 3, 1)]
     low, high = point["speedup_ci"]
     assert sweep.answers[0] == (
-        f"Best at batch size 1: k = 3 with draft-1b, {point['speedup']:.2f}× the speed of plain "
-        f"decoding (95 % interval {low:.2f} to {high:.2f}). Statistically tied: k = 4."
+        f"Recommended at batch size 1: k = 3 with draft-1b, {point['speedup']:.2f}× the speed of "
+        f"plain decoding (95 % interval {low:.2f} to {high:.2f}). It is the fastest. "
+        "Statistically tied: k = 4."
     )
     assert sweep.reasons == ["the smallest k that is tied with the fastest"]
 
@@ -234,8 +235,13 @@ def test_recorded_best_wins_over_the_fastest(tmp_path: Path) -> None:
     summary |= {"best": best, "best_by_batch_size": {"1": best}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     content = read(tmp_path)
-    assert content.headline.startswith("Best at batch size 1: k = 2 with draft-1b, ")
-    assert f"Statistically tied: k = 3; k = 3 with draft {OTHER}." in content.headline
+    assert content.headline.startswith("Recommended at batch size 1: k = 2 with draft-1b, ")
+    fastest = "It is tied with the fastest, k = 3 with draft-1b at 1.53× (95 % interval 1.47 to "
+    assert fastest in content.headline
+    assert f", and it proposes less. Also tied: k = 3 with draft {OTHER}." in content.headline
+    assert content.deployment is not None
+    assert content.deployment.recommendation == [content.headline]
+    assert content.category_point.startswith("k = 2 with draft-1b, ")
 
 
 def test_ties_of_several_drafts_are_told(tmp_path: Path) -> None:
@@ -246,8 +252,9 @@ def test_ties_of_several_drafts_are_told(tmp_path: Path) -> None:
     best["tied_points"] = [{"k": k, "draft": draft} for k, draft in places]
     summary |= {"best": best, "best_by_batch_size": {"1": best}}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    tied = f"k = 0; k = 3 with draft {DRAFT}; k = 3 with draft {OTHER}"
-    assert f"Statistically tied: {tied}." in read(tmp_path).headline
+    tied = f"k = 0; k = 3 with draft {OTHER}"
+    assert "tied with the fastest, k = 3 with draft-1b at 1.70×" in read(tmp_path).headline
+    assert f"Also tied: {tied}." in read(tmp_path).headline
 
 
 def test_no_speculation(tmp_path: Path) -> None:
@@ -299,7 +306,7 @@ def test_a_killed_sweep(tmp_path: Path) -> None:
     best = max(points, key=lambda p: p["metrics"]["decode_tokens_per_second"])
     gain = best["metrics"]["decode_tokens_per_second"] / plain
     assert content.headline == (
-        f"Best at batch size 1: k = {best['k']} with draft-1b, {gain:.2f}× the speed of plain "
+        f"Fastest at batch size 1: k = {best['k']} with draft-1b, {gain:.2f}× the speed of plain "
         "decoding. This is the fastest point so far, without a test of ties."
     )
     tables = Page(html(content, drawn(content))).tables
@@ -435,9 +442,25 @@ def test_what_is_not_finite_is_none(tmp_path: Path) -> None:
 
 
 def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content) -> None:
-    names = ["speedup", "comparisons", "acceptance", "rounds", "categories", "predictions"]
-    assert [plot.name for plot in drawn(sweep)] == names
-    assert "draft-1b, k = " in drawn(sweep)[1].svg and "writing" in drawn(sweep)[1].svg
+    named = {plot.name: plot for plot in drawn(sweep)}
+    names = ["speedup", "break_even", "comparisons", "acceptance", "rounds", "categories"]
+    assert list(named) == [*names, "predictions"]
+    assert "draft-1b, k = " in named["comparisons"].svg and "writing" in named["comparisons"].svg
+    assert "k = 3 with draft-1b, batch size 1" in named["categories"].svg
+    assert "coding (n = 16)" in named["categories"].svg
+    assert ">broadcast<" not in named["rounds"].svg, "a stage that did not take place"
+    # Captions say what to conclude.
+    for name, words in [
+        ("speedup", sweep.headline),
+        ("break_even", "k = 3 with draft-1b at batch size 1: it needs 25 % of its proposals"),
+        ("comparisons", "draft-1b, k = 3 is 1.08× as fast as draft-300m, k = 3."),
+        ("acceptance", "With k = 3 with draft-1b the first proposal stands in 78 % of rounds"),
+        ("categories", "Fastest on coding (2.10×), slowest on writing (1.29×)."),
+    ]:
+        assert words in named[name].caption
+    assert "% of it verify." in named["rounds"].caption
+    table = sweep.tables["break_even"]
+    assert table is not None and len(table.rows) == 48 and table.rows[7][-2:] == ("never",) * 2
     pictures = drawn(comparison)
     assert [plot.name for plot in pictures] == ["speedup", "speeds", "acceptance", "rounds"]
     for plot in pictures:
@@ -455,7 +478,7 @@ def test_experts_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
         point["metrics"]["distinct_experts"] = 128 * (1 - (1 - 8 / 128) ** tokens)
     random = RECIPE | {"target": RECIPE["target"] | {"load_format": "dummy"}}
     content = read(write_folder(tmp_path, points, recipe=random))
-    named = {plot.name: plot for plot in plots(content, png=False, svg=False)}
+    named = {plot.name: plot for plot in plots(content, (), svg=False)}
     assert "The weights are random and choose evenly" in named["experts"].caption
     figure = pytest.importorskip("matplotlib.figure").Figure()
     assert draw_experts(figure, content.run)
@@ -708,7 +731,7 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not(tmp_path: Path) ->
         assert all(len(row) == len(titles) for row in table.rows)
     place = titles.index("proposing")
     assert [row[place] for row in table.rows] == [None, 25.0]
-    assert table.columns[place].unit == "% of rounds" and titles[place + 1] == "accepted"
+    assert table.columns[place].unit == "% of rounds" and titles[place + 2] == "accepted"
 
 
 def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
@@ -732,8 +755,8 @@ def test_what_was_predicted_is_recommended_as_such(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     content = read(tmp_path)
     assert content.headline == (
-        "Best at batch size 1: k = 2 with draft-1b, predicted to be 2.35× the speed of plain "
-        "decoding."
+        "Recommended at batch size 1: k = 2 with draft-1b, predicted to be 2.35× the speed of "
+        "plain decoding. It is the fastest."
     )
     found = content.deployment
     assert (

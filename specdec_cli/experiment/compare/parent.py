@@ -14,7 +14,7 @@ from specdec_cli.experiment.compare.worker import PairTask
 from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import is_broken, tokens_notice
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.noise import noise_in
+from specdec_cli.experiment.noise import impossible_speeds, noise_in
 from specdec_cli.experiment.points import Failure, error_of
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed
@@ -102,6 +102,7 @@ def conclusion(
     codes: of failed pairs. where: the document's environment.
     """
     noise = [one for pair in plan.settings.pairs for one in noise_in(records.by_key(pair))]
+    noise += impossible_speeds(records.points)
     verdict = verdict_of(records, disturbances([*warnings, *noise]))
     said = [
         *warnings,

@@ -10,7 +10,8 @@ from typing import Any
 from specdec_cli.errors import ExitCode, Notice
 from specdec_cli.experiment.disturbed import disturbances
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
-from specdec_cli.experiment.noise import noise_in, predictions_off
+from specdec_cli.experiment.lossless_check import failed_check
+from specdec_cli.experiment.noise import impossible_speeds, noise_in, predictions_off
 from specdec_cli.experiment.points import (
     Failure,
     Forecasts,
@@ -23,7 +24,7 @@ from specdec_cli.experiment.predict import Text, with_recorded
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
-from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import cost_by_part, curve_point
@@ -106,10 +107,11 @@ def sweep_document(
     warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
+    check: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
-    failures: of this run of the command.
+    failures: of this run of the command. check: of losslessness, if one was asked for.
     """
     by_size = {b: [p for p in points if p.batch_size == b] for b in settings.batch_sizes}
     gains = {b: gains_of(settings, records, found, b) for b, found in by_size.items()}
@@ -117,11 +119,21 @@ def sweep_document(
     told = [
         *warnings,
         *noise_in(records.samples),
+        *impossible_speeds(points),
         *predictions_off(points),
         *tokens_notice(tokens),
+        *failed_check(check),
     ]
     disturbed = disturbances(told)
-    best = {b: recommend(found, gains[b], settings.seed, disturbed) for b, found in by_size.items()}
+    best = {
+        b: {
+            **recommend(found, gains[b], settings.seed, disturbed),
+            "per_category": recommend_by_category(
+                gains[b], records.samples, settings.seed, disturbed
+            ),
+        }
+        for b, found in by_size.items()
+    }
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
         "recipe": recipe,
@@ -141,6 +153,7 @@ def sweep_document(
             if (found := records.costs[key])
         ],
         "tokens": tokens,
+        "lossless_check": check,
         "warnings": told,
         "measuring": clock.as_dict() if clock is not None else None,
     }
@@ -198,7 +211,8 @@ def exit_code(
     """
     points = [p for p in document["points"] if p.status != "skipped"]
     statuses = {p.status for p in points}
-    if is_broken(document["tokens"]):
+    check = document.get("lossless_check")
+    if is_broken(document["tokens"]) or (check is not None and not check["passed"]):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
         codes = {failure.code for failure in failures}

@@ -1,13 +1,15 @@
 """The recommended k: the contract's `best` among a sweep's points."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.disturbed import doubt_in_words
 from specdec_cli.experiment.factors import choose
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.points import Samples
+from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains
 
 
@@ -38,6 +40,37 @@ def recommend(
     is_beyond_chance = bool(chosen.k) and ends is not None and ends[0] > 1.0
     found["reason"] += doubt_in_words(disturbed)
     return found | {"significant": is_beyond_chance and not disturbed}
+
+
+def recommend_by_category(
+    gains: Gains, samples: Mapping[Key, Samples], seed: int, disturbed: Sequence[Notice] = ()
+) -> dict[str, dict[str, Any]]:
+    """`recommend` for the prompts of each category; nothing for fewer than two, or predictions."""
+    if gains.is_predicted or not gains.points:
+        return {}
+    of_one, prompts = samples[Key.of(gains.points[0])], sorted(gains.prompts)
+    places: dict[str, list[int]] = {}
+    for place, index in enumerate(prompts):
+        if (name := of_one[index].category) is not None:
+            places.setdefault(name, []).append(place)
+    if len(places) < 2:
+        return {}
+    found = {}
+    for name, rows in sorted(places.items()):
+        points = [
+            p.model_copy(update={"speedup": own.speedup, "speedup_ci": own.speedup_ci})
+            for p in gains.points
+            if (own := p.per_category.get(name)) is not None and own.speedup is not None
+        ]
+        whole = {key: gains.measured[key] for key in map(Key.of, points)}
+        part = Gains(
+            points,
+            measured={key: replace(m, columns=m.columns[rows]) for key, m in whole.items()},
+            prompts=frozenset(prompts[row] for row in rows),
+            why_none="no point could be compared with k = 0",
+        )
+        found[name] = recommend(points, part, seed, disturbed)
+    return found
 
 
 def _smallest_with_draft_of(
@@ -119,8 +152,8 @@ class _Choice:
             found = f"{which} is the fastest, {gain}"
             if least_tied < chosen.k:
                 return f"{found}; smaller tied k may not pay at all"
-            if count == 1:
-                return f"{found}, which says little: no k has an interval"
+            if count < FEWEST:
+                return f"{found}, which says little: too few prompts for an interval"
             if self.gains.interval(chosen) is None:
                 if self.gains.is_predicted:
                     return f"{found}, which says little: one part of the time curve has no interval"

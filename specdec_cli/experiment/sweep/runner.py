@@ -28,10 +28,11 @@ from specdec_cli.errors import (
     is_out_of_memory,
 )
 from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, units_of
 from specdec_cli.experiment.order import balanced
-from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.points import Failure, baseline_of, without_errors
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, given
 from specdec_cli.experiment.sweep.arms import Arms
@@ -61,6 +62,7 @@ class Sweep:
         self.world = world
         self.failures: dict[Key, Failure] = {}
         self.clock = SweepClock()
+        self.check = LosslessCheck(plan.settings.dtype) if plan.check_lossless else None
         self._watch = MachineWatch(plan.jobs[0].plan.device)
         self._arms = Arms(plan, world, self._begin)
         self._agreement = world.agreement()
@@ -129,7 +131,8 @@ class Sweep:
         settings = self.plan.settings
         keys = self._keys_of(job, batch_size, settings.measured_ks)
         return (
-            self._lack(job, keys, self._keys_of(job, batch_size, settings.ks))
+            self.check is not None
+            or self._lack(job, keys, self._keys_of(job, batch_size, settings.ks))
             # Predictions at every batch size use the texts of the first one.
             or (batch_size == settings.batch_sizes[0] and bool(self._without_text(job)))
         )
@@ -228,9 +231,37 @@ class Sweep:
         self.clock.rounds += loop.seconds
         self.clock.measuring += time.perf_counter() - began
         self.clock.processor += time.process_time() - processor
+        if numbers and numbers[-1] == len(units[plain.plan.proposer]) - 1:
+            self._check(hosts, engine_of, batch_size)
         for engine in engines.values():
             engine.forget_rounds()
         release(self._device)
+
+    def _check(
+        self, hosts: Mapping[str | None, Job], engine_of: Callable[[Key], Engine], batch_size: int
+    ) -> None:
+        """Compare texts with those of the target alone, if asked: the run's own if it is greedy.
+
+        hosts: the job of each arm that was measured at this batch size.
+        """
+        settings = self.plan.settings
+        if self.check is None or not (settings.is_greedy or batch_size == settings.batch_sizes[0]):
+            return
+        self._begin("checking losslessness")
+        for key in settings.keys(batch_size, settings.measured_ks):
+            if key.k == 0 or key.draft not in hosts or key in self.failures:
+                continue
+            job, engine = hosts[key.draft], engine_of(key)
+            if settings.is_greedy:
+                samples = self.records.samples
+                written, plain = (
+                    {i: s.token_ids for i, s in without_errors(of).items()}
+                    for of in (samples[key], baseline_of(samples, key))
+                )
+            else:
+                job = job.part(0, PROMPTS)
+                written, plain = (greedy_texts(engine, job, k, self.world) for k in (key.k, 0))
+            self.check.compare(engine, key, texts_of(job, written, plain))
 
     def _without_samples(self, units: Mapping[Key, Job]) -> dict[Key, Job]:
         """The prompts of a unit that have no sample yet, by point."""

@@ -8,6 +8,7 @@ from typing import Any
 from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.disk import refuse_special_files
+from specdec_cli.experiment.lossless_check import LosslessCheck
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
@@ -85,10 +86,12 @@ def finish(
     clock: SweepClock,
     folder: RunFolder | None,
     failures: Collection[Failure],
+    check: LosslessCheck | None = None,
 ) -> dict[str, Any]:
     """The sweep's document, also written as the folder's summary.
 
-    Its warnings are `warnings` and those found since. failures: of this run.
+    Its warnings are `warnings` and those found since. failures: of this run. check: of
+    losslessness, if one was asked for.
     """
     warnings = [*warnings, *prompts_that_failed(records.samples.values())]
     where = _where(plan)
@@ -96,7 +99,15 @@ def finish(
         clock, where = records.earlier_clock, records.earlier_where
     recipe = plan.recipe.model_dump(mode="json")
     document = sweep_document(
-        plan.settings, recipe, where, records, points, warnings, clock, failures
+        plan.settings,
+        recipe,
+        where,
+        records,
+        points,
+        warnings,
+        clock,
+        failures,
+        check.as_dict() if check is not None else None,
     )
     if folder is not None:
         folder.write("summary.json", to_json(document) + "\n")

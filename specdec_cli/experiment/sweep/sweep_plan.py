@@ -7,6 +7,7 @@ from typing import Any
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
 from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.duration import OFTEN_OFF_BY, in_words, sweep_seconds
@@ -23,7 +24,8 @@ class SweepPlan:
 
     recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
     notices: further warnings, of all shards alike. own_prompts: text of the prompts that the run
-    folder is to keep, since no other file holds them.
+    folder is to keep, since no other file holds them. check_lossless: whether to compare texts with
+    those of the target alone.
     """
 
     recipe: Recipe
@@ -31,6 +33,7 @@ class SweepPlan:
     jobs: list[Job]
     notices: Sequence[Notice] = ()
     own_prompts: str | None = None
+    check_lossless: bool = False
 
     @property
     def num_prompts(self) -> int:
@@ -60,6 +63,7 @@ def plan_sweep(
     chat: str = "auto",
     notices: Sequence[Notice] = (),
     own_prompts: str | None = None,
+    check_lossless: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
@@ -84,6 +88,8 @@ def plan_sweep(
         tokenised(plan(for_engine(r, largest, max(batch_sizes)), permissions), prompts)
         for r in recipes
     ]
+    if check_lossless:
+        refuse_unfit(jobs[0].plan, ks)
     names = [job.plan.proposer for job in jobs]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -119,7 +125,7 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs, found, own_prompts)
+    return SweepPlan(recipe, settings, jobs, found, own_prompts, check_lossless)
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:

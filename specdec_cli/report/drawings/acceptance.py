@@ -3,8 +3,10 @@
 from typing import Any
 
 from specdec_cli.experiment.records import Point
+from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, style_of
 from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.tables import position_interval
 
 
 def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
@@ -36,9 +38,14 @@ def draw_acceptance(figure: Any, run: ReportedRun) -> bool:
             if known:
                 xs, ys = zip(*known, strict=True)
                 most = max(most, *xs)
+                ends = [position_interval(point, key, x) for x in xs]
                 is_hollow = {"mfc": "none"} if dash == "--" else {}
-                axis.plot(xs, ys, dash, linewidth=1.5, markersize=4.5, label=prefix + word,
-                          **style, **is_hollow)  # fmt: skip
+                shift = canvas.dodged(2 * index + (dash == "--"), 2 * len(longest))
+                canvas.plot_with_intervals(
+                    axis, [x + shift for x in xs], ys,
+                    [[100 * end for end in e] if e else None for e in ends],
+                    linestyle=dash, label=prefix + word, **style, **is_hollow,
+                )  # fmt: skip
     axis.set_ylim(0, 103)
     axis.set_xticks(range(1, most + 1, -(-most // 16)))
     label_axes([axis], "position in the draft (1 is proposed first)", "accepted (%)")

@@ -1,28 +1,58 @@
-"""Tokens a round by category of prompt."""
+"""Speed-up and tokens a round by category of prompt, at one point."""
 
+from collections.abc import Sequence
 from typing import Any
 
-from specdec_cli.report.drawings.canvas import COLOURS, make_axes, safe, short
-from specdec_cli.report.tables import Table
+from specdec_cli.experiment.records import CategoryMetrics, Point
+from specdec_cli.report.drawings import canvas
 
 _MOST_CATEGORIES = 24
 
 
-def draw_categories(figure: Any, table: Table | None) -> bool:
-    """Draw bars of tokens a round, the table's third column. Returns whether there are several."""
-    if table is None or len(table.rows) < 2:
+def draw_categories(figure: Any, point: Point | None, title: str) -> bool:
+    """Draw both with their intervals, the fastest category first.
+
+    title: the point in words. Returns whether there are several categories.
+    """
+    if point is None or len(point.per_category) < 2:
         return False
-    rows = [row for row in table.rows if isinstance(row[2], float)][:_MOST_CATEGORIES]
-    if not rows:
-        return False
-    (axis,) = make_axes(figure, 1, 0.7 + 0.27 * len(rows))
-    names = [short(safe(str(row[0]))) for row in rows]
-    values = [float(row[2] or 0) for row in rows]
-    bars = axis.barh(range(len(rows)), values, 0.7, color=COLOURS[0])
-    axis.bar_label(bars, [f"{value:.2f}" for value in values], padding=3, fontsize=8.5)
-    axis.set_yticks(range(len(rows)), names)
-    axis.invert_yaxis()
-    axis.grid(False)
-    axis.margins(x=0.1)
-    axis.set_xlabel("tokens a round")
+    by_speed = any(row.speedup is not None for row in point.per_category.values())
+
+    def place(item: tuple[str, CategoryMetrics]) -> float:
+        return -(item[1].speedup or 0.0) if by_speed else -item[1].mean_acceptance_length
+
+    rows = sorted(point.per_category.items(), key=place)[:_MOST_CATEGORIES]
+    axes = canvas.make_axes(figure, 1 + by_speed, 1.0 + 0.3 * len(rows))
+    if by_speed:
+        axes[0].axvline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        spans = [(row.speedup, row.speedup_ci) for _, row in rows]
+        _draw(axes[0], spans, canvas.style_of(0))
+        axes[0].set_xlabel("speed-up over k = 0 (×)")
+    lengths = [(row.mean_acceptance_length, row.mean_acceptance_length_ci) for _, row in rows]
+    _draw(axes[-1], lengths, canvas.style_of(1))
+    axes[-1].set_xlabel("tokens a round")
+    names = [f"{canvas.short(canvas.safe(name))} (n = {row.num_prompts})" for name, row in rows]
+    axes[0].set_yticks(range(len(rows)), names)
+    axes[0].set_ylim(len(rows) - 0.4, -0.6)
+    figure.suptitle(canvas.safe(title), fontsize=10, fontweight="bold")
     return True
+
+
+def _draw(
+    axis: Any, spans: Sequence[tuple[float | None, list[float] | None]], style: dict[str, Any]
+) -> None:
+    """A point and its interval a row, with the value written above its right end."""
+    for row, (value, ends) in enumerate(spans):
+        if value is None:
+            continue
+        if ends is not None:
+            arms = canvas.reach(value, ends)
+            axis.errorbar(value, row, xerr=arms, color=style["color"], capsize=3, linewidth=1.2)
+        axis.plot(value, row, markersize=6, **style)
+        axis.annotate(
+            f"{value:.2f}", (value, row), (0, 6), textcoords="offset points", ha="center",
+            fontsize=8.5,
+        )  # fmt: skip
+    axis.grid(True, axis="x")
+    axis.grid(False, axis="y")
+    axis.margins(x=0.1)

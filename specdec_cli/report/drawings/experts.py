@@ -24,8 +24,10 @@ def draw_experts(figure: Any, run: ReportedRun) -> bool:
         for index, (name, line) in enumerate(sorted(lines.items())):
             widths, style = [point.k + 1 for point in line], canvas.style_of(index)
             of = f", {canvas.safe(name)}" if len(lines) > 1 else ""
-            axis.plot(
-                widths, [p.number("verify_ms") for p in line], linewidth=1.5, markersize=4.5,
+            shift = canvas.dodged(index, len(lines))
+            canvas.plot_with_intervals(
+                axis, [width + shift for width in widths],
+                [p.number("verify_ms") or 0.0 for p in line], [p.verify_ms_ci for p in line],
                 label=f"verify time{of}", **style,
             )  # fmt: skip
             count.plot(

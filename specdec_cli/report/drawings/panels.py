@@ -1,5 +1,7 @@
 """The arrangement of points in drawings: a panel for each setting, a line for each draft."""
 
+from collections.abc import Iterable, Mapping
+
 from specdec_cli.experiment.records import Point
 from specdec_cli.report.folder import ReportedRun
 
@@ -25,6 +27,12 @@ def placed(run: ReportedRun) -> dict[str, dict[str, dict[int, Point]]]:
             panel, line, x = f"target TP {point.target_tp}", panel, point.draft_tp or 0
         found.setdefault(panel, {}).setdefault(line, {})[x] = point
     return dict(sorted(found.items(), key=lambda item: first_number(item[0])))
+
+
+def series_of(run: ReportedRun, panels: Mapping[str, Iterable[str]]) -> list[str]:
+    """The names of all lines, in an order that gives each one its colour in every drawing."""
+    names = {name for lines in panels.values() for name in lines}
+    return sorted(names, key=first_number) if run.is_comparison else sorted(names)
 
 
 def first_number(text: str) -> tuple[int, str]:

@@ -4,7 +4,15 @@ from typing import Any
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import Point
-from specdec_cli.report.drawings.canvas import add_legend, label_axes, make_axes, safe, short
+from specdec_cli.report.drawings.canvas import (
+    FAINT,
+    add_intervals,
+    add_legend,
+    label_axes,
+    make_axes,
+    safe,
+    short,
+)
 from specdec_cli.report.drawings.panels import MOST_PANELS, placed, x_label
 from specdec_cli.report.folder import ReportedRun, baseline_of
 
@@ -44,6 +52,9 @@ def draw_rounds(figure: Any, run: ReportedRun) -> bool:
                 axis.bar(range(len(xs)), heights, 0.72, bottom, label=stage,
                          color=colour)  # fmt: skip
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+        wholes = [group[x].number("round_ms") or 0.0 for x in xs]
+        ends = [group[x].round_ms_ci for x in xs]
+        add_intervals(axis, range(len(xs)), wholes, ends, color=FAINT, linewidth=1.4)
         plain = "none" if run.is_comparison else "0"
         axis.set_xticks(range(len(xs)), [plain if x == 0 else str(x) for x in xs])
         axis.set_title(short(safe(title)))

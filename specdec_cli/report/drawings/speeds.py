@@ -20,16 +20,24 @@ def draw_speeds(figure: Any, run: ReportedRun) -> bool:
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
         ticks = set[int]()
         for name, line in sorted(lines.items()):
-            style = canvas.style_of(series.index(name))
-            drawn = {x: s for x, p in sorted(line.items()) if (s := p.number(_NAME)) is not None}
-            axis.plot(*zip(*drawn.items(), strict=True), linewidth=1.5, markersize=4.5,
-                      label=canvas.safe(name), **style)  # fmt: skip
+            index = series.index(name)
+            style, factor = canvas.style_of(index), 2 ** canvas.dodged(index, len(series))
+            drawn = {x: p for x, p in sorted(line.items()) if p.number(_NAME) is not None}
+            canvas.plot_with_intervals(
+                axis, [x * factor for x in drawn], [p.number(_NAME) or 0.0 for p in drawn.values()],
+                [p.decode_tokens_per_second_ci for p in drawn.values()], label=canvas.safe(name),
+                **style,
+            )  # fmt: skip
             ticks |= drawn.keys()
             plain = baseline_of(run.points, next(iter(line.values())))
             if plain is not None and (speed := plain.number(_NAME)) is not None:
                 axis.axhline(speed, color=style["color"], linewidth=1, linestyle=(0, (4, 3)))
         set_x_ticks(axis, run, ticks)
         axis.set_yscale("log")
+        # Powers of ten would be markup, which text in drawings is never taken for.
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
+        axis.tick_params(axis="y", which="minor", labelsize=7)
         axis.set_title(canvas.short(canvas.safe(panel)))
     canvas.label_axes(axes, x_label(run), "tokens/s")
     canvas.add_legend(figure, axes)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec_cli.report.drawings import canvas
-from specdec_cli.report.drawings.panels import MOST_PANELS, first_number, placed, x_label
+from specdec_cli.report.drawings.panels import MOST_PANELS, placed, series_of, x_label
 from specdec_cli.report.findings import Best
 from specdec_cli.report.folder import ReportedRun
 
@@ -19,41 +19,45 @@ def draw_speedup(figure: Any, run: ReportedRun, bests: Sequence[Best]) -> bool:
     if not panels:
         return False
     panels = dict(list(panels.items())[:MOST_PANELS])
-    series = sorted({name for lines in panels.values() for name in lines}, key=first_number)
+    series = series_of(run, panels)
     best = {id(b.point) for b in bests if b.point is not None}
+    fastest = {id(b.fastest) for b in bests if b.fastest is not None}
     axes = canvas.make_axes(figure, len(panels), 3.1)
     for axis, (panel, lines) in zip(axes, panels.items(), strict=True):
-        axis.axhline(1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1)
+        axis.axhline(
+            1, color=canvas.FAINT, linewidth=1.2, linestyle=(0, (4, 3)), zorder=1,
+            label="plain decoding",
+        )  # fmt: skip
         ticks = set[int]()
         for name, line in sorted(lines.items()):
             known = {x: (s, p) for x, p in sorted(line.items()) if (s := p.speedup) is not None}
             if not known:
                 continue
             ticks |= known.keys()
-            style = canvas.style_of(series.index(name))
+            index = series.index(name)
+            style, shift = canvas.style_of(index), canvas.dodged(index, len(series))
+            places = {x: x * 2**shift if run.is_comparison else x + shift for x in known}
             # The line starts at plain decoding if x is k.
-            drawn = ({} if run.is_comparison else {0: 1.0}) | {x: y for x, (y, _) in known.items()}
-            axis.plot(*zip(*drawn.items(), strict=True), linewidth=1.5, markersize=4.5,
-                      label=canvas.safe(name), **style)  # fmt: skip
+            first = [] if run.is_comparison else [(shift, 1.0, None)]
+            drawn = first + [(places[x], y, p.speedup_ci) for x, (y, p) in known.items()]
+            xs, ys, ends = zip(*drawn, strict=True)
+            canvas.plot_with_intervals(axis, xs, ys, ends, label=canvas.safe(name), **style)
             for x, (y, point) in known.items():
-                if (ends := point.speedup_ci) is not None:
-                    axis.errorbar(
-                        x, y, canvas.reach(y, ends), color=style["color"], capsize=3, linewidth=1.2
-                    )
                 if id(point) in best:
-                    axis.plot(x, y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6)
+                    axis.plot(
+                        places[x], y, "o", markersize=13, mfc="none", mec=style["color"], mew=1.6
+                    )
+                elif id(point) in fastest:
+                    axis.plot(
+                        places[x], y, "s", markersize=12, mfc="none", mec=style["color"], mew=1.2
+                    )
         set_x_ticks(axis, run, ticks if run.is_comparison else ticks | {0})
         axis.set_title(canvas.short(canvas.safe(panel)))
-        if len(panels) == 1:
-            axis.text(
-                1, 1, "plain decoding ", color=canvas.FAINT, ha="right", va="bottom", fontsize=8,
-                transform=axis.get_yaxis_transform(),
-            )  # fmt: skip
     shown = [p for lines in panels.values() for line in lines.values() for p in line.values()]
-    ends = [1.0, *(s for p in shown if (s := p.speedup) is not None)]
-    ends += [end for p in shown for end in p.speedup_ci or ()]
-    pad = 0.06 * (max(ends) - min(ends)) + 0.02
-    axes[0].set_ylim(max(0.0, min(ends) - pad), max(ends) + pad)
+    limits = [1.0, *(s for p in shown if (s := p.speedup) is not None)]
+    limits += [end for p in shown for end in p.speedup_ci or ()]
+    pad = 0.06 * (max(limits) - min(limits)) + 0.02
+    axes[0].set_ylim(max(0.0, min(limits) - pad), max(limits) + pad)
     canvas.label_axes(axes, x_label(run), "speed-up over k = 0 (×)")
     canvas.add_legend(figure, axes)
     return True

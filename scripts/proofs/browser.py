@@ -1,0 +1,121 @@
+"""Reports opened in a real headless browser: no message of an error, and nothing cut.
+
+    python scripts/proofs/browser.py REPORT.html... [--browser CHROMIUM] [--shots DIR]
+
+Needs the package playwright and a Chromium: `playwright install chromium`, or any other's path.
+Each page is looked at wide (1200 px), narrow (390 px), dark, and as print (A4). It fails if the
+console says anything, if the page is wider than its window, if text or a plot stands out of its
+box, if two labels of a plot overlap, or if the page asks for anything over the network. Tables and
+code may scroll in a narrow window, nowhere else. Prints a line a view; exits with 1 if one fails.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A way to look at a page. width: of the window, CSS pixels. may_scroll: whether tables may."""
+
+    name: str
+    width: int
+    colours: str = "light"
+    media: str = "screen"
+    may_scroll: bool = False
+
+
+VIEWS = (
+    View("wide", 1200),
+    View("narrow", 390, may_scroll=True),
+    View("dark", 1200, colours="dark"),
+    View("print", 718, media="print"),  # A4 less the usual margins, at 96 dots an inch
+)
+# What stands out of its box, or overlaps, in words.
+_LOOK = """
+(mayScroll) => {
+  const found = [], slack = 1.5;
+  const name = (e) => e.tagName.toLowerCase() + (e.id ? "#" + e.id : "") +
+    " " + JSON.stringify((e.textContent || "").trim().slice(0, 40));
+  const page = document.documentElement;
+  if (page.scrollWidth > window.innerWidth + slack)
+    found.push(`the page is ${page.scrollWidth} px wide in a window of ${window.innerWidth}`);
+  for (const e of document.body.querySelectorAll("*")) {
+    if (e.closest("svg") || e.closest("details:not([open])")) continue;
+    const scrolls = e.matches(".wide, pre");
+    if (e.clientWidth && e.scrollWidth > e.clientWidth + slack && !(mayScroll && scrolls))
+      found.push(`cut: ${name(e)}: ${e.scrollWidth} of ${e.clientWidth} px`);
+  }
+  for (const svg of document.querySelectorAll("svg")) {
+    const box = svg.getBoundingClientRect();
+    const texts = [...svg.querySelectorAll("text")].map((t) => [t, t.getBoundingClientRect()]);
+    for (const [t, r] of texts)
+      if (r.width && (r.left < box.left - slack || r.right > box.right + slack ||
+          r.top < box.top - slack || r.bottom > box.bottom + slack))
+        found.push(`out of its plot: ${name(t)}`);
+    for (let i = 0; i < texts.length; i++)
+      for (let j = 0; j < i; j++) {
+        const [a, b] = [texts[i][1], texts[j][1]];
+        const x = Math.min(a.right, b.right) - Math.max(a.left, b.left);
+        const y = Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top);
+        if (x > slack && y > 0.3 * Math.min(a.height, b.height))
+          found.push(`labels overlap: ${name(texts[i][0])} and ${name(texts[j][0])}`);
+      }
+  }
+  return found;
+}
+"""
+
+
+def problems(browser: Any, page_file: Path, view: View, shots: Path | None) -> Iterator[str]:
+    """What is wrong with a page in one view, a line each."""
+    size = {"width": view.width, "height": 900}
+    page = browser.new_page(viewport=size, color_scheme=view.colours)
+    said: list[str] = []
+    page.on("console", lambda message: said.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    page.on(
+        "request",
+        lambda r: None if r.url.startswith("file:") else said.append(f"asks for {r.url[:80]}"),
+    )
+    page.goto(page_file.resolve().as_uri())
+    page.emulate_media(media=view.media, color_scheme=view.colours)
+    # No script of the page's own may run, but the browser's evaluation is not the page's.
+    found: list[str] = page.evaluate(_LOOK, view.may_scroll)
+    if shots is not None:
+        shots.mkdir(parents=True, exist_ok=True)
+        page.screenshot(path=str(shots / f"{page_file.stem}-{view.name}.png"), full_page=True)
+    page.close()
+    yield from (*said, *found)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("reports", type=Path, nargs="+")
+    parser.add_argument("--browser", help="path of a Chromium, if playwright installed none")
+    parser.add_argument("--shots", type=Path, help="folder for a picture of each view")
+    asked = parser.parse_args()
+    from playwright.sync_api import sync_playwright
+
+    bad = 0
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=asked.browser, args=["--no-sandbox", "--force-color-profile=srgb"]
+        )
+        print(f"Chromium {browser.version}")
+        for report in asked.reports:
+            for view in VIEWS:
+                found = list(problems(browser, report, view, asked.shots))
+                bad += len(found)
+                print(f"{report}, {view.name} ({view.width} px): {len(found) or 'no'} problems")
+                for told in found[:20]:
+                    print(f"  {told}")
+        browser.close()
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

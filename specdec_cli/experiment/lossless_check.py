@@ -1,0 +1,122 @@
+"""`--check-lossless`: greedy texts against those of the target alone at k = 0, token for token.
+
+Where two texts part, the target's own logits tell whether the two tokens were nearly tied: passes
+of other widths round differently, in bfloat16 and float16 enough to turn near-ties around. Every
+rank calls these functions in one order. Knows no terminal.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.plan import Plan
+from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.generation import Job, requests
+from specdec_cli.experiment.promise import check_line
+from specdec_cli.experiment.records import Key
+from specdec_cli.launch.world import World
+
+PROMPTS = 4  # whose texts are written for the check, where the run's own cannot be compared
+_MOST_LOOKED_AT = 32  # divergences; each takes two passes over a text
+_NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A prompt's output tokens with proposals, and those of the target alone."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+    plain: Sequence[int]
+
+    @property
+    def parted_at(self) -> int | None:
+        """The first output token that differs; None for equal texts."""
+        pairs = enumerate(zip(self.tokens, self.plain, strict=False))
+        shorter = min(len(self.tokens), len(self.plain))
+        at = next((place for place, (a, b) in pairs if a != b), shorter)
+        return None if at == shorter and len(self.tokens) == len(self.plain) else at
+
+
+@dataclass(slots=True)
+class LosslessCheck:
+    """Compares texts and keeps what it found. dtype: the target's."""
+
+    dtype: str
+    _prompts: set[int] = field(default_factory=set)
+    _compared: int = 0
+    _parted: list[dict[str, Any]] = field(default_factory=list)
+    _noise: float = 0.0
+
+    def compare(self, engine: Engine, key: Key, texts: Mapping[int, Text]) -> None:
+        """Compare the texts of a point, by prompt. The engine must be idle."""
+        width = max(2, key.k + 1, key.batch_size)
+        self._prompts |= texts.keys()
+        self._compared += len(texts)
+        for index, text in sorted(texts.items()):
+            if (at := text.parted_at) is None:
+                continue
+            gap = None
+            if len(self._parted) < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
+                tokens = [*text.prompt, *text.plain[:at]]
+                alone, wide = (engine.logits_after(tokens, w) for w in (1, width))
+                self._noise = max(self._noise, float((alone - wide).abs().max()))
+                lower = min(float(alone[text.tokens[at]]), float(alone[text.plain[at]]))
+                gap = float(alone.max()) - lower
+            self._parted.append(asdict(key) | {"index": index, "position": at, "gap": gap})
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document's `lossless_check`."""
+        gaps = [one["gap"] for one in self._parted if one["gap"] is not None]
+        near = [gap <= _NEAR * self._noise for gap in gaps]
+        is_exact = self.dtype == "float32"
+        found: dict[str, Any] = {
+            "dtype": self.dtype,
+            "must_be_identical": is_exact,
+            "num_prompts": len(self._prompts),
+            "num_compared": self._compared,
+            "num_diverging": len(self._parted),
+            "num_near_ties": sum(near),
+            "num_unexplained": len(near) - sum(near),
+            "largest_gap": max(gaps, default=None),
+            "noise": self._noise if gaps else None,
+            "diverging": self._parted,
+        }
+        passed = not self._parted if is_exact else all(near)
+        return found | {"passed": bool(self._compared) and passed}
+
+
+def refuse_unfit(plan: Plan, ks: Sequence[int]) -> None:
+    """Raise `UsageError` where there is nothing to check."""
+    if not any(ks):
+        raise UsageError("--check-lossless: k is 0, so there is nothing to compare with k = 0")
+    if plan.remark is not None:
+        rule = plan.recipe.speculation.acceptance
+        raise UsageError(
+            f"--check-lossless: acceptance is {rule}: {plan.remark}",
+            "leave the option out, or use --set speculation.acceptance=rejection",
+        )
+
+
+def greedy_texts(engine: Engine, job: Job, k: int, world: World) -> dict[int, list[int]]:
+    """The job's outputs under greedy decoding at a k, by prompt; without those that cannot run."""
+    params: SamplingParams = replace(job.plan.params, temperature=0.0)
+    run = engine.run(requests(job), k, params, lambda _: world.beat())
+    return {s.index: s.output_ids for s in run.seqs if s.finish_reason != "error"}
+
+
+def texts_of(
+    job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
+) -> dict[int, Text]:
+    """The texts of prompts that both have."""
+    ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
+    return {i: Text(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
+
+
+def failed_check(check: Mapping[str, Any] | None) -> list[Notice]:
+    """A warning if a check was made and failed."""
+    if check is None or check["passed"]:
+        return []
+    return [Notice("lossless_check", check_line(check), {"diverging": check["diverging"]})]

@@ -1,0 +1,35 @@
+"""The repeats of one prompt at one point, and which of them something disturbed."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from specdec_cli.experiment.records import Sample
+
+OUTLYING = 1.5  # times its fellows
+
+
+def usual_repeats(seconds: Sequence[float]) -> list[int]:
+    """The places of the repeats that did not take far longer than their fellows.
+
+    Repeats do the same work, and a disturbance only adds time. So of two that disagree the faster
+    one counts; of more the median tells what is usual.
+    """
+    usual = median(seconds) if len(seconds) > 2 else min(seconds, default=0.0)
+    return [place for place, value in enumerate(seconds) if value <= OUTLYING * usual]
+
+
+def usual_mean(sample: Sample, values: Sequence[float]) -> float:
+    """The mean of a prompt's values, one a repeat, without repeats whose time is an outlier."""
+    if len(values) == len(sample.decode_seconds):
+        values = [values[place] for place in usual_repeats(sample.decode_seconds)]
+    return sum(values) / len(values) if values else 0.0
+
+
+def decode_seconds(sample: Sample) -> float:
+    """A prompt's share of the time of its rounds, averaged over repeats that are no outliers."""
+    return usual_mean(sample, sample.decode_seconds)
+
+
+def rounds_of(sample: Sample) -> int:
+    """A prompt's rounds, with and without proposals."""
+    return len(sample.accepted_per_round) + sample.rounds_without_proposal

@@ -1,0 +1,341 @@
+"""Several runs side by side: paired on the prompts that they share, and what differs otherwise.
+
+Knows nothing of HTML or plots.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from specdec_cli.experiment import stats
+from specdec_cli.experiment.records import Point, Sample
+from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.report.findings import setting_in_words, times, warnings
+from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
+from specdec_cli.report.page import rows_of
+from specdec_cli.report.tables import Column, Table, Value
+
+Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
+_SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A prompt's output at a point. seconds: of its rounds, without outlying repeats."""
+
+    tokens: tuple[int, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A point of a run that is shown: an arm's fastest one, or plain decoding.
+
+    timed: its samples, by prompt. is_best: whether it is the run's fastest at its batch size.
+    """
+
+    run: str
+    arm: str
+    setting: str
+    point: Point
+    timed: Mapping[Prompt, Timed]
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One point's speed over another's on the prompts that both have. parted: texts that differ."""
+
+    num_prompts: int
+    value: float
+    ends: list[float] | None
+    parted: int
+
+    @property
+    def verdict(self) -> str:
+        if self.ends is None:
+            few = self.num_prompts < stats.FEWEST
+            return "too few prompts" if few else "no interval"
+        return "tied" if self.ends[0] <= 1.0 <= self.ends[1] else "differ"
+
+    def as_dict(self) -> dict[str, Any]:
+        found = {"num_prompts": self.num_prompts, "speed_ratio": self.value}
+        tied = None if self.ends is None else self.verdict == "tied"
+        return found | {"speed_ratio_ci": self.ends, "tied": tied, "num_diverging": self.parted}
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Runs side by side. names: of the runs. shown: their points. pairs: every two runs' fastest
+    points at one batch size, the faster one first, with the ratio of their speeds. differences: in
+    recipe and environment, by key, a value a run."""
+
+    names: Sequence[str]
+    runs: Sequence[ReportedRun]
+    shown: Sequence[Shown]
+    pairs: Sequence[tuple[Shown, Shown, Ratio | None]]
+    differences: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    def against_first(self, one: Shown) -> Ratio | None:
+        """A point over the first run's point of the same arm and batch size; None without one."""
+        size = one.point.batch_size
+        same = [s for s in self.shown if s.run == self.names[0] and s.point.batch_size == size]
+        same = [s for s in same if s.point.is_baseline == one.point.is_baseline]
+        named = [s for s in same if s.arm == one.arm]
+        if not named and self._has_one_arm(one.run) and self._has_one_arm(self.names[0]):
+            named = same
+        return ratio_of(one, named[0]) if named and one.run != self.names[0] else None
+
+    def _has_one_arm(self, run: str) -> bool:
+        arms = {s.arm for s in self.shown if s.run == run and not s.point.is_baseline}
+        return len(arms) == 1
+
+    @property
+    def answers(self) -> list[str]:
+        """A sentence for every two runs at each batch size."""
+        found = []
+        for one, other, ratio in self.pairs:
+            at = f"batch size {one.point.batch_size}"
+            names = f"{one.run} ({one.setting})", f"{other.run} ({other.setting})"
+            if ratio is None:
+                found.append(f"{' and '.join(names)} have no prompt in common at {at}.")
+                continue
+            common = "prompt" if ratio.num_prompts == 1 else "prompts"
+            over = f"over {ratio.num_prompts} common {common} at {at}"
+            ends = ratio.ends
+            if ends is None:
+                told = f"is measured {times(ratio.value)} as fast as {names[1]} {over}"
+                found.append(f"{names[0]} {told}: {ratio.verdict}.")
+            elif ratio.verdict == "tied":
+                span = f"{times(ratio.value)}, {ends[0]:.2f} to {ends[1]:.2f}"
+                found.append(f"{' and '.join(names)} are tied {over} ({span}).")
+            else:
+                span = f"95 % interval {ends[0]:.2f} to {ends[1]:.2f}"
+                told = f"is {times(ratio.value)} as fast as {names[1]} {over} ({span})"
+                found.append(f"{names[0]} {told}.")
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """The document's `runs`, `points`, `comparisons` and `differences`."""
+        points = [
+            {
+                "run": one.run,
+                "draft": one.point.draft,
+                "target_tp": one.point.target_tp,
+                "draft_tp": one.point.draft_tp,
+                "k": one.point.k,
+                "batch_size": one.point.batch_size,
+                "is_best": one.is_best,
+                "num_prompts": len(one.timed),
+                "decode_tokens_per_second": _speed(one.point),
+                "speedup": one.point.speedup,
+                "speedup_ci": one.point.speedup_ci,
+                "against_first": ratio.as_dict() if ratio is not None else None,
+            }
+            for one in self.shown
+            for ratio in [self.against_first(one)]
+        ]
+        pairs = [
+            {
+                "batch_size": one.point.batch_size,
+                "arm": {"run": one.run, "draft": one.point.draft, "k": one.point.k},
+                "against": {"run": other.run, "draft": other.point.draft, "k": other.point.k},
+                **(ratio.as_dict() if ratio is not None else {"num_prompts": 0}),
+            }
+            for one, other, ratio in self.pairs
+        ]
+        folders = zip(self.names, self.runs, strict=True)
+        return {
+            "runs": [{"name": name, "folder": str(run.path)} for name, run in folders],
+            "points": points,
+            "comparisons": pairs,
+            "differences": {key: list(values) for key, values in self.differences.items()},
+        }
+
+    @property
+    def headline(self) -> str:
+        """The first answer, which has the fastest run."""
+        return self.answers[0] if self.answers else "No two runs have a point to compare."
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables of a report."""
+        return [table for table in (_side_by_side(self), _pairs(self), _differences(self)) if table]
+
+
+def side_by_side(folders: Sequence[Path]) -> SideBySide:
+    """The runs in some folders. Raises what `read_folder` raises."""
+    runs = [read_folder(folder) for folder in folders]
+    names = _names(folders)
+    shown = [one for name, run in zip(names, runs, strict=True) for one in _shown(name, run)]
+    bests = [one for one in shown if one.is_best]
+    pairs = []
+    for size in sorted({one.point.batch_size for one in bests}):
+        ranked = [one for one in bests if one.point.batch_size == size]
+        ranked.sort(key=lambda one: -_speed(one.point))
+        pairs += [(one, other, ratio_of(one, other)) for one, other in combinations(ranked, 2)]
+    return SideBySide(names, runs, shown, pairs, _differing(runs))
+
+
+def warnings_of(whole: SideBySide) -> list[str]:
+    """What the runs warned of, each with its name."""
+    return [
+        f"{name}: {notice.message}"
+        for name, run in zip(whole.names, whole.runs, strict=True)
+        for notice in warnings(run)
+    ]
+
+
+def ratio_of(one: Shown, other: Shown) -> Ratio | None:
+    """The ratio of two points' speeds over common prompts; None without any."""
+    common = sorted(one.timed.keys() & other.timed.keys())
+    if not common:
+        return None
+    speeds = (
+        stats.speed([len(of[p].tokens) for p in common], [of[p].seconds for p in common])
+        for of in (one.timed, other.timed)
+    )
+    found = next(speeds).over(next(speeds))
+    parted = sum(not _agree(one.timed[p].tokens, other.timed[p].tokens) for p in common)
+    return Ratio(len(common), found.value, stats.interval(found, _SEED), parted)
+
+
+def _agree(tokens: Sequence[int], others: Sequence[int]) -> bool:
+    """Whether two texts are the same as far as both go: runs may write to different limits."""
+    both = min(len(tokens), len(others))
+    return tokens[:both] == others[:both]
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names, or their paths where these are not unique."""
+    short = [folder.resolve().name for folder in folders]
+    paths = [str(folder) for folder in folders]
+    names = [s if short.count(s) == 1 else p for s, p in zip(short, paths, strict=True)]
+    return [n if names.count(n) == 1 else f"{n} ({i})" for i, n in enumerate(names, start=1)]
+
+
+def _shown(name: str, run: ReportedRun) -> list[Shown]:
+    """Plain decoding and each arm at its fastest point, by batch size."""
+    samples = _timed(run)
+    found = []
+    for size in sorted({p.batch_size for p in run.points}):
+        arms: dict[str, Point] = {}
+        for point in run.points:
+            if point.batch_size != size or not point.is_ok or _place(point) not in samples:
+                continue
+            arm = "plain decoding" if point.is_baseline else run.labels[point.draft]
+            if arm not in arms or _speed(point) > _speed(arms[arm]):
+                arms[arm] = point
+        best = max(arms.values(), key=_speed, default=None)
+        found += [
+            Shown(name, arm, setting_in_words(run, p), p, samples[_place(p)], p is best)
+            for arm, p in arms.items()
+        ]
+    return found
+
+
+def _place(point: Point | Sample) -> tuple[Any, ...]:
+    # Samples of plain decoding are those of every pair at a target TP.
+    draft_tp = None if point.k == 0 else point.draft_tp
+    draft = point.draft if point.target_tp is None else None  # which comparisons have only one of
+    return (draft, point.target_tp, draft_tp, point.batch_size, point.k)
+
+
+def _speed(point: Point) -> float:
+    return point.number("decode_tokens_per_second") or 0.0
+
+
+def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
+    """The samples of a run that could run, by point and prompt."""
+    found: dict[tuple[Any, ...], dict[Prompt, Timed]] = defaultdict(dict)
+    counts: dict[tuple[Any, ...], dict[tuple[int, ...], set[int]]] = defaultdict(
+        lambda: defaultdict(set)
+    )
+    for sample in intact_records(run.path / "samples.jsonl", Sample):
+        ids, place = tuple(sample.prompt_token_ids), _place(sample)
+        seen = counts[place][ids]
+        if not sample.could_run or sample.index in seen:
+            continue
+        found[place][ids, len(seen)] = Timed(tuple(sample.token_ids), decode_seconds(sample))
+        seen.add(sample.index)
+    return found
+
+
+def _differing(runs: Sequence[ReportedRun]) -> dict[str, list[str]]:
+    """The keys of recipes and environments that differ."""
+    whole = []
+    for run in runs:
+        found = dict(rows_of(run.recipe))
+        found |= {f"environment.{key}": value for key, value in rows_of(run.environment)}
+        found["drafts"] = ", ".join(sorted({str(p.draft) for p in run.points if p.draft}))
+        whole.append(found)
+    keys = sorted({key for found in whole for key in found})
+    rows = {key: [found.get(key, "–") for found in whole] for key in keys}
+    return {key: row for key, row in rows.items() if len(set(row)) > 1}
+
+
+def _span(ends: Sequence[float] | None) -> str | None:
+    return None if ends is None else f"{ends[0]:.2f} – {ends[1]:.2f}"
+
+
+def _side_by_side(whole: SideBySide) -> Table:
+    rows: list[tuple[Value, ...]] = []
+    for one in whole.shown:
+        point, ratio = one.point, whole.against_first(one)
+        against: tuple[Value, ...] = (None,) * 3
+        if ratio is not None:
+            same = "same" if not ratio.parted else f"{ratio.parted} of {ratio.num_prompts} differ"
+            tied = " (tied)" if ratio.verdict == "tied" else ""
+            span = _span(ratio.ends)
+            against = (ratio.value, f"{span}{tied}" if span else ratio.verdict, same)
+        rows.append(
+            (
+                *(one.run, one.setting, point.batch_size, len(one.timed)),
+                *(_speed(point), point.speedup, _span(point.speedup_ci)),
+                *(point.number("mean_acceptance_length"), *against),
+            )
+        )
+    first = f"over {whole.names[0]}"
+    columns = (
+        *(Column("run"), Column("point"), Column("batch"), Column("prompts")),
+        *(Column("decoding", 1, "tokens/s"), Column("speed-up", 2, "×"), Column("95 % interval")),
+        *(Column("tokens a round", 2), Column(first, 2, "×"), Column("95 % interval")),
+        Column("text"),
+    )
+    note = (
+        "Plain decoding, and each arm at its fastest point. Speed-up is over the run's own plain "
+        f"decoding; the ratio over {whole.names[0]} is over the same prompts, paired. Runs were "
+        "measured at different times: intervals are over prompts, and do not know of a machine "
+        "that was slower in one of them."
+    )
+    strong = frozenset(i for i, one in enumerate(whole.shown) if one.is_best)
+    return Table("runs", "Side by side", columns, tuple(rows), note, strong)
+
+
+def _pairs(whole: SideBySide) -> Table | None:
+    rows = [
+        (
+            *(one.run, one.setting, other.run, other.setting, one.point.batch_size),
+            *(ratio.num_prompts, ratio.value, _span(ratio.ends), ratio.verdict),
+        )
+        for one, other, ratio in whole.pairs
+        if ratio is not None
+    ]
+    columns = (
+        *(Column("run"), Column("point"), Column("against"), Column("its point")),
+        *(Column("batch"), Column("prompts"), Column("ratio of speeds", 2, "×")),
+        *(Column("95 % interval"), Column("verdict")),
+    )
+    note = "Each run at its fastest point, the faster one first; speeds over common prompts."
+    return Table("pairs", "Best against best", columns, tuple(rows), note) if rows else None
+
+
+def _differences(whole: SideBySide) -> Table | None:
+    rows = tuple((key, *values) for key, values in whole.differences.items())
+    if not rows:
+        return None
+    columns = (Column("key"), *(Column(name) for name in whole.names))
+    return Table("differences", "What differs in recipe and environment", columns, rows)

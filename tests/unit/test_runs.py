@@ -1,0 +1,105 @@
+"""Runs side by side: ratios are over the prompts that both have, paired by their token ids."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.app import main
+from specdec_cli.experiment import stats
+from specdec_cli.report.runs import Ratio, SideBySide, side_by_side
+from tests.report_helpers import DRAFT, RECIPE, sample_record, sweep_points, write_folder
+
+TIMES = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2]  # seconds of plain decoding, by prompt
+
+
+def folder(path: Path, factor: float, first: int = 0, **recipe: Mapping[str, Any]) -> Path:
+    """A run whose rounds take `factor` times as long; its prompts are those from `first` on."""
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    samples = []
+    for k, gain in ((0, 1.0), (2, 2.0)):
+        for i, seconds in enumerate(TIMES[first:]):
+            spent = factor * seconds / gain * (1 + 0.01 * i * k)
+            rounds = [2] * 4 if k else []
+            samples.append(
+                sample_record(
+                    draft=DRAFT if k else None,
+                    k=k,
+                    index=i,
+                    prompt_token_ids=[first + i],
+                    accepted_per_round=rounds,
+                    decode_seconds=[spent],
+                    token_ids=[1] * 11 + [2 if factor == 3.0 and i == 1 else 1],
+                )
+            )
+    return write_folder(path, points, recipe=RECIPE | recipe, samples=samples)
+
+
+def against_first(whole: SideBySide) -> dict[tuple[str, int], Ratio]:
+    pairs = [(one, whole.against_first(one)) for one in whole.shown]
+    return {(one.run, one.point.k): ratio for one, ratio in pairs if ratio is not None}
+
+
+def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
+    first = folder(tmp_path / "a", 1.0)
+    slow = folder(tmp_path / "b", 3.0, first=2, target={"model": "org/target-8b", "dtype": "x"})
+    whole = side_by_side([first, slow])
+    ratios = against_first(whole)
+    assert ratios.keys() == {("b", 0), ("b", 2)}
+    plain = ratios["b", 0]
+    assert (plain.num_prompts, plain.parted) == (4, 1)  # the second of its prompts
+    assert plain.value == pytest.approx(1 / 3) and plain.verdict == "no interval"  # alike
+    # The same prompts' speeds, which the position in a run does not change.
+    speeds = []
+    for run, start in ((slow, 2), (first, 0)):
+        lines = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+        own = {s["prompt_token_ids"][0]: s["decode_seconds"][0] for s in lines if s["k"] == 2}
+        speeds.append(stats.speed([12.0] * 4, [own[i] for i in range(2, 6)]))
+        assert min(own) == start
+    expected = speeds[0].over(speeds[1])
+    assert ratios["b", 2].value == pytest.approx(expected.value)
+    assert ratios["b", 2].ends == pytest.approx(stats.interval(expected))
+    (pair,) = whole.pairs
+    assert [side.run for side in pair[:2]] == ["a", "b"]
+    told = f"a (k = 2 with draft-1b) is {1 / expected.value:.2f}× as fast as b"
+    assert whole.headline.startswith(told)
+    assert whole.differences["target.dtype"] == ["–", "x"]
+    assert "speculation.method" not in whole.differences
+
+
+def test_runs_without_a_common_prompt_are_shown_without_a_ratio(tmp_path: Path) -> None:
+    whole = side_by_side([folder(tmp_path / "a", 1.0)] * 2)
+    assert whole.names[0] != whole.names[1]  # one folder twice
+    other = folder(tmp_path / "c", 1.1, first=5)
+    samples = (
+        (other / "samples.jsonl")
+        .read_text()
+        .replace('"prompt_token_ids": [5]', '"prompt_token_ids": [77]')
+    )
+    (other / "samples.jsonl").write_text(samples)
+    whole = side_by_side([tmp_path / "a", other])
+    assert against_first(whole) == {}
+    assert whole.headline.endswith("have no prompt in common at batch size 1.")
+
+
+def test_the_command_prints_and_writes_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = [str(folder(tmp_path / name, factor)) for name, factor in (("a", 1.0), ("b", 1.2))]
+    out = tmp_path / "out"
+    formats = "html,md,csv,tex"
+    assert main(["report", *folders, "-o", str(out), "--format", formats, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["answer"].startswith("a (k = 2 with draft-1b) is measured 1.20× as fast as b")
+    (pair,) = document["comparisons"]
+    assert (pair["arm"]["run"], pair["num_prompts"], pair["tied"]) == ("a", 6, None)
+    names = {file.name for file in out.iterdir()}
+    tables = {f"{name}.{kind}" for name in ("runs", "pairs") for kind in ("csv", "tex")}
+    assert names == {"report.html", "report.md", *tables}
+    assert main(["report", *folders]) == 0
+    printed = capsys.readouterr().out
+    assert document["answer"] in printed and "Side by side:" in printed
+    assert main(["report", *folders, "--format", "vllm"]) == 2
+    assert "no config for vLLM" in capsys.readouterr().err
