@@ -73,6 +73,7 @@ def test_bundled_recipes_are_valid() -> None:
         "demo",
         "demo-ngram",
         "demo-sampled",
+        "gpt-oss-120b-eagle3-tp4",
         "gpt-oss-20b-eagle3",
         "llama-3.1-70b-8b-tp4",
         "llama-3.1-8b-1b",
