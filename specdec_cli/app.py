@@ -57,7 +57,7 @@ app.command("sweep-k", cls=options.OneSource)(sweep_k.sweep_k)
 app.command("compare-tp", cls=options.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
 app.command("merge", cls=options.Command)(merge.merge)
-app.command("profile-blocks", cls=options.Command)(profile_blocks.profile_blocks)
+app.command("profile-blocks", cls=options.OneSource)(profile_blocks.profile_blocks)
 app.command("report", cls=options.Command)(report.report)
 app.add_typer(recipe.app, name="recipe")
 
@@ -117,7 +117,8 @@ def _main(argv: Sequence[str] | None) -> int:
         if as_json and (outcome.failed or is_mute):
             document = json.dumps({"error": outcome.document()}) + "\n" if outcome.is_said else ""
         _report(outcome, verbose)
-        if not arguments:  # who types the name alone wants to see what there is
+        # Who types the name alone wants to see what there is; a shell that completes does not.
+        if not arguments and isinstance(outcome.error, UsageError):
             command = typer.main.get_command(app)
             context = command.make_context("specdec", [], resilient_parsing=True)
             typer.echo("\n" + command.get_help(context), err=True)

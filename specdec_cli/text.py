@@ -49,6 +49,20 @@ def shown(value: object) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
 
 
+def parse_bytes(text: str) -> int:
+    """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000.
+
+    Raises `ValueError` in words, with a hint after a semicolon for what is hardly meant.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
+    if match is None or not (number := float(match[1])):
+        raise ValueError(f"expected a size such as 80GiB, got {text!r}")
+    if not match[2] and number < 1024:  # the GiB of a device, not its bytes
+        raise ValueError(f"{text.strip()} is {text.strip()} bytes; did you mean {match[1]}GiB?")
+    base = 1000 if (match[3] or "").lower() == "b" else 1024
+    return int(number * base ** " kmgt".index(match[2].lower() or " "))
+
+
 def digest(value: Any) -> str:
     """A short hash of a value as JSON, independent of the order of keys.
 

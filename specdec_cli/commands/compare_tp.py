@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
-from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, UsageError
@@ -35,14 +35,10 @@ DryRun = Annotated[bool, option("--dry-run", None, "Show what would be measured;
 @shared()
 def compare_tp(
     asked: Asked,
+    source: Prompts,
     target_tp: TargetTPs = None,
     draft_tp: DraftTPs = None,
-    dataset: options.Dataset = None,
-    limit: options.Limit = None,
     batches: Batches = None,
-    skip_bad: options.SkipBad = False,
-    chat: options.Chat = None,
-    system: options.System = None,
     resume: Resume = False,
     dry_run: DryRun = False,
     batch_size: BatchSizes = None,
@@ -54,7 +50,7 @@ def compare_tp(
     """
     import tempfile
 
-    from specdec_cli.commands.reading import dataset_options, from_data
+    from specdec_cli.commands.reading import find_prompts, recipe_options
 
     place = asked.place
     if place.seat is not None:
@@ -62,12 +58,11 @@ def compare_tp(
             f"compare-tp starts its own ranks; {place.seat.started_by} started this one",
             "run it as a single process",
         )
-    resolved = asked.resolve(dataset_options(dataset))
+    resolved = asked.resolve(recipe_options(source))
     degrees = degrees_of(target_tp, draft_tp, resolved.target.tensor_parallel_size)
     sizes = options.parse_counts(batch_size, "--batch-size") or [resolved.run.batch_size]
-    prompts, resolved = from_data(
-        resolved, dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
-    )
+    found = find_prompts(source, resolved, asked)
+    resolved = resolved.model_copy(update={"data": found.data})
     if resume and asked.output is None:
         raise UsageError("--resume needs the comparison's folder", "name it with -o DIR")
     output, quiet = asked.output, asked.quiet
@@ -88,7 +83,17 @@ def compare_tp(
                 unsaid,
             )
 
-        plan = plan_comparison(resolved, prompts, degrees, sizes, batches, asked.permissions())
+        plan = plan_comparison(
+            resolved,
+            found.prompts,
+            degrees,
+            sizes,
+            batches,
+            asked.permissions(),
+            chat=found.chat,
+            notices=found.notices,
+            own_prompts=found.own,
+        )
         warnings = warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where
         if dry_run:

@@ -3,61 +3,80 @@
 Parses and prepares; `generate_run` runs and shows.
 """
 
-from typing import Annotated, Any
+import os
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
+import specdec_cli
 from specdec_cli.commands import options
-from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
+from specdec_cli.errors import UsageError
 
-Prompts = Annotated[
-    list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.")
-]
-_PROMPT_FILE = "File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet."
-PromptFile = Annotated[str | None, option("--prompt-file", "FILE", _PROMPT_FILE)]
+Resume = Annotated[bool, option("--resume", None, "Continue the run in the folder of -o.")]
+
+_NEXT = "Write a .jsonl file of the conversations' next turns, after the answers to these."
+NextTurns = Annotated[Path | None, option("--next-turns", "FILE", _NEXT, parser=Path)]
 
 
 @shared()
 def generate(
     asked: Asked,
-    prompt: Prompts = None,
-    prompt_file: PromptFile = None,
-    chat: options.Chat = None,
-    system: options.System = None,
-    limit: options.Limit = None,
-    skip_bad: options.SkipBad = False,
+    source: Prompts,
+    resume: Resume = False,
+    next_turns: NextTurns = None,
     check_lossless: options.CheckLossless = False,
 ) -> None:
     """Write text with a draft and a target model, and report what was accepted.
 
-    Prompts come from --prompt, --prompt-file, standard input if it is piped, or the recipe's
-    data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
+    Prompts come from --prompt, --prompt-file, --dataset, standard input if it is piped, or the
+    recipe's data. `-k 0` decodes without a draft. Without a recipe the bundled demo pair runs.
     """
-    from specdec_cli.commands.reading import Source, chat_of, from_anywhere
-    from specdec_cli.prompts import as_conversations
+    from specdec_cli.commands.reading import find_prompts, recipe_options
 
-    source = Source(prompt or [], prompt_file, limit, skip_bad)
-    resolved = asked.resolve({"prompt_file": source.recipe_path})
-    use_chat, opening = chat_of(chat, system, resolved.data)
-
-    def read() -> Any:
-        found, data = from_anywhere(source, resolved.data, options.parse_sets(asked.sets or ()))
-        if data is not None:
-            data = data.model_copy(update={"chat": use_chat, "system": opening})
-        return as_conversations(found, use_chat, opening), data
-
+    if resume and asked.output is None:
+        raise UsageError("--resume needs the run's folder", "name it with -o DIR")
+    resolved = asked.resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
-    with joined(asked.place, [resolved], read) as (world, (prompts, data)):
-        named = resolved.model_copy(update={"data": data})
-        is_single = bool(prompt) and len(prompts) == 1
+    with joined(
+        asked.place, [resolved], lambda: find_prompts(source, resolved, asked, reads_pipe=True)
+    ) as (world, found):
+        if next_turns is not None:
+            _check_turns(found.prompts, next_turns)
+        is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
             with importing():
                 from specdec_cli.commands.generate_run import get_ready, write
             ready = get_ready(
-                world, named, prompts, asked, stages, is_single=is_single, checks=check_lossless
+                world,
+                resolved,
+                found,
+                asked,
+                stages,
+                is_single=is_single,
+                resume=resume,
+                checks=check_lossless,
             )
         world.ready()
-        code = write(world, ready, asked, is_single=is_single, checks=check_lossless)
+        code = write(
+            world,
+            ready,
+            asked,
+            is_single=is_single,
+            checks=check_lossless,
+            next_turns=next_turns,
+        )
     raise typer.Exit(code)
+
+
+def _check_turns(prompts: "list[specdec_cli.prompts.Prompt]", file: Path) -> None:
+    """Raise `UsageError` where no file of next turns can be made of the answers."""
+    if not any(prompt.later for prompt in prompts):
+        raise UsageError("--next-turns: no prompt has a further turn", "the data need turns")
+    if any(prompt.later and prompt.messages is None for prompt in prompts):
+        raise UsageError("--next-turns needs conversations", "pass --chat")
+    if os.path.exists(file):
+        raise UsageError(f"--next-turns: {file} is there already", "name a new file")

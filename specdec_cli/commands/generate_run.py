@@ -1,19 +1,24 @@
 """The run of `specdec generate` and its results. Imports torch: only functions import it."""
 
-import os
 import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from specdec_cli.commands.options import Asked
+from specdec_cli.commands.reading import Found
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
-from specdec_cli.experiment.generation import Job, Ready, baseline, prepare, requests
+from specdec_cli.experiment.disk import or_setup_error, replace_file
+from specdec_cli.experiment.generate_folder import SAMPLES, Kept, key_of, open_folder
+from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
     LosslessCheck,
@@ -23,8 +28,10 @@ from specdec_cli.experiment.lossless_check import (
     texts_of,
 )
 from specdec_cli.experiment.machine import MachineWatch
+from specdec_cli.experiment.measure import peak_memory, sample_of
+from specdec_cli.experiment.points import point_metrics
+from specdec_cli.experiment.preparing import no_template
 from specdec_cli.experiment.promise import check_line
-from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import (
     Output,
     environment,
@@ -33,66 +40,120 @@ from specdec_cli.experiment.results import (
     to_json,
 )
 from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.settings_file import unsaid
 from specdec_cli.launch.world import World
-from specdec_cli.prompts import Prompt, jsonl_of
-from specdec_cli.recipe import DataSection, Recipe
+from specdec_cli.prompts import next_turn
+from specdec_cli.recipe import Recipe
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary
 from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
 
-_PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Everything that a run needs.
+
+    recipe: to be recorded, and runnable again. where: the record of the environment. kept: the run
+    folder, if one was asked for, and what is done already. engine: None if nothing is left to do.
+    """
+
+    recipe: Recipe
+    job: Job
+    where: dict[str, Any]
+    kept: Kept
+    notices: list[Notice]
+    engine: Engine | None
+
+    @property
+    def folder(self) -> RunFolder | None:
+        return self.kept.folder
+
+    @property
+    def left(self) -> Job:
+        """The job with the prompts that are not done yet."""
+        return self.job.only(lambda index: index not in self.kept.done)
 
 
 def get_ready(
     world: World,
     resolved: Recipe,
-    prompts: list[Prompt],
+    found: Found,
     asked: Asked,
     stages: Stages,
     *,
     is_single: bool,
+    resume: bool,
     checks: bool,
 ) -> Ready:
-    """Check everything, create the run folder, load the models. checks: of losslessness follow."""
-    job = prepare(resolved, prompts, asked.permissions())
+    """Check everything, create or resume the run folder, load the models.
+
+    checks: of losslessness follow.
+    """
+    resolved = resolved.model_copy(update={"data": found.data})
+    job = prepare(resolved, found.prompts, asked.permissions())
     if checks:
         refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     where = environment(job.plan)
-    folder = None
-    if asked.output is not None and world.is_first:
-        folder, resolved = _folder(asked.output, resolved, prompts, where)
+    notices = [*found.notices, *no_template(job.plan.tokenizer, found.prompts, found.chat)]
+    kept = Kept()
+    if (path := asked.output) is not None:
+        if world.is_first:
+            kept = open_folder(path, resolved, job, where, notices, found.own, resume=resume)
+        # Every rank has to skip what the folder holds.
+        shared = world.once(kept.without_folder)
+        kept = kept if world.is_first else shared
+        notices += unsaid(kept.notices, notices)
+    ready = Ready(resolved, job, where, kept, notices, None)
+    if not ready.left.prompts and not checks:
+        return ready
     stages.expect(len(job.plan.stages))
-    engine = build(job.plan, job.longest_prompt, stages.begin)
-    return Ready(resolved, job, where, folder, engine)
+    return replace(ready, engine=build(job.plan, job.longest_prompt, stages.begin))
 
 
-def write(world: World, ready: Ready, asked: Asked, *, is_single: bool, checks: bool) -> ExitCode:
+def write(
+    world: World,
+    ready: Ready,
+    asked: Asked,
+    *,
+    is_single: bool,
+    checks: bool,
+    next_turns: Path | None,
+) -> ExitCode:
     """Run the prompts and show the results on rank 0; returns the exit code.
 
     is_single: the only prompt is on the command line, so the run fails if it cannot run. checks:
-    whether to compare texts with those of the target alone.
+    whether to compare texts with those of the target alone. next_turns: the file for the
+    conversations' next turns.
     """
     watch = MachineWatch(ready.job.plan.device)
+    if not asked.quiet:
+        with world.outside():
+            warn(ready.notices)
     outputs, metrics = _run(world, ready, asked, watch)
     if is_single and outputs[0].error is not None:
         if ready.folder is not None:
             # Nothing was run, so the folder stays free for the next run.
-            ready.folder.forget("samples.jsonl")
+            ready.folder.forget(SAMPLES)
         hint = "use more --num-blocks or fewer --max-new-tokens, or shorten the prompt"
         raise UsageError(f"the prompt cannot run: {outputs[0].error}", hint)
     check = _checked(world, ready, outputs) if checks else None
     with world.outside():
-        found = [*watch.notices(), *failed_check(check)]
+        found = [*watch.notices(), *failed_check(check)] if ready.engine is not None else []
         if not asked.quiet:
             warn(found)
-        _deliver(ready, outputs, metrics, found, check, as_json=asked.as_json)
+        notices = [*ready.notices, *found]
+        if next_turns is not None and world.is_first:
+            with or_setup_error(f"cannot write {next_turns}"):
+                replace_file(next_turns, _next_turns(ready.job, outputs).encode())
+        _deliver(ready, outputs, metrics, notices, check, as_json=asked.as_json)
         if check is not None and check["passed"] and not asked.quiet and world.is_first:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
-    ready.engine.forget_rounds()
+    if ready.engine is not None:
+        ready.engine.forget_rounds()
     if check is not None and not check["passed"]:
         return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
@@ -101,58 +162,77 @@ def write(world: World, ready: Ready, asked: Asked, *, is_single: bool, checks: 
 def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any]:
     """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
     job, engine = ready.job.part(0, PROMPTS), ready.engine
+    assert engine is not None, "a run that is to be checked has one"
     plan = job.plan
     ran = world.once(lambda: {o.index: o.token_ids for o in outputs if o.error is None})
     written = ran if plan.params.is_greedy else greedy_texts(engine, job, plan.k, world)
     plain = greedy_texts(engine, job, 0, world)
     check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
-    key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)
-    check.compare(engine, key, texts_of(job, written, plain))
+    check.compare(engine, key_of(job), texts_of(job, written, plain))
     return world.once(check.as_dict)  # other ranks have no logits of meaning
 
 
 def _run(
     world: World, ready: Ready, asked: Asked, watch: MachineWatch
 ) -> tuple[list[Output], Metrics]:
-    """Run the prompts; each output is shown and on disk as soon as it comes."""
-    job, sinks = ready.job, []
+    """Run the prompts that are left; each output is shown and on disk as soon as it comes.
+
+    The metrics of a resumed run are those of all its samples.
+    """
+    job, sinks, done = ready.job, [], ready.kept.done
     if world.is_first:
         sinks = sinks_for(job, ready.folder, as_json=asked.as_json, quiet=asked.quiet)
-    show, finish = collector(job, sinks)
+    new = dict[int, Seq]()
+    earlier = [recorded_output(job, p, done[p.index]) for p in job.prompts if p.index in done]
 
     def on_emit(emissions: list[Emission]) -> None:
         world.beat()
         watch.look()
+        new.update({e.seq.index: e.seq for e in emissions if e.seq.finish_reason is not None})
         with world.outside():
             show(emissions)
 
     watch.begin()
     try:
-        result = ready.engine.run(requests(job), job.plan.k, job.plan.params, on_emit)
-        watch.look(at_end=True)
-        return finish(), result.metrics
+        show, finish = collector(job, sinks, earlier)
+        if ready.engine is not None:
+            plan = job.plan
+            metrics = ready.engine.run(requests(ready.left), plan.k, plan.params, on_emit).metrics
+            watch.look(at_end=True)
+            if not done:
+                return finish(), metrics
+        key, limit = key_of(job), job.plan.params.max_new_tokens
+        peak = peak_memory(job.plan.device)
+        of_new = [sample_of(key, None, [seq], limit, peak) for seq in new.values()]
+        return finish(), point_metrics([*done.values(), *of_new], key)
     finally:
         for sink in sinks:
             sink.close()
+
+
+def _next_turns(job: Job, outputs: list[Output]) -> str:
+    """The text of a .jsonl file: each conversation with its answer and the user's next turn."""
+    pairs = zip(job.prompts, outputs, strict=True)
+    rows = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
+    return "".join(to_json(row) + "\n" for row in rows if row is not None)
 
 
 def _deliver(
     ready: Ready,
     outputs: list[Output],
     metrics: Metrics,
-    found: list[Notice],
+    notices: list[Notice],
     check: dict[str, Any] | None,
     *,
     as_json: bool,
 ) -> None:
     """Finish the folder, write the document and report prompts that could not run."""
-    document = generate_document(ready.recipe, ready.where, outputs, metrics, found)
+    document = generate_document(ready.recipe, ready.where, outputs, metrics, notices)
     if check is not None:
         document["lossless_check"] = check
     if (folder := ready.folder) is not None:
-        plan = ready.job.plan
-        key = Key(plan.proposer, ready.recipe.run.batch_size, plan.k)
-        folder.append("points.jsonl", point_record(outputs, metrics, key))
+        if ready.left.prompts or not (folder.path / "points.jsonl").exists():
+            folder.append("points.jsonl", point_record(outputs, metrics, key_of(ready.job)))
         folder.write("summary.json", to_json(document) + "\n")
         folder.close()
     if as_json:
@@ -165,10 +245,11 @@ def _summarise(
 ) -> None:
     """Print a summary; on a terminal it includes a few tokens at k = 0 for comparison."""
     job = ready.job
-    compared = job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
+    engine = ready.engine
+    compared = engine is not None and job.plan.k > 0 and world.once(lambda: sys.stderr.isatty())
     print_summary(
         metrics,
-        baseline(ready.engine, job, outputs) if compared else None,
+        baseline(engine, job, outputs) if engine is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
         is_split=ready.recipe.target.tensor_parallel_size > 1,
@@ -186,20 +267,3 @@ def _remarks(job: Job) -> list[str]:
     elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
     return [*found, *plan.draft_remarks]
-
-
-def _folder(
-    path: Path, resolved: Recipe, prompts: list[Prompt], where: dict[str, Any]
-) -> tuple[RunFolder, Recipe]:
-    """A new run folder, and the recipe that runs again from it.
-
-    The folder also keeps prompts that came from the command line or a pipe.
-    """
-    if resolved.data is not None:
-        return RunFolder.create(path, resolved, where), resolved
-    RunFolder(path).refuse_foreign(_PROMPTS)
-    data = DataSection(path=os.path.abspath(path / _PROMPTS))
-    resolved = resolved.model_copy(update={"data": data})
-    folder = RunFolder.create(path, resolved, where)
-    folder.write(_PROMPTS, jsonl_of(prompts))
-    return folder, resolved

@@ -23,7 +23,8 @@ from specdec_cli.errors import LOGGED, Notice, UsageError
 from specdec_cli.launch.world import Place
 from specdec_cli.text import inert, is_unicode, one_line, shortened
 
-_MODELS, _DECODING, _RUN, _OUTPUT = "Models", "Decoding", "Run", "Recipe and output"
+_MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
+_RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
 # The limits in the recipe's schema, which is too heavy to import here.
@@ -40,30 +41,34 @@ def option(
     return typer.Option(*flags.split(), metavar=metavar, help=help, rich_help_panel=panel, **more)
 
 
+def complete_recipe(incomplete: str) -> list[tuple[str, str]]:
+    """Bundled recipes whose names begin so, for the shell; it completes files by itself."""
+    from specdec_cli.recipe import bundled_recipes
+
+    return [(r.name, r.description) for r in bundled_recipes() if r.name.startswith(incomplete)]
+
+
+def complete_set(incomplete: str) -> list[str]:
+    """`KEY=` for the keys of a recipe that begin so, for the shell."""
+    from specdec_cli.recipe.schema import key_fields
+
+    return [f"{key}=" for key in key_fields() if f"{key}=".startswith(incomplete)]
+
+
 RecipeArgument = Annotated[
     str | None,
     typer.Argument(
         metavar="[RECIPE]",
         help="Recipe file, or bundled recipe (`specdec recipe ls`). Default: the demo pair.",
         show_default=False,
+        autocompletion=complete_recipe,
     ),
 ]
-Limit = Annotated[
-    int | None,
-    option("--limit", "N", "Use only the first N prompts.", _RUN, min=1, max=_MAX_COUNT),
-]
-SkipBad = Annotated[
-    bool,
-    option("--skip-bad", None, "Skip lines that hold no valid prompt, and report how many.", _RUN),
-]
-_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
-Chat = Annotated[bool | None, option("--chat/--no-chat", None, _CHAT, show_default=False)]
-_SYSTEM = "System message of every conversation; implies --chat."
-System = Annotated[str | None, option("--system", "TEXT", _SYSTEM)]
-_DATASET = "Prompts that replace the recipe's data."
-Dataset = Annotated[str | None, option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET)]
 _SET = "Set any key of the recipe, such as cache.block_size=32; may be repeated."
-Set = Annotated[list[str] | None, option("--set", "KEY=VALUE", _SET, _OUTPUT)]
+Set = Annotated[
+    list[str] | None,
+    option("--set", "KEY=VALUE", _SET, _OUTPUT, autocompletion=complete_set),
+]
 Json = Annotated[
     bool,
     option("--json", None, "Print exactly one JSON document on stdout, also on failure.", _OUTPUT),
@@ -91,6 +96,39 @@ def _folder(text: str, name: str) -> Path:
     return Path(text)
 
 
+_PROMPT_FILE = "File of prompts: .txt (one a line), .jsonl, .json, .csv, .tsv or .parquet."
+_DATASET = "Prompts that replace the recipe's data."
+_SAMPLE = "Draw the prompts of --limit by the seed: random, or stratified, evenly over categories."
+_SKIP_BAD = "Skip lines that hold no valid prompt, and report how many."
+_CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
+_SYSTEM = "System message of every conversation; implies --chat."
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """The options that say where prompts are, the same for every command that reads prompts."""
+
+    prompt: Annotated[
+        list[str] | None, option("--prompt", "TEXT", "Text of a prompt; may be repeated.", _PROMPTS)
+    ] = None
+    prompt_file: Annotated[str | None, option("--prompt-file", "FILE", _PROMPT_FILE, _PROMPTS)] = (
+        None
+    )
+    dataset: Annotated[
+        str | None, option("--dataset", "PATH[:SPLIT[:COLUMN]]", _DATASET, _PROMPTS)
+    ] = None
+    limit: Annotated[
+        int | None,
+        option("--limit", "N", "Use only the first N prompts.", _PROMPTS, min=1, max=_MAX_COUNT),
+    ] = None
+    sample: Annotated[str | None, option("--sample", "HOW", _SAMPLE, _PROMPTS)] = None
+    skip_bad: Annotated[bool, option("--skip-bad", None, _SKIP_BAD, _PROMPTS)] = False
+    chat: Annotated[
+        bool | None, option("--chat/--no-chat", None, _CHAT, _PROMPTS, show_default=False)
+    ] = None
+    system: Annotated[str | None, option("--system", "TEXT", _SYSTEM, _PROMPTS)] = None
+
+
 Output = Annotated[
     Path | None,
     option("-o --output", "DIR", "Keep the results in this run folder.", _OUTPUT, parser=folder),
@@ -114,6 +152,7 @@ _KEYS: Final[Mapping[str, str]] = {
     "draft": "draft.model",
     "target_tp": "target.tensor_parallel_size",
     "draft_tp": "draft.tensor_parallel_size",
+    "method": "speculation.method",
     _K: "speculation.num_speculative_tokens",
     "dtype": "*.dtype",
     "device": "run.device",
@@ -146,6 +185,7 @@ _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
         ("draft", str, "MODEL", "Draft model."),
+        ("method", str, "NAME", "Method that proposes: draft_model, ngram, eagle3, none, ..."),
         ("target_tp", int, "N", "Ranks of the target."),
         ("draft_tp", int, "N", "Ranks of the draft; must divide the target's."),
         ("dtype", str, "TYPE", "Data type of both models: auto, float32, bfloat16 or float16."),
@@ -232,7 +272,8 @@ class Asked:
         found = resolve(self.recipe, all_sets, options)
         # An option overrides the recipe, so the method of a draft named by one does so too.
         is_free = options.get("draft") is not None
-        return with_method(found, is_free=is_free and _METHOD not in parse_sets(all_sets))
+        names_method = _METHOD in parse_sets(all_sets) or options.get("method") is not None
+        return with_method(found, is_free=is_free and not names_method)
 
     def warn_of_unused(self, resolved: "specdec_cli.recipe.Recipe", *, has_draft: bool) -> None:
         """Warn the user about proposal options that have no effect with the recipe's method."""
@@ -251,12 +292,16 @@ class Asked:
 def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command the shared options, which it receives as its first argument, an `Asked`.
 
-    An option that the command declares itself takes the place of the shared one of that name.
-    without: shared options that it does not have.
+    A command that reads prompts receives `Prompts` as its second. An option that the command
+    declares itself takes the place of the shared one of that name. without: shared options that it
+    does not have.
     """
 
     def decorate(run: Callable[..., None]) -> Callable[..., None]:
         _, *own = inspect.signature(run).parameters.values()
+        reads_prompts = bool(own) and own[0].annotation is Prompts
+        of_prompts = list(inspect.signature(Prompts).parameters.values()) if reads_prompts else []
+        own = own[reads_prompts:]
         hidden = {*without, *(parameter.name for parameter in own)}
         keys = [parameter for parameter in _key_parameters() if parameter.name not in hidden]
         place, _, recipe, *others = inspect.signature(Asked).parameters.values()
@@ -264,6 +309,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
         def command(ctx: typer.Context, **values: Any) -> None:
             theirs = {parameter.name: values.pop(parameter.name) for parameter in own}
             given = {parameter.name: values.pop(parameter.name) for parameter in keys}
+            where = {parameter.name: values.pop(parameter.name) for parameter in of_prompts}
             asked = Asked(ctx.obj, given, **values)
             set_up_logging(quiet=asked.quiet, verbose=asked.verbose)
             if asked.plugin:  # before the recipe is read, which may name what they add
@@ -271,11 +317,11 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
 
                 for file in asked.plugin:
                     load(file)
-            run(asked, **theirs)
+            run(asked, *([Prompts(**where)] if reads_prompts else []), **theirs)
 
         context = place.replace(name="ctx", annotation=typer.Context)
         command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [context, recipe, *own, *keys, *others]
+            [context, recipe, *of_prompts, *own, *keys, *others]
         )
         command.__annotations__ = {}  # typer would prefer them to the signature's
         command.__doc__ = run.__doc__
@@ -295,19 +341,23 @@ def resolve(
     import specdec_cli.recipe
     from specdec_cli.recipe.choices.registry import without_draft
 
-    overrides = parse_sets(sets or ())
-    origins = dict.fromkeys(overrides, "--set")
-    proposer = options.get("draft")
+    given = parse_sets(sets or ())
+    overrides, origins = dict(given), dict.fromkeys(given, "--set")
+    proposer, origin = options.get("draft"), "--draft"
+    if proposer is None:
+        proposer, origin = given.get("draft.model"), "--set"
     if isinstance(proposer, str) and without_draft(proposer):
         overrides = {k: v for k, v in overrides.items() if not k.startswith("draft.")}
         overrides |= {"draft": None, _METHOD: proposer}
-        origins |= {"draft": "--draft", _METHOD: "--draft"}
+        origins |= {"draft": origin, _METHOD: origin}
         options = {k: v for k, v in options.items() if not OPTION_KEYS[k][1].startswith("draft.")}
     for name, (flag, key) in OPTION_KEYS.items():
         if (value := options.get(name)) is not None:
             overrides[key] = value
             origins[key] = flag
-    return specdec_cli.recipe.load_recipe(recipe, overrides, origins)
+    replaced = {key: one for key, one in given.items() if origins[key] != "--set"}
+    replaced |= {key: one for key, one in given.items() if key not in overrides}
+    return specdec_cli.recipe.load_recipe(recipe, overrides, origins, replaced)
 
 
 def parse_sets(sets: Sequence[str]) -> dict[str, object]:

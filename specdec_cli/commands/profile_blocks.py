@@ -4,7 +4,6 @@ Parses, measures or estimates, and shows; the work is done elsewhere.
 """
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, TypeVar
 
@@ -12,19 +11,21 @@ import typer
 
 import specdec_cli
 from specdec_cli.commands import options
-from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import show, waiting, warn
 from specdec_cli.errors import SetupError, SpecdecError, UsageError
 from specdec_cli.launch.world import World
-from specdec_cli.text import inert
+from specdec_cli.text import inert, parse_bytes
 
 T = TypeVar("T", int, float)
 
 _ESTIMATE = "Estimate from configs: no weights, no ranks; options may be lists."
 Estimate = Annotated[bool, option("--estimate", None, _ESTIMATE)]
-_MEMORY = "With --estimate: memory of each GPU, such as 80GiB."
-DeviceMemory = Annotated[str | None, option("--device-memory", "SIZE", _MEMORY)]
+_DEVICE_MEMORY = "With --estimate: memory of each GPU, such as 80GiB."
+DeviceMemory = Annotated[str | None, option("--device-memory", "SIZE", _DEVICE_MEMORY)]
+_MEMORY = "With --estimate: memory of each GPU, or of a CPU's host for all that is held."
+Memory = Annotated[str | None, option("--memory", "SIZE", _MEMORY)]
 _CONTEXT = "Tokens per sequence, output included. Default: the recipe's longest."
 Context = Annotated[int | None, option("--context", "N", _CONTEXT, min=1)]
 _DRAFT_TPS = "Ranks of the draft, such as 1,2,4."
@@ -42,8 +43,10 @@ _MOST_POINTS = 1000
 @shared()
 def profile_blocks(
     asked: Asked,
+    source: Prompts,
     estimate: Estimate = False,
     device_memory: DeviceMemory = None,
+    memory: Memory = None,
     context: Context = None,
     draft_tp: DraftTPs = None,
     num_speculative_tokens: Ks = None,
@@ -55,6 +58,8 @@ def profile_blocks(
     Loads the models on their ranks and runs the largest passes that the recipe allows; --estimate
     only reads configs. Without a recipe the bundled demo pair is profiled.
     """
+    from specdec_cli.commands.reading import recipe_options
+
     lists = {
         "draft_tp": listed(draft_tp, "--draft-tp", int),
         "block_size": listed(block_size, "--block-size", int),
@@ -62,8 +67,9 @@ def profile_blocks(
         "num_speculative_tokens": listed(num_speculative_tokens, "-k", int),
     }
     if not estimate:
-        if device_memory is not None:
-            raise UsageError("--device-memory needs --estimate: a measurement uses this machine")
+        for flag, size in (("--device-memory", device_memory), ("--memory", memory)):
+            if size is not None:
+                raise UsageError(f"{flag} needs --estimate: a measurement uses this machine")
         for name, values in lists.items():
             if len(values) > 1:
                 flag = options.OPTION_KEYS[name][0]
@@ -72,15 +78,18 @@ def profile_blocks(
     if estimate:
         if not asked.place.is_first:
             return  # every process would find the same, and one has to write it
-        memory = parse_bytes(device_memory) if device_memory is not None else None
+        room = _room(device_memory, memory)
         with waiting("estimating", quiet=asked.quiet):
-            resolved, document = _estimated(asked, lists, memory, context)
+            resolved, document = _estimated(asked, source, lists, room, context)
         asked.warn_of_unused(resolved, has_draft=has_draft)
         _show(document, resolved, asked)
         return
-    resolved = asked.resolve(next(_points(lists)))
+    resolved = asked.resolve(recipe_options(source) | next(_points(lists)))
     asked.warn_of_unused(resolved, has_draft=has_draft)
-    with joined(asked.place, [resolved], lambda: _prompts(resolved, context)) as (world, prompts):
+    with joined(asked.place, [resolved], lambda: _prompts(source, resolved, asked, context)) as (
+        world,
+        prompts,
+    ):
         document = _measured(world, resolved, prompts, context, asked)
         if world.is_first:
             with world.outside():
@@ -114,8 +123,9 @@ def _measured(
 
 def _estimated(
     asked: Asked,
+    source: Prompts,
     lists: Mapping[str, Sequence[object]],
-    memory: int | None,
+    room: tuple[int, bool] | None,
     context: int | None,
 ) -> "tuple[specdec_cli.recipe.Recipe, dict[str, object]]":
     """The document of the first point, with all of them as rows when there are several.
@@ -123,15 +133,19 @@ def _estimated(
     Raises `SetupError` if nothing fits at any of them, and the first point's problem if all of them
     are skipped.
     """
+    from specdec_cli.commands.reading import recipe_options
+
     with importing():
         from specdec_cli.experiment.memory import Estimator, document, point, settings
 
-    size = asked.resolve({"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
+    where = recipe_options(source)
+    size = asked.resolve(where | {"draft_tp": 1 if lists["draft_tp"][0] is not None else None})
     whole = size.target.tensor_parallel_size
     rows: list[dict[str, object]] = []
     found: tuple[specdec_cli.recipe.Recipe, dict[str, object]] | None = None
     problem: SpecdecError | None = None
-    estimator = Estimator(asked.permissions(), context, memory)
+    size_bytes, is_of_gpu = room or (None, False)
+    estimator = Estimator(asked.permissions(), context, size_bytes, is_of_gpu)
     for values in _points(lists):
         degree = values["draft_tp"]
         if isinstance(degree, int) and (degree < 1 or whole % degree):
@@ -141,8 +155,8 @@ def _estimated(
             rows.append(settings(size) | row | {"status": "skipped", "reason": reason})
             problem = problem or UsageError(f"--draft-tp: {reason}")
             continue
-        resolved = asked.resolve(values)
-        prompts = _prompts(resolved, context)
+        resolved = asked.resolve(where | values)
+        prompts = _prompts(source, resolved, asked, context)
         try:
             profile = estimator.estimate(resolved, prompts)
         except SetupError as error:  # the draft may still split over the other degrees
@@ -164,6 +178,20 @@ def _estimated(
             "use smaller models, a smaller dtype, more ranks, or more memory",
         )
     return found[0], {**found[1], "points": rows}
+
+
+def _room(device_memory: str | None, memory: str | None) -> tuple[int, bool] | None:
+    """The memory to estimate for, in bytes, and whether it can only be a GPU's."""
+    if device_memory is not None and memory is not None:
+        raise UsageError("--memory and --device-memory exclude each other", "leave one out")
+    flag, text = ("--memory", memory) if memory is not None else ("--device-memory", device_memory)
+    if text is None:
+        return None
+    try:
+        return parse_bytes(text), memory is None
+    except ValueError as problem:
+        told, _, hint = str(problem).partition("; ")
+        raise UsageError(f"{flag}: {told}", hint or None) from None
 
 
 def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", asked: Asked) -> None:
@@ -190,15 +218,19 @@ def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", as
 
 
 def _prompts(
-    resolved: "specdec_cli.recipe.Recipe", context: int | None
+    source: Prompts,
+    resolved: "specdec_cli.recipe.Recipe",
+    asked: Asked,
+    context: int | None,
 ) -> "list[specdec_cli.prompts.Prompt]":
-    """The recipe's prompts, if only they determine the length of sequences."""
-    if context is not None or resolved.cache.max_model_len is not None or resolved.data is None:
-        return []
-    from specdec_cli.prompts import as_conversations, load_prompts
+    """The prompts, if only they determine the length of sequences."""
+    from specdec_cli.commands.reading import find_prompts
 
-    data = resolved.data
-    return as_conversations(load_prompts(data), data.chat, data.system)
+    is_given = bool(source.prompt) or source.prompt_file is not None or source.dataset is not None
+    is_known = context is not None or resolved.cache.max_model_len is not None
+    if not is_given and (is_known or resolved.data is None):
+        return []
+    return find_prompts(source, resolved, asked).prompts
 
 
 def _points(lists: Mapping[str, Sequence[object]]) -> Iterator[dict[str, object]]:
@@ -220,17 +252,3 @@ def listed(text: str | None, flag: str, convert: Callable[[str], T]) -> Sequence
         return list(dict.fromkeys(convert(part) for part in text.split(",")))
     except ValueError:
         raise UsageError(f"{flag}: expected numbers such as 1,2,4, got {text!r}") from None
-
-
-def parse_bytes(text: str) -> int:
-    """Parse `80GiB`, `141G` or a number of bytes; GB and the like are powers of 1000."""
-    match = re.fullmatch(r"\s*([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([kmgt]?)(i?b)?\s*", text, re.I)
-    if match is None or not (number := float(match[1])):
-        raise UsageError(f"--device-memory: expected a size such as 80GiB, got {text!r}")
-    if not match[2] and number < 1024:  # the GiB of a GPU, not its bytes
-        raise UsageError(
-            f"--device-memory: {text.strip()} is {text.strip()} bytes",
-            f"did you mean {match[1]}GiB?",
-        )
-    base = 1000 if (match[3] or "").lower() == "b" else 1024
-    return int(number * base ** " kmgt".index(match[2].lower() or " "))

@@ -6,102 +6,148 @@ Imports pydantic, so commands import it inside functions.
 import os
 import stat
 import sys
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 
 from specdec_cli.commands import options
-from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Prompt, as_conversations, load_prompts, parse_dataset, read_prompts
-from specdec_cli.recipe import DataSection, Recipe
+from specdec_cli.commands.options import Asked
+from specdec_cli.demo import PREFIX
+from specdec_cli.errors import Notice, UsageError
+from specdec_cli.prompts import (
+    Loaded,
+    Prompt,
+    as_conversations,
+    jsonl_of,
+    load_noted,
+    parse_dataset,
+    read_prompts,
+)
+from specdec_cli.recipe import PROMPTS, DataSection, Recipe
 from specdec_cli.text import is_unicode
+
+_SAMPLES = ("random", "stratified")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The options of `generate` that say where prompts are."""
+class Found:
+    """The prompts of a command line.
 
-    given: list[str]
-    file: str | None
-    limit: int | None
-    skip_bad: bool
-
-    @property
-    def recipe_path(self) -> str | None:
-        """The prompt file, if it is the only source of prompts and a recipe can name it."""
-        file = self.file
-        if self.given or file is None or file == "-":
-            return None
-        return file if file.strip() and is_unicode(file) and "\0" not in file else None
-
-
-def from_anywhere(
-    source: Source, data: DataSection | None, sets: Mapping[str, object]
-) -> tuple[list[Prompt], DataSection | None]:
-    """Prompts from the options, else from a pipe, else from the recipe's data.
-
-    Also returns the data section that names them, so that the resolved recipe never names prompts
-    that were not run; None for prompts that no recipe can name.
+    data: the section of a recipe that names them; None for prompts that no recipe can name. chat:
+    the setting that they were read with. own: the text of `PROMPTS`, if `data` names that file of
+    a run folder, which is still to be written.
     """
-    limit, skip_bad = source.limit, source.skip_bad
-    if (file := source.recipe_path) is not None:
-        assert data is not None and data.path == file
-        data = _limited(_of_another_file(data, sets), limit)
-        found = load_prompts(data, skip_bad=skip_bad, is_file=True)
-        return found, data.model_copy(update={"path": os.path.abspath(file)})
-    if source.given or source.file is not None:
-        stdin = sys.stdin if source.file == "-" else None
-        found = read_prompts(source.given, source.file, stdin, limit=limit, skip_bad=skip_bad)
-        return found, None
-    if _is_piped() and (piped := read_prompts([], None, sys.stdin, limit=limit, skip_bad=skip_bad)):
-        return piped, None
-    if data is None:
-        raise UsageError("no prompts", "pass --prompt or --prompt-file, or pipe them in")
-    data = _limited(data, limit)
-    return load_prompts(data, skip_bad=skip_bad), data
+
+    prompts: list[Prompt]
+    data: DataSection | None
+    chat: str
+    notices: list[Notice] = field(default_factory=list)
+    own: str | None = None
 
 
-def dataset_options(dataset: str | None) -> dict[str, object]:
-    """The parts of `--dataset`, by their names in `options.OPTION_KEYS`."""
-    if dataset is None:
-        return {}
-    path, split, column = parse_dataset(dataset)
+def recipe_options(source: options.Prompts) -> dict[str, object]:
+    """The options of `source` that set keys of a recipe, by their names in `OPTION_KEYS`.
+
+    Raises `UsageError` for options that exclude each other.
+    """
+    if source.sample is not None and source.sample not in _SAMPLES:
+        raise UsageError(f"--sample: expected {' or '.join(_SAMPLES)}, got {source.sample!r}")
+    if source.dataset is None:
+        return {"prompt_file": _nameable(source)}
+    if source.prompt or source.prompt_file is not None:
+        other = "--prompt" if source.prompt else "--prompt-file"
+        raise UsageError(f"--dataset and {other} exclude each other", "leave one of them out")
+    path, split, column = parse_dataset(source.dataset)
     return {"dataset": path, "dataset_split": split, "dataset_column": column}
 
 
-def from_data(
+def _nameable(source: options.Prompts) -> str | None:
+    """The prompt file, if it is the only source of prompts and a recipe can name it."""
+    file = source.prompt_file
+    if source.prompt or file is None or file == "-":
+        return None
+    return file if file.strip() and is_unicode(file) and "\0" not in file else None
+
+
+def find_prompts(
+    source: options.Prompts,
     resolved: Recipe,
-    dataset: str | None,
-    sets: Sequence[str] | None,
-    limit: int | None,
-    chat: bool | None,
-    system: str | None,
+    asked: Asked,
     *,
-    skip_bad: bool,
-) -> tuple[list[Prompt], Recipe]:
-    """Prompts from `--dataset`, else from the recipe's data, and the recipe that names them.
+    reads_pipe: bool = False,
+) -> Found:
+    """Prompts from the options, else from a pipe (reads_pipe), else from the recipe's data.
 
-    `resolved` already contains the values of `dataset_options` and of `sets`.
+    `resolved` already contains the values of `recipe_options`. Prompts that no recipe can name go
+    into the run folder, if there is one.
     """
-    data = resolved.data
-    use_chat, opening = chat_of(chat, system, data)
-    if data is None:
-        raise UsageError("no prompts", "pass --dataset, or give the recipe a data section")
-    if dataset is not None:
-        data = _of_dataset(data, dataset, sets)
-    data = _limited(data, limit)
-    prompts = as_conversations(load_prompts(data, skip_bad=skip_bad), use_chat, opening)
-    data = data.model_copy(update={"chat": use_chat, "system": opening})
-    return prompts, resolved.model_copy(update={"data": data})
+    chat, system = _chat_of(source, resolved.data)
+    data, notices = resolved.data, list[Notice]()
+    prompts = None
+    if not any(value is not None for value in recipe_options(source).values()):
+        prompts = _loose(source, resolved, reads_pipe=reads_pipe)
+    if prompts is None:
+        if data is None:
+            told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data section"
+            raise UsageError("no prompts", f"{told}; generate also reads a pipe")
+        data, loaded = _from_data(source, resolved, data, asked)
+        prompts, notices = loaded.prompts, loaded.notices
+        data = data.model_copy(update={"chat": chat, "system": system})
+        return Found(as_conversations(prompts, chat, system), data, chat, notices)
+    prompts = as_conversations(prompts, chat, system)
+    if asked.output is None:
+        return Found(prompts, None, chat)
+    path = os.path.abspath(asked.output / PROMPTS)
+    return Found(
+        prompts,
+        DataSection.model_validate({"path": path, "chat": chat}),
+        chat,
+        [],
+        jsonl_of(prompts),
+    )
 
 
-def _of_dataset(data: DataSection, dataset: str, sets: Sequence[str] | None) -> DataSection:
-    """`data` as changed by `--dataset` and `--set`; a local file gets its full path."""
-    said = [name for name, value in dataset_options(dataset).items() if value is not None]
-    keys = {options.OPTION_KEYS[name][1] for name in said}
-    data = _of_another_file(data, keys | options.parse_sets(sets or ()).keys())
-    if os.path.exists(data.path):
+def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> list[Prompt] | None:
+    """Prompts that no recipe can name: from the command line, and from standard input."""
+    given, file = source.prompt or [], source.prompt_file
+    is_given = bool(given) or file is not None
+    if not is_given and not (reads_pipe and _is_piped()):
+        return None
+    stdin = sys.stdin if file == "-" or not is_given else None
+    found = read_prompts(
+        given,
+        file,
+        stdin,
+        limit=source.limit,
+        sample=source.sample,
+        seed=resolved.run.seed,
+        skip_bad=source.skip_bad,
+    )
+    return found if is_given or found else None
+
+
+def _from_data(
+    source: options.Prompts, resolved: Recipe, data: DataSection, asked: Asked
+) -> tuple[DataSection, Loaded]:
+    """The data section after the options, and its prompts. A local file gets its full path."""
+    sets = options.parse_sets(asked.sets or ())
+    own = {name for name, value in recipe_options(source).items() if value is not None}
+    if own:
+        data = _of_another_file(data, {options.OPTION_KEYS[name][1] for name in own} | sets.keys())
+    changes = {"limit": source.limit, "sample": source.sample}
+    data = data.model_copy(update={k: v for k, v in changes.items() if v is not None})
+    loaded = load_noted(
+        data,
+        skip_bad=source.skip_bad,
+        is_file="prompt_file" in own,
+        seed=resolved.run.seed,
+    )
+    if own and os.path.exists(data.path):
         data = data.model_copy(update={"path": os.path.abspath(data.path)})
-    return data
+    # The bundled recipes take a few of the bundled prompts, so that they run in seconds.
+    is_chosen = source.limit is not None or {"data", "data.limit"} & sets.keys()
+    if data.path.startswith(PREFIX) and not is_chosen:
+        loaded = Loaded(loaded.prompts)
+    return data, loaded
 
 
 def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
@@ -109,19 +155,14 @@ def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
 
     given: the dotted keys, or sections, that options set.
     """
-    about_rows = ("split", "subset", "column", "limit")
+    about_rows = ("split", "subset", "column", "limit", "sample", "turn", "categories")
     stale = [key for key in about_rows if "data" not in given and f"data.{key}" not in given]
-    return data.model_copy(update=dict.fromkeys(stale))
+    return data.model_copy(update={k: DataSection.model_fields[k].default for k in stale})
 
 
-def _limited(data: DataSection, limit: int | None) -> DataSection:
-    return data if limit is None else data.model_copy(update={"limit": limit})
-
-
-def chat_of(
-    chat: bool | None, system: str | None, data: DataSection | None
-) -> tuple[str, str | None]:
+def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:
     """`data.chat` and `data.system` after the options, for prompts from any source."""
+    chat, system = source.chat, source.system
     if chat is False:
         if system is not None:
             raise UsageError("--no-chat and --system: a system message needs the chat template")

@@ -10,7 +10,16 @@ from typing import Annotated, Any
 
 import typer
 
-from specdec_cli.commands.options import Command, Commands, Json, Quiet, Set, Verbose, resolve
+from specdec_cli.commands.options import (
+    Command,
+    Commands,
+    Json,
+    Quiet,
+    Set,
+    Verbose,
+    complete_recipe,
+    resolve,
+)
 from specdec_cli.errors import UsageError
 from specdec_cli.text import inert
 
@@ -40,7 +49,12 @@ def list_recipes(as_json: Json = False, quiet: Quiet = False, verbose: Verbose =
 
 @app.command("show", cls=Command)
 def show_recipe(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Bundled recipe, or recipe file.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="NAME", help="Bundled recipe, or recipe file.", autocompletion=complete_recipe
+        ),
+    ],
     resolved: Annotated[
         bool, typer.Option("--resolved", help="Fill in every default and drop comments.")
     ] = False,
@@ -66,7 +80,12 @@ def show_recipe(
 
 @app.command("validate", cls=Command)
 def validate_recipes(
-    paths: Annotated[list[str], typer.Argument(metavar="PATH...", help="Files or bundled names.")],
+    paths: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PATH...", help="Files or bundled names.", autocompletion=complete_recipe
+        ),
+    ],
     as_json: Json = False,
     quiet: Quiet = False,
     verbose: Verbose = False,

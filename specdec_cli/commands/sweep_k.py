@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 import specdec_cli.experiment.sweep
 from specdec_cli.commands import options
-from specdec_cli.commands.options import Asked, option, shared
+from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, ExitCode, RunError, UsageError
@@ -41,12 +41,8 @@ _LARGEST = 1024
 @shared("num_speculative_tokens")
 def sweep_k(
     asked: Asked,
+    source: Prompts,
     ks: Ks = "0-8",
-    dataset: options.Dataset = None,
-    limit: options.Limit = None,
-    skip_bad: options.SkipBad = False,
-    chat: options.Chat = None,
-    system: options.System = None,
     predict_only: PredictOnly = False,
     synthetic_acceptance_rates: Rates = None,
     synthetic_acceptance_length: Length = None,
@@ -62,7 +58,7 @@ def sweep_k(
     Every prompt is decoded at every k and with every draft, and compared with k = 0 on the same
     prompts. Without a recipe the bundled demo pair runs.
     """
-    from specdec_cli.commands.reading import dataset_options, from_data
+    from specdec_cli.commands.reading import find_prompts, recipe_options
 
     lengths, output = parse_ks(ks), asked.output
     part = shard_of(shard, os.environ)
@@ -71,7 +67,7 @@ def sweep_k(
             f"shard {part[0]}/{part[1]}, from the Slurm array's task; --shard 0/1 takes all",
             err=True,
         )
-    own, sets = dataset_options(dataset), list[str]()
+    own, sets = recipe_options(source), list[str]()
     rates = _numbers(synthetic_acceptance_rates, "--synthetic-acceptance-rates")
     if rates is not None and synthetic_acceptance_length is not None:
         raise UsageError(
@@ -94,30 +90,29 @@ def sweep_k(
     if resume and output is None:
         raise UsageError("--resume needs the sweep's folder", "name it with -o DIR")
 
-    def read() -> Any:
-        found, first = from_data(
-            recipes[0], dataset, asked.sets, limit, chat, system, skip_bad=skip_bad
-        )
-        return found, first.data
-
     with (
         _saying_what_is_kept(output if asked.is_heard and not dry_run else None),
-        joined(asked.place, recipes, read) as (world, (prompts, data)),
+        joined(asked.place, recipes, lambda: find_prompts(source, recipes[0], asked)) as (
+            world,
+            found,
+        ),
     ):
-        named = [recipe.model_copy(update={"data": data}) for recipe in recipes]
+        named = [recipe.model_copy(update={"data": found.data}) for recipe in recipes]
         with waiting("getting ready", quiet=asked.quiet):
             with importing():
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
-            allowed = asked.permissions()
             plan = plan_sweep(
                 named,
-                prompts,
+                found.prompts,
                 lengths,
                 sizes,
-                allowed,
+                asked.permissions(),
                 predict_only=predict_only,
                 shard=part,
+                chat=found.chat,
+                notices=found.notices,
+                own_prompts=found.own,
                 check_lossless=check_lossless,
             )
         code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)

@@ -83,12 +83,14 @@ class Machine:
 
     total_bytes: the GPU's memory, or a CPU rank's share of the host's. other_bytes: memory in use
     before anything is loaded. available_bytes: a CPU rank's share of available host memory.
+    is_limit: whether weights, passes and caches of a CPU have to fit into total_bytes.
     """
 
     name: str
     total_bytes: int
     other_bytes: int
     available_bytes: int = 0
+    is_limit: bool = False
 
 
 def this_machine(device: torch.device, num_ranks: int) -> Machine:
@@ -109,6 +111,12 @@ def empty_gpu(total_bytes: int, num_ranks: int) -> Machine:
     return Machine("cuda", total_bytes, CONTEXT_BYTES + _talk(num_ranks))
 
 
+def host_of(total_bytes: int, num_ranks: int) -> Machine:
+    """A CPU's host that may hold so many bytes; all ranks are on it."""
+    share = total_bytes // num_ranks
+    return Machine("cpu", share, 0, share, is_limit=True)
+
+
 def _talk(num_ranks: int) -> int:
     return COMMUNICATION_BYTES if num_ranks > 1 else 0
 
@@ -123,6 +131,10 @@ def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
     allowance, num_ranks = allowance_of(plan), plan.parallel.size
     if plan.device.type == "cuda":
         budget = allowance.gpu_budget(overhead, sum(weights))
+    elif machine.is_limit:
+        left = max(0, machine.total_bytes - sum(weights) - passes.activation)
+        asked = allowance.cpu_bytes
+        budget = left if asked is None else min(left, asked // num_ranks)
     else:
         available = (machine.available_bytes - sum(weights)) * num_ranks
         budget = allowance.host_budget(max(0, available), num_ranks)

@@ -26,7 +26,12 @@ from specdec_cli.methods.registry import method_of
 from specdec_cli.models.draft_form import with_method
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description, ModelSpec, describe
-from specdec_cli.models.tokenizer import Tokenizer, check_same_vocabulary, load_tokenizer
+from specdec_cli.models.tokenizer import (
+    Tokenizer,
+    check_same_vocabulary,
+    has_tokenizer,
+    load_tokenizer,
+)
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import needs_draft, without_draft
 
@@ -310,7 +315,10 @@ def _with_draft(plan: Plan, draft: Draft) -> Plan:
     if isinstance(draft, Description):
         names = (target.spec.name, draft.spec.name)
         sizes = (target.vocab_size, draft.vocab_size)
-        check_same_vocabulary(plan.tokenizer, _tokenizer(draft), names, sizes)
+        # A folder of a config alone takes the target's tokenizer.
+        is_bare = draft.spec.load_format == "dummy" and not has_tokenizer(draft.place)
+        own = plan.tokenizer if is_bare else _tokenizer(draft)
+        check_same_vocabulary(plan.tokenizer, own, names, sizes)
         return replace(plan, draft=draft, shared_bytes=check_shared(target, draft, share))
     if share:
         raise UsageError(

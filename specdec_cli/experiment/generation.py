@@ -7,20 +7,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
 from specdec_cli.core.figures import Metrics
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import FinishReason, Sequence
 from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.records import given
+from specdec_cli.experiment.records import Sample, given
 from specdec_cli.experiment.results import Output
-from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -62,21 +60,6 @@ class Job:
         if length < most:
             return None
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """Everything that a run needs.
-
-    recipe: to be recorded, and runnable again. where: the record of the environment. folder: for
-    results, on rank 0 only, if one was asked for.
-    """
-
-    recipe: Recipe
-    job: Job
-    where: dict[str, Any]
-    folder: RunFolder | None
-    engine: Engine
 
 
 def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
@@ -176,31 +159,52 @@ def requests(job: Job) -> list[Request]:
 def output_of(job: Job, prompt: Prompt, seq: Sequence) -> Output:
     """The output of a finished sequence."""
     assert seq.finish_reason is not None
+    prompt_ids, seconds = (
+        seq.tokens[: seq.num_prompt_tokens],
+        seq.prefill_seconds + seq.decode_seconds,
+    )
+    return _output(job, prompt, seq, prompt_ids, seq.output_ids, seq.finish_reason, seconds)
+
+
+def recorded_output(job: Job, prompt: Prompt, sample: Sample) -> Output:
+    """The output that a sample of an earlier run is of."""
+    ids, reason = sample.token_ids, sample.finish_reason
+    return _output(job, prompt, sample, sample.prompt_token_ids, ids, reason, sample.seconds[0])
+
+
+def _output(
+    job: Job,
+    prompt: Prompt,
+    rounds: Sequence | Sample,
+    prompt_ids: list[int],
+    token_ids: list[int],
+    finish_reason: FinishReason,
+    seconds: float,
+) -> Output:
+    """The output of a prompt. rounds: what has its counts of rounds."""
     tokenizer = job.plan.tokenizer
-    text = _text_of(job, seq)
-    prompt_ids = seq.tokens[: seq.num_prompt_tokens]
     return Output(
         index=prompt.index,
         prompt=prompt.text if prompt.text is not None else tokenizer.decode(prompt_ids),
-        text=text,
+        text=_text_of(job, token_ids, finish_reason),
         prompt_token_ids=prompt_ids,
-        token_ids=seq.output_ids,
-        finish_reason=seq.finish_reason,
-        num_drafts=len(seq.accepted_per_round),
-        num_draft_tokens=sum(seq.proposed_per_round),
-        num_accepted_tokens=sum(seq.accepted_per_round),
-        accepted_per_round=seq.accepted_per_round,
-        proposed_per_round=seq.proposed_per_round,
-        seconds=seq.prefill_seconds + seq.decode_seconds,
-        **given(category=prompt.category, error=seq.error),
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        num_drafts=len(rounds.accepted_per_round),
+        num_draft_tokens=sum(rounds.proposed_per_round),
+        num_accepted_tokens=sum(rounds.accepted_per_round),
+        accepted_per_round=rounds.accepted_per_round,
+        proposed_per_round=rounds.proposed_per_round,
+        seconds=seconds,
+        **given(category=prompt.category, error=rounds.error),
     )
 
 
-def _text_of(job: Job, seq: Sequence) -> str:
+def _text_of(job: Job, token_ids: list[int], finish_reason: FinishReason) -> str:
     """The completion's text, up to the stop string that ended it."""
-    whole, stop = job.plan.tokenizer.decode(seq.output_ids), job.plan.params.stop
+    whole, stop = job.plan.tokenizer.decode(token_ids), job.plan.params.stop
     text = cut_at_stop(whole, stop)
-    if seq.finish_reason == "stop" and text == whole:
+    if finish_reason == "stop" and text == whole:
         # Some tokenizers drop the space before a text's first word; behind the prompt, where the
         # stop string was found, it was there.
         text = cut_at_stop(f" {whole}", stop)[1:]

@@ -19,6 +19,7 @@ from specdec_cli.engine.estimate import (
     draft_shares,
     empty_gpu,
     estimate_rank,
+    host_of,
     this_machine,
 )
 from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
@@ -91,14 +92,16 @@ def measure_blocks(
 
 @dataclass(slots=True)
 class Estimator:
-    """Estimates profiles from configs alone, for GPUs of `device_memory` bytes or for this device.
+    """Estimates profiles from configs alone, for `memory` bytes or for this device as it is.
 
-    Models are described once and reused by later estimates.
+    memory: of each GPU, or of a CPU's host for all that is held. is_of_gpu: whether only a GPU can
+    be meant, of this machine or not. Models are described once and reused by later estimates.
     """
 
     permissions: Permissions
     context: int | None
-    device_memory: int | None
+    memory: int | None
+    is_of_gpu: bool = False
     _describe: Describe = field(default_factory=lambda: functools.cache(describe))
 
     def estimate(self, recipe: Recipe, prompts: list[Prompt]) -> Profile:
@@ -119,15 +122,20 @@ class Estimator:
 
     def _machine(self, recipe: Recipe) -> tuple[torch.device, Machine]:
         num_ranks = recipe.target.tensor_parallel_size
-        if self.device_memory is None:
-            device = resolve_device(recipe.run.device)
+        wanted = recipe.run.device
+        if self.memory is None:
+            device = resolve_device(wanted)
             return device, this_machine(device, num_ranks)
-        if recipe.run.device == "cpu":
+        if self.is_of_gpu and wanted == "cpu":
             raise UsageError(
                 "--device-memory is that of a GPU, and run.device is cpu",
-                "on CPU, cache.cpu_bytes says what caches may take",
+                "--memory is that of the host",
             )
-        return torch.device("cuda"), empty_gpu(self.device_memory, num_ranks)
+        # A recipe that takes what is there is answered for what is there.
+        has_gpu = wanted.startswith("cuda") or (wanted == "auto" and torch.cuda.is_available())
+        if self.is_of_gpu or has_gpu:
+            return torch.device("cuda"), empty_gpu(self.memory, num_ranks)
+        return torch.device("cpu"), host_of(self.memory, num_ranks)
 
 
 def _split(plans: Sequence[Plan], machine: Machine) -> Split:
@@ -209,7 +217,7 @@ def _context(planned: Plan, prompts: list[Prompt], wanted: int | None) -> int:
                 "the limit is cache.max_model_len, or the model's own",
             )
         return wanted
-    if recipe.cache.max_model_len is not None or not prompts:
+    if not prompts:
         return most
     job = tokenised(planned, prompts)
     return min(job.longest_prompt + recipe.sampling.max_new_tokens, most)

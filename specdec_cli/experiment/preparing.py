@@ -1,5 +1,6 @@
 """Preparation that sweeps and comparisons share: the engine's recipe, settings, warnings."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.stats import FEWEST
 from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
+from specdec_cli.models.tokenizer import Tokenizer
+from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
@@ -37,6 +40,21 @@ def device_settings(job: Job) -> dict[str, str]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "dtype": str(job.plan.target.dtype).removeprefix("torch."),
     }
+
+
+def no_template(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: str) -> list[Notice]:
+    """A warning if texts go to a model that has a chat template, and nobody chose that.
+
+    chat: `data.chat`, of which `auto` is no choice.
+    """
+    texts = sum(prompt.text is not None and prompt.messages is None for prompt in prompts)
+    if chat != "auto" or not texts or not tokenizer.has_template:
+        return []
+    told = (
+        f"the target has a chat template, and {texts} of {len(prompts)} prompts go to it without: "
+        "pass --chat to use it, or --no-chat if plain text is meant"
+    )
+    return [Notice("no_chat_template", told, {"without": texts, "num_prompts": len(prompts)})]
 
 
 def few_prompts(count: int) -> list[Notice]:

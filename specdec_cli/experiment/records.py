@@ -40,14 +40,18 @@ class Key:
     k: int
 
     @classmethod
-    def of(cls, record: "TextSample | Point | CurvePart") -> "Key":
+    def of(cls, record: "Sample | Point | CurvePart") -> "Key":
         return cls(record.draft, record.batch_size, record.k)
 
 
-class TextSample(Record):
-    """One prompt at one point: the contract's fields of a line of samples.jsonl.
+class Sample(Record):
+    """One prompt at one point, a line of samples.jsonl: the contract's fields, and after `seconds`
+    everything else that metrics are computed from.
 
-    target_tp, draft_tp: in comparisons only. seconds: a list, one a repeat.
+    target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Shares
+    add up over prompts to the engine's time, rounds and stages. error: the reason a prompt could
+    not run, if `finish_reason` is "error". distinct_experts: as in `Metrics`, over the prompt's own
+    rounds, one a repeat; None where none are counted.
     """
 
     target_tp: Count | None = None
@@ -62,17 +66,6 @@ class TextSample(Record):
     finish_reason: Literal["length", "eos", "stop", "error"]
     accepted_per_round: list[Count]
     seconds: list[Time]
-
-
-class Sample(TextSample):
-    """A line of samples.jsonl with everything that metrics are computed from.
-
-    Lists of times have a number for each repeat. Shares add up over prompts to the engine's time,
-    rounds and stages. error: the reason a prompt could not run, if `finish_reason` is "error".
-    distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None where none
-    are counted.
-    """
-
     proposed_per_round: list[Count]
     rounds_without_proposal: Count
     num_preemptions: Count

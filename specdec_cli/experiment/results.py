@@ -19,7 +19,7 @@ from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import LOGGED, Notice
-from specdec_cli.experiment.records import Key, Point, TextSample, given
+from specdec_cli.experiment.records import Key, Point, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
 
@@ -133,18 +133,3 @@ def point_record(outputs: Values[Output], metrics: Metrics, key: Key) -> dict[st
     # In a single run the reason follows the status, unlike in the points of a sweep.
     order = () if could_run else ("k", "batch_size", "draft", "status", "reason")
     return dict.fromkeys(order) | point.as_dict()
-
-
-def sample_record(output: Output, key: Key) -> TextSample:
-    """A line of samples.jsonl of a single run."""
-    return TextSample(
-        **asdict(key),
-        index=output.index,
-        category=output.category,
-        prompt_token_ids=output.prompt_token_ids,
-        token_ids=output.token_ids,
-        finish_reason=output.finish_reason,
-        accepted_per_round=output.accepted_per_round,
-        seconds=[output.seconds],
-        **given(error=output.error),
-    )

@@ -15,7 +15,7 @@ from specdec_cli.core.figures import Record
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.results import to_json
-from specdec_cli.recipe import Recipe, dump_recipe
+from specdec_cli.recipe import PROMPTS, Recipe, dump_recipe
 from specdec_cli.text import is_unicode, one_line
 
 _log = logging.getLogger("specdec")
@@ -55,9 +55,14 @@ class RunFolder:
         return folder
 
     @classmethod
-    def create(cls, path: Path, recipe: Recipe, where: dict[str, Any]) -> "RunFolder":
+    def create(
+        cls, path: Path, recipe: Recipe, where: dict[str, Any], own_prompts: str | None = None
+    ) -> "RunFolder":
+        """A new folder. own_prompts: the text of prompts.jsonl, if the recipe's data are there."""
         folder = cls(path)
-        recipe = found_from_anywhere(recipe)
+        if own_prompts is not None:
+            folder.refuse_foreign(PROMPTS)
+        found_from_anywhere(recipe)  # raises, before anything is there
         with _or_unusable(path):
             path.mkdir(parents=True, exist_ok=True)
             _sync_names(path.parent)
@@ -73,9 +78,18 @@ class RunFolder:
             raise folder._not_ours("recipe.yaml")
         for name in ("settings.json", "summary.json"):
             folder.refuse_foreign(name)
-        folder.write("recipe.yaml", dump_recipe(recipe))
+        folder.write_recipe(recipe)
         folder.write("environment.json", to_json(where) + "\n")
+        if own_prompts is not None:
+            folder.write(PROMPTS, own_prompts)
         return folder
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        """Write recipe.yaml, which names the folder's own prompts in a way that moves with it."""
+        recipe, data = found_from_anywhere(recipe), recipe.data
+        if data is not None and data.path == os.path.abspath(self.path / PROMPTS):
+            recipe = recipe.model_copy(update={"data": data.model_copy(update={"path": PROMPTS})})
+        self.write("recipe.yaml", dump_recipe(recipe))
 
     def refuse_foreign(self, name: str) -> None:
         """Raise `UsageError` if a file is there that no run has written."""

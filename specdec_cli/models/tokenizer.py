@@ -34,6 +34,9 @@ _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the sam
 class Tokenizer(Protocol):
     """The tokenizer that commands use."""
 
+    @property
+    def has_template(self) -> bool: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
@@ -57,6 +60,11 @@ class PretrainedTokenizer:
             check_length(max(map(len, tokenizer.get_vocab()), default=0), growth)
         self._decodes_by_regex = '"Regex"' in json.dumps(steps.get("decoder"))
 
+    @property
+    def has_template(self) -> bool:
+        """Whether it has a chat template."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text. Raises `SetupError` for a tokenizer that fails or takes too long."""
         # Not verbose: it would warn of texts that are too long, which we report ourselves.
@@ -74,7 +82,7 @@ class PretrainedTokenizer:
         `UsageError` when there is no template or it refuses these messages, and `SetupError` when
         the template itself is at fault.
         """
-        if not getattr(self._tokenizer, "chat_template", None):
+        if not self.has_template:
             raise _no_template(self._name)
         try:
             with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
@@ -113,6 +121,8 @@ class ByteTokenizer:
     Only for dummy weights, whose output means nothing anyway.
     """
 
+    has_template = False
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 
@@ -134,6 +144,11 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 _NEEDED = "the model folder needs its tokenizer files (tokenizer.json)"
 
 
+def has_tokenizer(place: Path) -> bool:
+    """Whether a model's folder or GGUF file holds a tokenizer."""
+    return is_gguf(place) or any(any(place.glob(pattern)) for pattern in _FILES)
+
+
 def load_tokenizer(
     place: Path, name: str, vocab_size: int, is_dummy: bool, trust_remote_code: bool = False
 ) -> Tokenizer:
@@ -147,7 +162,7 @@ def load_tokenizer(
     if (file := unsafe_file(folder)) is not None:
         what = f"no regular file of at most {FILE_BYTES >> 20} MiB"
         raise SetupError(f"cannot load the tokenizer of {name}: {file} is {what}", _NEEDED)
-    if not any(any(folder.glob(pattern)) for pattern in _FILES):
+    if not has_tokenizer(folder):
         if is_dummy:
             return ByteTokenizer(vocab_size)
         # For some families transformers would make up a tokenizer that knows no words.

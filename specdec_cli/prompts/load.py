@@ -9,19 +9,29 @@ import logging
 import os
 import select
 import stat
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from specdec_cli import demo
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import Notice, UsageError
+from specdec_cli.prompts.choose import Choice, check_choice, sampled, uneven
 from specdec_cli.prompts.dataset import sliced
 from specdec_cli.prompts.hub import hub_source
-from specdec_cli.prompts.lines import BOM, json_rows, jsonl_rows, text_rows
-from specdec_cli.prompts.records import PROMPT_KEYS, checked, columns_in_words, prompt_of
+from specdec_cli.prompts.lines import BOM, Rows, json_rows, jsonl_rows, text_rows
+from specdec_cli.prompts.records import (
+    PROMPT_KEYS,
+    category_of,
+    checked,
+    columns_in_words,
+    prompt_of,
+)
 from specdec_cli.prompts.tables import csv_source, parquet_source
+from specdec_cli.prompts.turns import NoSuchTurn, subtask
 from specdec_cli.prompts.types import BadRow, Prompt, Source
 from specdec_cli.recipe import DataSection
 from specdec_cli.text import one_line
@@ -29,23 +39,42 @@ from specdec_cli.text import one_line
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 _MAX_SHOWN = 5
+_MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
 _ONE_OBJECT = 'a .jsonl file has one JSON object a line, such as {"prompt": "..."}'
 _log = logging.getLogger("specdec")
 
 
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Prompts in order, with `index` counted from 0, and warnings about their choice."""
+
+    prompts: list[Prompt]
+    notices: list[Notice] = field(default_factory=list)
+
+
 def load_prompts(
-    data: DataSection, *, skip_bad: bool = False, is_file: bool = False
+    data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
 ) -> list[Prompt]:
-    """The prompts that a recipe's `data` names, in order, with `index` counted from 0.
+    """The prompts of `load_noted`."""
+    return load_noted(data, skip_bad=skip_bad, is_file=is_file, seed=seed).prompts
+
+
+def load_noted(
+    data: DataSection, *, skip_bad: bool = False, is_file: bool = False, seed: int = 0
+) -> Loaded:
+    """The prompts that a recipe's `data` names.
 
     `data.path` is a file (`EXTENSIONS`), `demo:prompts`, or the folder or id of a Hugging Face
-    dataset. Reading stops at `data.limit`. skip_bad: leave out bad rows with a warning that counts
+    dataset. Rows after the first `data.limit` prompts count for warnings only; a sample, which
+    `seed` decides, is of all rows. skip_bad: leave out bad rows with a warning that counts
     them; otherwise they raise a `UsageError` that names each by file and line. is_file: the path
     can only be a file's. Raises `UsageError` for an unknown split, subset or column, `SetupError`
     for a dataset that is not available.
     """
+    choice = Choice(data.limit, data.sample, seed)
+    check_choice(choice)
     path = data.path
     if path.startswith(demo.PREFIX) and not is_file:
         path = str(demo.demo_path(path))
@@ -60,9 +89,38 @@ def load_prompts(
         source = opened.enter_context(_file_source(path, data.column))
         source = replace(source, rows=sliced(iter(source.rows), data.split, path))
     with opened:
-        return _numbered(
-            _prompts_of(source, data.column, data.limit, data.split, skip_bad=skip_bad)
+        rows = iter(source.rows)
+        limit = None if choice.sample else choice.limit
+        found = _prompts_of(
+            source, rows, data.column, limit, data.split, skip_bad=skip_bad, turn=data.turn
         )
+        named = subtask if data.categories == "spec_bench" else _same
+        found = [replace(prompt, category=named(prompt.category)) for prompt in found]
+        if choice.sample is not None:
+            return Loaded(_numbered(sampled(found, choice)))
+        notices = _unevenness(found, rows, named) if len(found) == limit else []
+    return Loaded(_numbered(found), notices)
+
+
+def _same(category: str | None) -> str | None:
+    return category
+
+
+def _unevenness(
+    found: list[Prompt], rows: Rows, named: Callable[[str | None], str | None]
+) -> list[Notice]:
+    """Warnings about categories, by a look at the rows after the prompts that were taken."""
+    if all(prompt.category is None for prompt in found):
+        return []
+    further: Counter[str | None] = Counter()
+    is_whole = False
+    with contextlib.suppress(UsageError):  # a damaged file's rest counts for nothing
+        ahead = list(islice(rows, _MAX_AHEAD + 1))
+        is_whole = len(ahead) <= _MAX_AHEAD
+        for _, row in ahead:
+            with contextlib.suppress(BadRow):
+                further[named(category_of(row))] += 1
+    return uneven(found, further, is_whole=is_whole)
 
 
 def read_prompts(
@@ -71,14 +129,21 @@ def read_prompts(
     stdin: TextIO | BinaryIO | None,
     *,
     limit: int | None = None,
+    sample: str | None = None,
+    seed: int = 0,
     skip_bad: bool = False,
 ) -> list[Prompt]:
     """The prompts given as options, then those of the file, at most `limit` together.
 
     `stdin` is read if there are neither, or if the file is `-`; a terminal is never read. Without
-    any prompt the list is empty. skip_bad: leave out bad lines with a warning that counts them;
-    otherwise bad prompts raise a `UsageError` with file, line and reason.
+    any prompt the list is empty. sample, seed: see `Choice`. skip_bad: leave out bad lines with a
+    warning that counts them; otherwise bad prompts raise a `UsageError` with file, line and reason.
     """
+    choice = Choice(limit, sample, seed)
+    check_choice(choice)
+    if sample is not None:
+        found = read_prompts(prompts, prompt_file, stdin, skip_bad=skip_bad)
+        return _numbered(sampled(found, choice)) if found else []
     found = [_from_option(text) for text in prompts][:limit]
     if limit is not None:
         limit -= len(found)
@@ -86,7 +151,7 @@ def read_prompts(
             return _numbered(found)
     if prompt_file is not None and prompt_file != "-":
         with _file_source(prompt_file, None) as source:
-            found += _prompts_of(source, None, limit, skip_bad=skip_bad)
+            found += _prompts_of(source, iter(source.rows), None, limit, skip_bad=skip_bad)
     elif prompt_file == "-" or not prompts:
         piped = _read_stdin(stdin, limit, skip_bad=skip_bad)
         if prompt_file == "-" and not piped:
@@ -129,7 +194,7 @@ def _read_stdin(
         source = Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
     else:
         source = Source(name, text_rows(file, name))
-    return _prompts_of(source, None, limit, skip_bad=skip_bad)
+    return _prompts_of(source, iter(source.rows), None, limit, skip_bad=skip_bad)
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
@@ -219,27 +284,32 @@ def _source(file: BinaryIO, path: Path, name: str, column: str | None) -> Source
 
 def _prompts_of(
     source: Source,
+    rows: Rows,
     column: str | None,
     limit: int | None,
     split: str | None = None,
     *,
     skip_bad: bool,
+    turn: int = 1,
 ) -> list[Prompt]:
     """The first `limit` prompts of a source; bad rows up to there are reported or counted.
 
-    split: the split that selected the source's rows, for messages.
+    rows: the source's, of which those taken are gone. split: the split that selected them, for
+    messages.
     """
     name = source.name
     _check_columns(source, column)
     found: list[Prompt] = []
     bad: list[str] = []
-    rows = iter(source.rows)
+    short = 0
     while (limit is None or len(found) < limit) and (item := next(rows, None)) is not None:
         where, row = item
         try:
             if isinstance(row, BadRow):
                 raise row
-            found.append(replace(prompt_of(row, column), where=where))
+            found.append(replace(prompt_of(row, column, turn), where=where))
+        except NoSuchTurn:
+            short += 1
         except BadRow as reason:
             bad.append(f"{where}: {reason}")
     if bad and not skip_bad:
@@ -248,6 +318,8 @@ def _prompts_of(
         raise UsageError("\n".join(bad), source.hint)
     if not found and not bad and split is not None:
         raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
+    if not found and short and not bad:
+        raise UsageError(f"{name}: no conversation has {turn} turns", "set a smaller data.turn")
     if not found:
         all_bad = f": all {len(bad)} lines are bad; {bad[0]}" if bad else ""
         start = f"{name}:1" if source.columns is None else name

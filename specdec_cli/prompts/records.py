@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 
+from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversation
 from specdec_cli.prompts.types import BadRow, Message, Prompt
 from specdec_cli.text import is_unicode, one_line, shown
 
@@ -14,7 +15,8 @@ TEXT_KEYS = ("prompt", "text", "question", "instruction", "turns")  # the first 
 MESSAGES_KEY = "messages"
 IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
-PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY)
+CONVERSATION_KEY = "conversations"
+PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY, CONVERSATION_KEY)
 ROLES = ("system", "developer", "user", "assistant", "tool")
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
@@ -34,29 +36,35 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
             found = {TEXT_KEYS[0]: prompt.text}
         if prompt.category is not None:
             found[CATEGORY_KEY] = prompt.category
+        if prompt.later:
+            found[LATER_KEY] = list(prompt.later)
         lines.append(json.dumps(found) + "\n")
     return "".join(lines)
 
 
-def prompt_of(row: object, column: str | None) -> Prompt:
+def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     """The prompt that a row holds; the caller sets its index and place.
 
     row: text, or a record by column name. column: the column of the prompt; None takes the first of
-    `PROMPT_KEYS` that the record has. The first of several turns is the prompt. Raises `BadRow`.
+    `PROMPT_KEYS` that the record has. The first of several turns is the prompt, and of a ShareGPT
+    conversation the `turn`-th. Raises `BadRow`, and `NoSuchTurn` for one that is shorter.
     """
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
         raise BadRow('should be a JSON object, such as {"prompt": "..."}')
-    category = _category(row)
+    category = category_of(row)
     if column is not None:
-        return _named(row, column, category)
+        return _named(row, column, category, turn)
     key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
     if key is None:
         raise BadRow(f"has no prompt: none of the keys {', '.join(PROMPT_KEYS)}")
-    value = row[key]
+    value, later = row[key], later_turns(row, row[key] if key == "turns" else None)
     if key == MESSAGES_KEY:
-        return Prompt(0, None, messages=_messages(value, key), category=category)
+        return Prompt(0, None, messages=_messages(value, key), category=category, later=later)
+    if key == CONVERSATION_KEY:
+        said = shared_conversation(value, turn)
+        return Prompt(0, None, messages=_messages(said, key), category=category)
     if key == IDS_KEY:
         return Prompt(0, None, token_ids=_token_ids(value, key), category=category)
     if key == "turns":
@@ -64,16 +72,18 @@ def prompt_of(row: object, column: str | None) -> Prompt:
         key = "turns[0]"
     if not isinstance(value, str):
         raise BadRow(f"{key} should be text")
-    return Prompt(0, checked(value, key), category=category)
+    return Prompt(0, checked(value, key), category=category, later=later)
 
 
-def _named(row: Mapping[str, object], column: str, category: str | None) -> Prompt:
+def _named(row: Mapping[str, object], column: str, category: str | None, turn: int) -> Prompt:
     """The prompt in a column that the user named; the value determines its kind."""
     if column not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
     value, key = row[column], one_line(column)
     if isinstance(value, list) and value:
         if isinstance(value[0], Mapping):
+            if "from" in value[0]:
+                value = shared_conversation(value, turn)
             return Prompt(0, None, messages=_messages(value, key), category=category)
         if type(value[0]) is int:
             return Prompt(0, None, token_ids=_token_ids(value, key), category=category)
@@ -101,8 +111,11 @@ def checked(text: str, where: str = "") -> str:
     return text
 
 
-def _category(row: Mapping[str, object]) -> str | None:
-    value = row.get(CATEGORY_KEY)
+def category_of(row: object) -> str | None:
+    """The category of a row; raises `BadRow`, also for a row that cannot be read."""
+    if isinstance(row, BadRow):
+        raise row
+    value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
     if type(value) is int:  # a class label
         return str(value)
     if value is not None and not isinstance(value, str):

@@ -12,7 +12,8 @@ class Prompt:
     """One prompt, with exactly one of `text`, `token_ids` and `messages`.
 
     After rendering, `text` is the chat template's output for `messages`. `index` counts over all
-    prompts of a run; `where` is the file and line, for later error messages.
+    prompts of a run; `where` is the file and line, for later error messages. later: what the user
+    asks after the answer to this.
     """
 
     index: int
@@ -21,6 +22,7 @@ class Prompt:
     category: str | None = None
     messages: tuple[Message, ...] | None = None
     where: str = field(default="", compare=False)
+    later: tuple[str, ...] = field(default=(), compare=False)
 
 
 class BadRow(Exception):

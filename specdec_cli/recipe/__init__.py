@@ -4,7 +4,7 @@ Knows nothing of models, devices or the command line: names of models are text h
 """
 
 from specdec_cli.recipe.bundled import bundled_recipes
-from specdec_cli.recipe.resolve import dump_recipe, load_recipe
+from specdec_cli.recipe.resolve import PROMPTS, dump_recipe, load_recipe
 from specdec_cli.recipe.schema import (
     DataSection,
     DraftSection,

@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.text import is_unicode
+from specdec_cli.text import is_unicode, parse_bytes
 
 _YES = frozenset({"yes", "on", "y", "true"})
 _NO = frozenset({"no", "off", "n", "false"})
@@ -40,6 +40,16 @@ def _number(value: object) -> object:
     if isinstance(value, bool) or (isinstance(value, str) and not _EXPONENTIAL.fullmatch(value)):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
+
+
+def _byte_count(value: object) -> object:
+    """Turn sizes such as 8GiB into bytes."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_bytes(value)
+    except ValueError as problem:
+        raise PydanticCustomError("size", "{told}", {"told": str(problem)}) from None
 
 
 def _usable(value: str) -> str:
@@ -85,6 +95,8 @@ Name = Annotated[Words, AfterValidator(_not_blank)]
 Place = Annotated[Name, AfterValidator(_one_line)]
 GgufName = Annotated[Place, AfterValidator(_gguf_name)]
 Count = Annotated[StrictInt, Field(ge=1, le=MAX_COUNT)]
+_Bytes = Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)]
+ByteCount = Annotated[_Bytes, BeforeValidator(_byte_count, json_schema_input_type=_Bytes | str)]
 CountOrZero = Annotated[StrictInt, Field(ge=0, le=MAX_COUNT)]
 Number = Annotated[float, BeforeValidator(_number)]
 Truth = Annotated[StrictBool, BeforeValidator(_yes_or_no)]

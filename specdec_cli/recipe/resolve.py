@@ -4,13 +4,15 @@ Knows precedence and where each value came from. Knows neither the names of opti
 the origins) nor which models or devices exist.
 """
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Annotated, Any
 
 import yaml
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 from specdec_cli.errors import UsageError
@@ -27,6 +29,7 @@ from specdec_cli.recipe.source import Document, Dumper, KeyPath, dotted, read
 from specdec_cli.text import inert, one_line, shown
 
 DEMO_RECIPE = "demo"
+PROMPTS = "prompts.jsonl"  # in a run folder: prompts that no file of the user holds
 EVERY_DTYPE = "*.dtype"  # an override: the dtype of every model that the recipe has
 
 _MODEL_KEYS = ("target.model", "draft.model")
@@ -39,12 +42,14 @@ def load_recipe(
     source: str | None = None,
     overrides: Mapping[str, object] | None = None,
     origins: Mapping[str, str] | None = None,
+    overridden: Mapping[str, object] | None = None,
 ) -> Recipe:
     """A recipe file or bundled recipe, changed by `overrides` (dotted key to value) and checked.
 
     Without a source the recipe is the demo pair, or only defaults if the overrides name a target.
-    origins: where each override came from (`--temperature`), for messages. One `UsageError` reports
-    all problems, a line each.
+    origins: where each override came from (`--temperature`), for messages. overridden: values of
+    `--set` that options replace; they are checked, as are values of the file that are replaced.
+    One `UsageError` reports all problems, a line each.
     """
     overrides = dict(overrides or {})
     if source is None and not _names_target(overrides):
@@ -60,6 +65,7 @@ def load_recipe(
     merge = _Merge(document, data, origins or {})
     merge.apply(overrides)
     found += merge.problems
+    recipe = None
     try:
         recipe = Recipe.model_validate(merge.data)
     except ValidationError as error:
@@ -67,9 +73,12 @@ def load_recipe(
             path = problems.place(details)
             line, where = merge.where(path, is_missing=details["type"] == "missing")
             found.append(_Found(line, where, dotted(path), details))
-    else:
-        if not found:
-            return recipe
+    merge.problems.clear()
+    for key, value in (overridden or {}).items():
+        merge.check(key, value, 0, "--set")
+    found += merge.problems
+    if recipe is not None and not found:
+        return recipe
     found.sort(key=lambda problem: problem.line)
     lines = [_said(problem) for problem in found[:_MAX_SHOWN]]
     if len(found) > _MAX_SHOWN:
@@ -113,8 +122,24 @@ def read_source(source: str) -> Document:
             section, _, last = key.partition(".")
             values = document.data.get(section)
             if isinstance(values, dict) and last in values:
-                values[last] = _located(values[last], [path.parent])
+                values[last] = _own_prompts(values[last], path) or _located(
+                    values[last], [path.parent]
+                )
     return document
+
+
+def _own_prompts(value: object, recipe: Path) -> str | None:
+    """The path of a run folder's own prompts, wherever the folder is now; None for others.
+
+    Folders of earlier versions name them by the path that they had.
+    """
+    folder = recipe.parent
+    own = folder / PROMPTS
+    if recipe.name != "recipe.yaml" or not isinstance(value, str) or not own.is_file():
+        return None
+    is_run = (folder / "environment.json").is_file()
+    is_gone = value.endswith(f"/{PROMPTS}") and not os.path.exists(value)
+    return os.path.abspath(own) if is_run and (value == PROMPTS or is_gone) else None
 
 
 def find_source(source: str) -> Path:
@@ -155,6 +180,7 @@ class _Merge:
         self.problems: list[_Found] = []
         self._names = origins
         self._origins: dict[str, str] = {}
+        self._replaced: set[KeyPath] = set()
 
     def apply(self, overrides: Mapping[str, object]) -> None:
         # Whole sections first, so that `draft=null` and `draft.model=x` do not depend on order.
@@ -203,14 +229,45 @@ class _Merge:
         if key in _MODEL_KEYS:
             value = _located(value, [])
         *sections, last = key.split(".")
-        values = self.data
+        values, path = self.data, tuple(key.split("."))
         for section in sections:
             inner = values.get(section)
             if inner is not None and not isinstance(inner, dict):
                 return  # the check of the whole recipe reports it
             values[section] = inner = dict(inner or {})
             values = inner
+        if last in values and path in self.document.lines and not self._is_new(path):
+            line = self.document.line_of(path)
+            self.check(key, values[last], line, f"{self.document.name}:{line}")
         values[last] = value
+        self._replaced.add(path)
+
+    def _is_new(self, path: KeyPath) -> bool:
+        """Whether the value of a key is an override, not the document's."""
+        return any(path[:depth] in self._replaced for depth in range(1, len(path) + 1))
+
+    def check(self, key: str, value: object, line: int, where: str) -> None:
+        """Enter a problem for a value that another one replaces, if it is no value of its key."""
+        fields = key_fields()
+        if key not in fields:
+            is_known = key in {**section_models(), **INNER_SECTIONS}
+            if is_known and isinstance(value, dict):
+                for inner, one in value.items():
+                    self.check(f"{key}.{inner}", one, line, where)
+            elif not is_known and not key.startswith(OPEN_SECTION):
+                self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
+            return
+        info = fields[key]
+        kind: Any = info.annotation
+        for limit in info.metadata:
+            kind = Annotated[kind, limit]
+        try:
+            TypeAdapter(kind, config=ConfigDict(allow_inf_nan=False)).validate_python(value)
+        except ValidationError as error:
+            for details in error.errors(include_url=False):
+                path = (*key.split("."), *details["loc"])
+                details["loc"] = path
+                self.problems.append(_Found(line, where, dotted(path), details))
 
 
 def _names_target(overrides: Mapping[str, object]) -> bool:

@@ -28,12 +28,14 @@ from specdec_cli.recipe.choices.registry import (
     MethodAndRuleKeys,
     PolicyKeys,
     needs_draft,
+    without_draft,
 )
 from specdec_cli.recipe.fields import (
     MAX_BATCH,
     MAX_BYTES,
     MAX_COUNT,
     MAX_SECONDS,
+    ByteCount,
     Count,
     CountOrZero,
     GgufName,
@@ -135,8 +137,9 @@ class CacheSection(Section):
         default=None,
         description="longest prompt plus output, at most the model's own limit, which null is",
     )
-    cpu_bytes: Annotated[StrictInt, Field(ge=1, le=MAX_BYTES)] | None = Field(
-        default=None, description="cache memory of a host on CPU, divided by its ranks"
+    cpu_bytes: ByteCount | None = Field(
+        default=None,
+        description="cache memory of a host on CPU, such as 8GiB, divided by its ranks",
     )
 
 
@@ -178,9 +181,23 @@ class DataSection(Section):
     column: Name | None = Field(
         default=None,
         description="column with the prompt; null takes the first there is of prompt, text, "
-        "question, instruction, turns (the first turn), messages and prompt_token_ids",
+        "question, instruction, turns (the first turn), messages, prompt_token_ids and "
+        "conversations (ShareGPT's)",
     )
     limit: Count | None = Field(default=None, description="use only the first so many prompts")
+    sample: Literal["random", "stratified"] | None = Field(
+        default=None,
+        description="draw the limit's prompts by run.seed, stratified evenly over categories; null "
+        "takes the first",
+    )
+    turn: Count = Field(
+        default=1,
+        description="the user's turn of a ShareGPT conversation that is the prompt; shorter "
+        "conversations are left out",
+    )
+    categories: Literal["own", "spec_bench"] = Field(
+        default="own", description="spec_bench joins Spec-Bench's 13 to its six subtasks"
+    )
     chat: Switch = Field(
         default="auto",
         description="use the target's chat template: auto for messages, on for every prompt",
@@ -212,11 +229,20 @@ class Recipe(Section):
     @model_validator(mode="before")
     @classmethod
     def _method_without_draft(cls, data: Any) -> Any:
-        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none."""
-        if not isinstance(data, dict) or data.get("draft") is not None:
+        """Without a draft model `method` defaults to none; draft_model with k = 0 becomes none.
+
+        A draft of the name of a method without a draft model is that method.
+        """
+        if not isinstance(data, dict):
             return data
-        speculation = data.get("speculation", {})
+        speculation, draft = data.get("speculation", {}), data.get("draft")
         if not isinstance(speculation, dict):
+            return data
+        named = draft.get("model") if isinstance(draft, dict) else None
+        is_method = isinstance(named, str) and without_draft(named)
+        if is_method and speculation.get("method", named) == named:
+            return {**data, "draft": None, "speculation": {**speculation, "method": named}}
+        if draft is not None:
             return data
         written = speculation.get("method")
         is_plain = speculation.get("num_speculative_tokens") == 0

@@ -4,14 +4,15 @@ All have the same methods. Computes nothing.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
 from specdec_cli.engine.detokenize import TextStream
 from specdec_cli.engine.run import Emission
+from specdec_cli.experiment.generate_folder import SAMPLES, key_of
 from specdec_cli.experiment.generation import Job, output_of
-from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.results import Output, sample_record
+from specdec_cli.experiment.measure import peak_memory, sample_of
+from specdec_cli.experiment.results import Output
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.terminal.render import TintedText, progress_bar
 from specdec_cli.text import inert
@@ -68,8 +69,8 @@ class LiveText(Sink):
             self._text.show()
 
     def output(self, output: Output) -> None:
-        if output.error is not None:
-            return
+        if output.error is not None or output.index not in self._written:
+            return  # nothing was written, or an earlier run wrote it
         whole = self._tokenizer.decode(output.token_ids)
         if whole.startswith(written := self._written[output.index]):
             # Bytes of an incomplete character.
@@ -134,14 +135,20 @@ class PromptProgress(Sink):
 
 
 class SampleFile(Sink):
-    """Writes samples.jsonl: each output is on disk before the next round."""
+    """Writes samples.jsonl: each finished prompt is on disk before the next round."""
 
     def __init__(self, job: Job, folder: RunFolder) -> None:
-        self._key = Key(job.plan.proposer, job.plan.recipe.run.batch_size, job.plan.k)
+        self._key = key_of(job)
+        self._categories = {p.index: p.category for p in job.prompts}
+        self._limit = job.plan.params.max_new_tokens
+        self._device = job.plan.device
         self._folder = folder
 
-    def output(self, output: Output) -> None:
-        self._folder.append("samples.jsonl", sample_record(output, self._key))
+    def emission(self, emission: Emission) -> None:
+        if (seq := emission.seq).finish_reason is None:
+            return
+        category, peak = self._categories[seq.index], peak_memory(self._device)
+        self._folder.append(SAMPLES, sample_of(self._key, category, [seq], self._limit, peak))
 
     def close(self) -> None:
         self._folder.close()
@@ -167,14 +174,19 @@ def sinks_for(job: Job, folder: RunFolder | None, *, as_json: bool, quiet: bool)
 
 
 def collector(
-    job: Job, sinks: list[Sink]
+    job: Job, sinks: list[Sink], earlier: Sequence[Output] = ()
 ) -> tuple[Callable[[list[Emission]], None], Callable[[], list[Output]]]:
     """A callback for `Engine.run`, and a function that returns all outputs after the run.
 
-    A sequence becomes an output as soon as it has finished or cannot run.
+    A sequence becomes an output as soon as it has finished or cannot run. earlier: outputs that
+    the sinks receive at once.
     """
     prompts = {p.index: p for p in job.prompts}
     outputs: dict[int, Output] = {}
+    for output in earlier:
+        outputs[output.index] = output
+        for sink in sinks:
+            sink.output(output)
 
     def on_emit(emissions: list[Emission]) -> None:
         for emission in emissions:

@@ -9,13 +9,16 @@ import pytest
 from specdec_cli.recipe import Recipe
 from tests.cli.sweep_helpers import specdec
 
-COMMANDS = ["sweep-k", "compare-tp"]
 DRY = ["--device", "cpu", "--max-new-tokens", "2", "--dry-run", "--json", "-q"]
 ROWS = ("first", "second", "third")
 
 Capture = pytest.CaptureFixture[str]
 
-pytestmark = pytest.mark.parametrize("command", COMMANDS)
+
+@pytest.fixture
+def command() -> str:
+    """The command of most cases: all commands read prompts in one place (`test_every_source`)."""
+    return "sweep-k"
 
 
 @pytest.fixture
@@ -107,3 +110,21 @@ def test_a_limit_that_no_recipe_can_hold(command: str, capsys: Capture, rows: Pa
     result = specdec(capsys, command, "--dataset", rows, "--limit", most + 1, *DRY)
     assert result.code == 2 and "'--limit'" in result.document["error"]["message"]
     assert data_of(capsys, command, "--dataset", rows, "--limit", most)["limit"] == most
+
+
+@pytest.mark.parametrize("command", ["sweep-k", "compare-tp"])
+def test_every_source(command: str, capsys: Capture, rows: Path, tmp_path: Path) -> None:
+    """A source means the same everywhere; prompts that no file holds stay with the run folder."""
+    assert data_of(capsys, command, "--prompt-file", rows)["path"] == str(rows)
+    result = specdec(capsys, command, "--prompt", "a", "--prompt", "b", *DRY)
+    assert (result.code, result.document["recipe"]["data"]) == (0, None)
+    settings = result.document["sweep" if command == "sweep-k" else "comparison"]
+    assert settings["prompts"]["count"] == 2
+    split = data_of(capsys, command, "--dataset", f"{rows}:train[1:]:other", "--limit", "1")
+    assert (split["split"], split["column"], split["num_prompts"]) == ("train[1:]", "other", 1)
+    given = specdec(capsys, command, "--prompt", "a", "--dataset", rows, *DRY)
+    assert given.code == 2 and "exclude each other" in given.document["error"]["message"]
+    nameless = specdec(capsys, command, "--sample", "some", "--limit", 2, *DRY)
+    assert "expected random or stratified" in nameless.document["error"]["message"]
+    found = data_of(capsys, command, "--dataset", rows, "--limit", "2", "--sample", "random")
+    assert (found["num_prompts"], found["limit"], found["sample"]) == (2, 2, "random")

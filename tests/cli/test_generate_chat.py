@@ -314,3 +314,37 @@ def test_template_that_takes_no_system_message(run: Run, tmp_path: Path) -> None
 def test_rendered_prompt_may_be_too_long(run: Run, model: Path) -> None:
     options = ("--target", model, "--chat", "--prompt", "x", "--set", "cache.max_model_len=8")
     refused(run, 2, r"the prompt has \d+ tokens; the model's context holds 8", *options)
+
+
+def test_a_template_that_nobody_chose_is_told(run: Run, model: Path, lines: Any) -> None:
+    """A model tuned for chat writes nonsense without it; who says --no-chat means it."""
+    path = lines({"prompt": "x = 1"}, {"messages": [ASK]}, {"prompt_token_ids": [310, 963]})
+
+    def warnings(*arguments: str | Path) -> list[Any]:
+        result = run(*arguments, *FEW)
+        assert result.code == 0
+        return [w for w in result.document["warnings"] if w["code"] == "no_chat_template"]
+
+    (told,) = warnings("--target", model, "--prompt-file", path)
+    assert "1 of 3 prompts go to it without: pass --chat" in told["message"]
+    assert told["evidence"] == {"without": 1, "num_prompts": 3}
+    texts = ("--prompt", "x = 1")
+    assert warnings("--target", model, *texts, "--no-chat") == []
+    assert warnings("--target", model, *texts, "--chat") == []
+    assert warnings(*texts) == []  # the bundled pair has no template
+    assert warnings("--target", model, "--prompt-file", lines({"messages": [ASK]})) == []
+
+
+def test_later_turns_follow_the_targets_answers(run: Run, model: Path, tmp_path: Path) -> None:
+    """As Spec-Bench's harness does, which asks again after what the model has answered."""
+    path, later = tmp_path / "question.jsonl", tmp_path / "second.jsonl"
+    rows = [{"turns": ["a?", "b?"], "category": "stem"}, {"turns": ["c?"], "category": "qa"}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    asks = ("--target", model, "--prompt-file", path, "--next-turns", later)
+    assert "pass --chat" in run(*asks, *FEW).err
+    first = run(*asks, "--chat", *FEW)
+    answer = first.outputs[0]["text"].strip()
+    (second,) = run("--target", model, "--prompt-file", later, *FEW).outputs
+    assert second["category"] == "stem" and f"{answer}\n<|user|>\nb?" in second["prompt"]
+    assert "is there already" in run(*asks, "--chat", *FEW).err
+    assert "no prompt has a further turn" in run("--prompt", "x", *asks[-2:], *FEW).err

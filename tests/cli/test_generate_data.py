@@ -50,7 +50,10 @@ def test_limit(run: Run, tmp_path: Path) -> None:
     path = spec_bench(tmp_path, count=6)
     # The demo recipe's limit applies only to its own prompts.
     assert len(run("--prompt-file", path).outputs) == 6
-    assert len(run("--prompt-file", path, "--limit", "2").outputs) == 2
+    (third, fourth) = run("--dataset", f"{path}:train[2:]", "--limit", "2").outputs
+    assert third["prompt"] != fourth["prompt"]
+    drawn = run("--dataset", path, "--limit", "2", "--sample", "stratified").outputs
+    assert len({output["category"] for output in drawn}) == 2
     assert len(run("--prompt-file", path, "--set", "data.limit=3").outputs) == 3
     assert len(run("--prompt-file", path, "--set", "data.limit=3", "--limit", "1").outputs) == 1
     assert len(run("--limit", "1").outputs) == 1

@@ -36,6 +36,8 @@ SAMPLE_KEYS = [
     "finish_reason",
     "accepted_per_round",
     "seconds",
+    *("proposed_per_round", "rounds_without_proposal", "num_preemptions", "max_output_tokens"),
+    *("decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpot_ms", "peak_memory_bytes"),
 ]
 
 
@@ -64,7 +66,8 @@ def test_folder(run: Run, tmp_path: Path) -> None:
     options = ("--temperature", "0.7", "--seed", "5", "--batch-size", "2", *SHORT)
     result = run("--prompt-file", prompts, *options, "--json", "-o", folder)
     assert result.code == 0
-    written = {"recipe.yaml", "environment.json", "samples.jsonl", "points.jsonl", "summary.json"}
+    written = {"recipe.yaml", "environment.json", "settings.json"}
+    written |= {"samples.jsonl", "points.jsonl", "summary.json"}
     assert {path.name for path in folder.iterdir()} == written
 
     document = result.document

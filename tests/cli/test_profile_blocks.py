@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from specdec_cli.app import main
-from specdec_cli.commands.profile_blocks import parse_bytes
+from specdec_cli.text import parse_bytes
 from tests.cli.generate_helpers import Result, on_terminal, specdec
 from tests.launch.helpers import living, marked, start, torchrun_alone
 from tests.support import tiny_config
@@ -294,6 +295,9 @@ def test_hostile_names_are_inert(tmp_path: Path, capsys: pytest.CaptureFixture[s
         (("--estimate", "--device-memory", "24"), "did you mean 24GiB?"),
         (("--device-memory", "lots", "--estimate"), "expected a size such as 80GiB"),
         (("--device-memory", "8G", "--estimate", "--device", "cpu"), "run.device is cpu"),
+        (("--memory", "8GiB"), "--memory needs --estimate"),
+        (("--memory", "8GiB", "--device-memory", "8GiB", "--estimate"), "exclude each other"),
+        (("--set", "cache.cpu_bytes=much"), "cache.cpu_bytes: expected a size such as 80GiB"),
         (("--draft-tp", "3", "--estimate"), "draft TP 3 does not divide target TP 1"),
         (("--context", "1000000", "--estimate"), "--context: 1000000 tokens are more than"),
         (("--block-size", "0", "--estimate"), "--block-size"),
@@ -315,6 +319,28 @@ def test_bad_options(
 )
 def test_sizes(text: str, count: int) -> None:
     assert parse_bytes(text) == count
+
+
+def test_the_memory_of_a_host_holds_all(capsys: pytest.CaptureFixture[str]) -> None:
+    """--memory is for weights, passes and caches of all ranks together."""
+    cpu = ("demo", "--estimate", "--device", "cpu", "--memory", "300MiB", "--json")
+    (rank,) = profile(capsys, *cpu).document["ranks"]
+    held = rank["target_weight_bytes"] + rank["draft_weight_bytes"] + rank["activation_bytes"]
+    assert rank["device"] == "cpu" and rank["total_bytes"] == 300 * 2**20
+    assert rank["other_bytes"] == 0 and rank["kv_budget_bytes"] == 300 * 2**20 - held
+    # Lists, and a limit of the caches' own, which options spell as people do.
+    document = profile(capsys, *cpu, "-k", "1,3", "--set", "cache.cpu_bytes=64MiB").document
+    assert [point["k"] for point in document["points"]] == [1, 3]
+    assert {p["ranks"][0]["kv_budget_bytes"] for p in document["points"]} == {64 * 2**20}
+    assert document["recipe"]["cache"]["cpu_bytes"] == 64 * 2**20
+    # Without a GPU a recipe for any device is answered for the CPU.
+    if not torch.cuda.is_available():
+        anywhere = profile(capsys, "demo", "--estimate", "--memory", "300MiB", "--json")
+        assert anywhere.document["ranks"][0]["device"] == "cpu"
+    asked = ("--prompt", "x = 1", "--prompt", "y", "--max-new-tokens", "7")
+    assert 8 < profile(capsys, *cpu, *asked).document["context"] < 14
+    small = profile(capsys, *cpu[:4], "--memory", "20MiB")
+    assert small.code == 5 and "no room for a KV cache on cpu" in small.err
 
 
 @pytest.mark.parametrize("way", [["--estimate"], []], ids=["estimated", "measured"])

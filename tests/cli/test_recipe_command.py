@@ -7,7 +7,11 @@ import pytest
 import yaml
 
 from specdec_cli.app import main
-from specdec_cli.commands.options import OPTION_KEYS, parse_sets, resolve
+from specdec_cli.commands.options import (
+    OPTION_KEYS,
+    parse_sets,
+    resolve,
+)
 from specdec_cli.errors import UsageError
 from specdec_cli.recipe import Recipe, load_recipe
 from specdec_cli.recipe.schema import key_fields
@@ -147,3 +151,78 @@ def test_bad_values_name_their_option(
     with pytest.raises(UsageError) as caught:
         resolve(None, sets, options)
     assert caught.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("sets", "given", "message"),
+    [
+        (["sampling.top_p=hot"], {"top_p": 0.5}, "--set: sampling.top_p: should be a number"),
+        (["run.seed=-1"], {"seed": 3}, "--set: run.seed: should be greater than or equal to 0"),
+        (["draft.dtype=int3"], {"draft": "ngram"}, "--set: draft.dtype: should be auto, float32"),
+        (["run.seed=-1"], {}, "--set: run.seed: should be greater than or equal to 0"),
+    ],
+)  # fmt: skip
+def test_a_value_that_an_option_replaces_is_checked(
+    sets: list[str], given: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        resolve("demo", sets, given)
+    assert refused.value.message.startswith(message) and "\n" not in refused.value.message
+
+
+def test_a_value_of_a_file_that_is_replaced_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(
+        "target: {model: t}\ndraft:\n  model: d\n  tensor_parallel_size: 2\n  dtypes: x\n"
+        "sampling:\n  top_p: 7\nspeculation:\n  length: {policy: no}\n  method: draft_model\n"
+    )
+    given = {"draft": "ngram", "top_p": 0.5}
+    with pytest.raises(UsageError) as refused:
+        resolve(str(path), ["speculation.length.policy=fixed"], given)
+    lines = refused.value.message.splitlines()
+    assert len(lines) == 3
+    for line, words in zip(
+        lines, ("2: draft.dtypes: unknown", "7: sampling.top_p: should", "9: speculation.length")
+    , strict=True):  # fmt: skip
+        assert words in line
+    # What only the whole recipe can tell is told of what runs: here 2 divides 4.
+    path.write_text("target: {model: t}\ndraft: {model: d, tensor_parallel_size: 2}\n")
+    assert resolve(str(path), None, {"target_tp": 4}).target.tensor_parallel_size == 4
+
+
+def test_methods_by_name(tmp_path: Path) -> None:
+    """A method without a draft model may stand wherever a draft may, or in --method."""
+    for sets, given in (
+        ([], {"draft": "ngram"}),
+        (["draft.model=ngram"], {}),
+        ([], {"method": "ngram"}),
+        (["draft=null", "speculation.method=ngram"], {}),
+    ):
+        assert resolve("demo", sets, given).speculation.method == "ngram"
+    assert resolve("demo", ["draft.model=ngram"], {}).draft is None
+    path = tmp_path / "r.yaml"
+    path.write_text("target: {model: t}\ndraft: {model: ngram}\n")
+    assert load_recipe(str(path)).draft is None
+    assert load_recipe(str(path)).speculation.method == "ngram"
+    assert resolve("demo", None, {"method": "none"}).speculation.method == "none"
+    with pytest.raises(UsageError, match=r"--method: speculation\.method: should be draft_model"):
+        resolve("demo", None, {"method": "ngrams"})
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("specdec sweep-k --set sampling.top", ["sampling.top_k=", "sampling.top_p="]),
+        ("specdec generate demo-", ["demo-ngram", "demo-sampled"]),
+        ("specdec recipe show demo-n", ["demo-ngram"]),
+    ],
+)
+def test_the_shell_completes_recipes_and_keys(
+    words: str, expected: list[str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("_SPECDEC_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", words)
+    monkeypatch.setenv("COMP_CWORD", str(words.count(" ")))
+    main([])
+    captured = capsys.readouterr()
+    assert (captured.out.split(), captured.err) == (expected, "")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -176,7 +177,10 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
     # Without a warm-up a first run may be so slow that others look impossibly fast.
     told = [line for line in result.err.splitlines() if "is impossible" not in line]
-    assert told == ["warning: 2 prompts are too few for intervals (--limit, --dataset)"]
+    assert told == [
+        "warning: the first 2 prompts are of 1 of 4 categories (data): pass --sample stratified",
+        "warning: 2 prompts are too few for intervals (--limit, --dataset)",
+    ]
 
 
 def test_live_table() -> None:
@@ -366,13 +370,41 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
         specdec(capsys, "merge", shards[0], shards[0], "-o", tmp_path / "x"), 2, "merge each shard"
     )
     alone = specdec(capsys, "merge", shards[0], "-o", tmp_path / "half", "-q")
-    assert alone.code == 0 and "3 points lack prompts: at most 2 of 4" in alone.err
+    assert alone.code == 3 and "3 points lack prompts: at most 2 of 4" in alone.err
+    assert "warning: shard 1/2 is missing\n" in alone.err
     other = tmp_path / "other"
     assert specdec(capsys, *options, "--seed", "9", "--shard", "1/2", "-o", other).code == 0
     refused(
         specdec(capsys, "merge", shards[0], other, "-o", tmp_path / "y"), 2, "run.seed is 9 and 0"
     )
     refused(specdec(capsys, "merge", tmp_path, "-o", tmp_path / "z"), 2, "no folder of a sweep")
+
+
+def test_folders_that_were_moved(capsys: Capture, tmp_path: Path) -> None:
+    """Prompts of the command line are in the folder, and found wherever it is."""
+    given = ["--prompt", "def f(x):\n", "--prompt", "import os\n"]
+    quick = QUICK[:-2]  # without its data
+    options = [*quick, *ONCE, "--k", "0,1", "-q", "--json"]
+    there, here = tmp_path / "there", tmp_path / "here"
+    for place in range(2):
+        part = ["--shard", f"{place}/2", "-o", there / str(place)]
+        assert specdec(capsys, "sweep-k", "demo", *given, *options, *part).code == 0
+    there.rename(here)
+    there.mkdir()
+    (there / "0").mkdir()
+    (there / "0" / "prompts.jsonl").write_text('{"prompt": "of another run"}\n')
+    merged = tmp_path / "merged"
+    result = specdec(capsys, "merge", here / "0", here / "1", "-o", merged, "--json")
+    assert result.code == 0
+    own = str(merged / "prompts.jsonl")
+    assert json.loads((merged / "summary.json").read_text())["recipe"]["data"]["path"] == own
+    shutil.rmtree(here)
+    moved = merged.rename(tmp_path / "moved")
+    resumed = specdec(capsys, "sweep-k", moved / "recipe.yaml", *options, "--resume", "-o", moved)
+    assert resumed.code == 0, resumed.err
+    assert len(samples(moved)) == 4
+    again = specdec(capsys, "sweep-k", moved / "recipe.yaml", *options, "--dry-run")
+    assert again.document["sweep"]["prompts"] == resumed.document["sweep"]["prompts"]
 
 
 def test_a_slurm_task_takes_its_share(
@@ -394,7 +426,11 @@ def test_dry_run_loads_no_weights(
     document = json.loads(result.out)
     assert result.code == 0 and document["num_samples"] == 12 and len(document["points"]) == 3
     assert not (tmp_path / "run").exists()
-    assert "points: 3, samples: 12" in specdec(capsys, *SWEEP, "--dry-run").out
+    low, high = document["seconds_range"]
+    assert 0 < low < document["seconds"] < high
+    told = specdec(capsys, *SWEEP, "--dry-run").out
+    assert "points: 3, samples: 12" in told
+    assert re.search(r"^time: about \d+ s, usually right within a factor of 2; ", told, re.M)
 
 
 def test_a_point_that_runs_out_of_memory_is_a_point(

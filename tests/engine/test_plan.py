@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from specdec_cli.engine.plan import Plan, compiled_roles, plan
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.recipe import load_recipe
+from tests.cli.generate_helpers import tiny_model
 from tests.support import save_tiny
 
 SWITCHES = ("run.compile", "run.cuda_graphs")
@@ -92,3 +93,17 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
     for more in ({}, {"run.cuda_graphs": "off"} if what == "compile" else {}):
         with pytest.raises(UsageError, match=f"run.{what}: on cannot be had: the device is a CPU"):
             plan(load_recipe(None, sets | dummy | more))
+
+
+def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
+    target = tiny_model(tmp_path / "target")
+    draft = save_tiny(tmp_path / "draft", "llama")
+    sets = {"target.model": str(target), "draft.model": str(draft), "run.device": "cpu"}
+    with pytest.raises(SetupError, match=r"cannot load the tokenizer of .*draft: there is none"):
+        plan(load_recipe(None, sets))
+    found = plan(load_recipe(None, sets | {"draft.load_format": "dummy"}))
+    assert found.draft is not None and found.tokenizer.vocabulary()["w3"] == 3
+    small = save_tiny(tmp_path / "small", "llama", vocab_size=50)
+    sets |= {"draft.model": str(small), "draft.load_format": "dummy"}
+    with pytest.raises(SetupError, match=r"has 50 ids and target .* more"):
+        plan(load_recipe(None, sets))

@@ -369,6 +369,7 @@ _OPTIONS: dict[str, list[str]] = {
     "--format": ["", "x", "html,x", ",", "csv,csv"],
     "--plugin": ["", "x.py", "/dev/null", "/dev/zero", ".", "n" * 5000],
     "--nope": ["x"],
+    "--memory": ["24", "x"],
     "--device-memory": ["24", "0", "-1GiB", "1e999", "x", "9" * 400, "nanGiB"],
     "--batches": ["0", "-1", "99999999999999999999"],
 }

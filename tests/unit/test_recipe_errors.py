@@ -131,7 +131,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "sexagesimal": (GOOD + "run: {timeout_s: 12:30}\n", 2, 'should be a number, not "12:30"'),
     "timeout-of-ages": (GOOD + "run: {timeout_s: 1e10}\n", 2, "run.timeout_s: should be less than or equal to 1000000000, not 1"),
     "exponent-count": (GOOD + "run: {seed: 1e3}\n", 2, "whole number, not 1000.0"),
-    "units": (GOOD + "cache: {cpu_bytes: 4GB}\n", 2, 'whole number, not "4GB"'),
+    "units": (GOOD + "cache: {cpu_bytes: 4 GBs}\n", 2, "expected a size such as 80GiB, got '4 GBs'"),
     "percent": (GOOD + "cache: {gpu_memory_utilization: 90}\n", 2, "less than or equal to 1, not 90"),
     "decimal-comma": (GOOD + "sampling: {temperature: 0,7}\n", 2, "sampling.7: unknown key"),
     "comment-without-space": (GOOD + "run: {seed: 1#2}\n", 2, 'whole number, not "1#2"'),

@@ -19,7 +19,13 @@ from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
-from specdec_cli.experiment.preparing import device_settings, few_prompts, for_engine, with_weights
+from specdec_cli.experiment.preparing import (
+    device_settings,
+    few_prompts,
+    for_engine,
+    no_template,
+    with_weights,
+)
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
@@ -36,7 +42,8 @@ class ComparisonPlan:
 
     recipe: as resolved from the command line, for the first pair and batch size. engine_recipe: the
     same with a cache for the largest batch size, which every pair gets. job: the pair at one rank
-    each, and its prompts.
+    each, and its prompts. notices: warnings about prompts. own_prompts: text of the prompts that
+    the run folder is to keep, since no other file holds them.
     """
 
     recipe: Recipe
@@ -45,6 +52,8 @@ class ComparisonPlan:
     job: Job
     skips: Mapping[Pair, Skip]
     permissions: Permissions
+    notices: Sequence[Notice] = ()
+    own_prompts: str | None = None
 
     @property
     def to_run(self) -> list[Pair]:
@@ -69,10 +78,15 @@ def plan_comparison(
     batch_sizes: Sequence[int],
     batches: int | None,
     permissions: Permissions,
+    *,
+    chat: str = "auto",
+    notices: Sequence[Notice] = (),
+    own_prompts: str | None = None,
 ) -> ComparisonPlan:
     """A checked comparison: tokenised prompts, and which pairs can run.
 
-    degrees: the target's and the draft's. Raises `UsageError` where no pair is legal, `SetupError`
+    degrees: the target's and the draft's. chat: the setting that prompts were read with. notices:
+    warnings about them. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
     if recipe.draft is None or not needs_draft(recipe.speculation.method):
@@ -111,7 +125,10 @@ def plan_comparison(
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
     kept = with_degrees(recipe, first).model_copy(update={"run": run})
-    return ComparisonPlan(kept, engine_recipe, settings, job, skips, permissions)
+    notices = [*notices, *no_template(job.plan.tokenizer, prompts, chat)]
+    return ComparisonPlan(
+        kept, engine_recipe, settings, job, skips, permissions, notices, own_prompts
+    )
 
 
 def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> dict[Pair, Skip]:
@@ -186,7 +203,7 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     job = plan.job
     if (short := draft_context_warning(job.plan, job.token_ids[: max(counts)])) is not None:
         found.append(Notice("draft_context", short, {"draft": plan.settings.draft}))
-    return [*found, *few_prompts(min(counts))]
+    return [*found, *plan.notices, *few_prompts(min(counts))]
 
 
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
@@ -240,6 +257,6 @@ def open_folder(
         if records.is_open(plan.to_run):
             settings_file.keep_environment_warning(folder, plan.settings, where)
         return folder
-    folder = RunFolder.create(path, plan.recipe, where)
+    folder = RunFolder.create(path, plan.recipe, where, plan.own_prompts)
     settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     return folder

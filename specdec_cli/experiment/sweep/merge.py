@@ -1,5 +1,6 @@
 """Merging the shards of a sweep into one folder. Knows no models and no terminals."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,10 @@ from specdec_cli.experiment.sweep.document import (
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
 from specdec_cli.experiment.sweep.sweep_records import SweepRecords, read_kept
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.recipe import load_recipe
+from specdec_cli.recipe import PROMPTS, Recipe, load_recipe
+
+SHARDS_MISSING = "shards_missing"  # the code of a warning
+_MAX_NAMED = 8
 
 R = TypeVar("R", Sample, ReplayText, CurvePart, Point)
 
@@ -53,9 +57,9 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
         failures |= _failures(path, shards[number], whole)
     count = whole.prompts["count"]
     failures = {k: why for k, why in failures.items() if len(records.samples[k]) < count}
-    recipe = load_recipe(str(paths[0] / "recipe.yaml"))
+    recipe, own_prompts = _recipe_for(output, paths[0])
     where = _environments(paths)
-    folder = RunFolder.create(output, recipe, where)
+    folder = RunFolder.create(output, recipe, where, own_prompts)
     said = unsaid((one for path in paths for one in read_warnings(path)), [])
     write_settings(folder, whole, said)
     for key in sorted(records.samples, key=order_of(whole)):
@@ -67,6 +71,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     folder.append("points.jsonl", *points)
     warnings = [
         *said,
+        *_missing_shards(shards),
         *_missing(whole, records),
         *few_prompts(count),
         *prompts_that_failed(records.samples.values()),
@@ -78,6 +83,34 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     folder.write("summary.json", to_json(document) + "\n")
     folder.close()
     return document, records
+
+
+def _recipe_for(output: Path, shard: Path) -> tuple[Recipe, str | None]:
+    """The recipe of the whole sweep, and the text of the prompts that its folder has to keep."""
+    recipe = load_recipe(str(shard / "recipe.yaml"))
+    data, own = recipe.data, shard / PROMPTS
+    if data is None or data.path != os.path.abspath(own):
+        return recipe, None
+    with or_setup_error(f"cannot read {own}"):
+        text = own.read_text(encoding="utf-8")
+    data = data.model_copy(update={"path": os.path.abspath(output / PROMPTS)})
+    return recipe.model_copy(update={"data": data}), text
+
+
+def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
+    """A warning that names the shards of the sweep that are not among these."""
+    there = [settings.shard for settings in shards if settings.shard is not None]
+    if not there or len(there) < len(shards) or len({count for _, count in there}) > 1:
+        return []
+    count = there[0][1]
+    missing = sorted({*range(count)} - {place for place, _ in there})
+    if not missing:
+        return []
+    names = [f"{place}/{count}" for place in missing]
+    shown = ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")
+    is_one = len(names) == 1
+    told = f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing"
+    return [Notice(SHARDS_MISSING, told, {"missing": names, "num_shards": count})]
 
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:

@@ -12,12 +12,11 @@ from specdec_cli.experiment.lossless_check import LosslessCheck
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.results import environment, to_json
-from specdec_cli.experiment.run_folder import RunFolder, found_from_anywhere
+from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
-from specdec_cli.recipe import dump_recipe
 
 
 def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: bool) -> RunFolder:
@@ -34,14 +33,14 @@ def open_folder(path: Path, plan: SweepPlan, records: SweepRecords, *, resume: b
         records.earlier_clock = _earlier_clock(path)
         records.earlier_where = settings_file.earlier_environment(path, where)
         if not (path / "recipe.yaml").exists():
-            folder.write("recipe.yaml", dump_recipe(found_from_anywhere(plan.recipe)))
+            folder.write_recipe(plan.recipe)
         is_open = sum(map(len, records.samples.values())) < plan.num_samples
         if is_open:
             settings_file.keep_environment_warning(folder, plan.settings, where)
         if not (path / "environment.json").exists():
             folder.write("environment.json", to_json(records.earlier_where) + "\n")
     else:
-        folder = RunFolder.create(path, plan.recipe, where)
+        folder = RunFolder.create(path, plan.recipe, where, plan.own_prompts)
         settings_file.write_settings(folder, plan.settings, warnings_of(plan))
     records.folder = folder
     return folder

@@ -8,8 +8,9 @@ from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
-from specdec_cli.experiment.preparing import device_settings, for_engine, with_weights
+from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
 from specdec_cli.experiment.run_settings import settings_values
+from specdec_cli.experiment.sweep.duration import OFTEN_OFF_BY, in_words, sweep_seconds
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
@@ -22,14 +23,16 @@ class SweepPlan:
     """A checked sweep: no weights are loaded yet.
 
     recipe: as resolved from the command line. jobs: one for each draft, with this shard's prompts.
-    short_drafts: warnings about drafts whose context may end before the texts. check_lossless:
-    whether to compare texts with those of the target alone.
+    notices: further warnings, of all shards alike. own_prompts: text of the prompts that the run
+    folder is to keep, since no other file holds them. check_lossless: whether to compare texts with
+    those of the target alone.
     """
 
     recipe: Recipe
     settings: SweepSettings
     jobs: list[Job]
-    short_drafts: Sequence[Notice] = ()
+    notices: Sequence[Notice] = ()
+    own_prompts: str | None = None
     check_lossless: bool = False
 
     @property
@@ -57,9 +60,14 @@ def plan_sweep(
     *,
     predict_only: bool,
     shard: tuple[int, int] | None,
+    chat: str = "auto",
+    notices: Sequence[Notice] = (),
+    own_prompts: str | None = None,
     check_lossless: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
+
+    chat: the setting that prompts were read with. notices: warnings about them.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -108,7 +116,8 @@ def plan_sweep(
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    short_drafts = _short_drafts(jobs)
+    tokenizer = jobs[0].plan.tokenizer
+    found = [*notices, *no_template(tokenizer, prompts, chat), *_short_drafts(jobs)]
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
@@ -116,7 +125,7 @@ def plan_sweep(
             raise UsageError(
                 f"shard {place}/{count} has no prompts: there are {settings.prompts['count']}"
             )
-    return SweepPlan(recipe, settings, jobs, short_drafts, check_lossless)
+    return SweepPlan(recipe, settings, jobs, found, own_prompts, check_lossless)
 
 
 def _draft_values(job: Job, usual: str) -> dict[str, Any] | None:
@@ -164,7 +173,7 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
             Notice("draft_checkpoint", f"{name}: {remark}", {"draft": name})
             for remark in job.plan.draft_remarks
         ]
-    return [*found, *plan.short_drafts]
+    return [*found, *plan.notices]
 
 
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
@@ -189,6 +198,13 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         f"points: {len(points)}, samples: {plan.num_samples}, each measured {run.repeats} times",
         f"tokens to write: at most {most * len(s.measured_keys) * run.repeats:,}",
     ]
+    jobs = dict(zip(s.drafts, plan.jobs, strict=True))
+    by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
+    seconds = sweep_seconds(by_key, has_curve=max(s.ks) > 0)
+    text.append(
+        f"time: about {in_words(seconds)}, usually right within a factor of {OFTEN_OFF_BY:g}; "
+        "texts that end early take less"
+    )
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
@@ -199,6 +215,8 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         "longest_prompt": longest,
         "repeats": run.repeats,
         "most_output_tokens_per_point": most,
+        "seconds": seconds,
+        "seconds_range": [seconds / OFTEN_OFF_BY, seconds * OFTEN_OFF_BY],
         "warnings": list(warnings),
         "text": "\n".join(text),
     }

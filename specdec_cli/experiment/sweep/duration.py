@@ -1,0 +1,172 @@
+"""A forecast of a sweep's time before anything is loaded, from bytes and tokens.
+
+A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
+The first two take what this device takes for them now; the third is a round figure.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.measure import units_of
+from specdec_cli.experiment.records import Key
+from specdec_cli.experiment.sweep.time_curve import curve_parts
+from specdec_cli.methods.base import Draft
+
+# Seconds that a layer takes beside its reading and its products: in a captured round (measured on
+# an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
+_LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
+# The chance that a proposal is accepted after those before it, of drafts and of n-grams.
+_ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
+_START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, beside reading weights
+_LOAD = 1e9  # bytes of weights read a second
+_PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
+OFTEN_OFF_BY = 2.0  # `docs/sweep.md` has the runs that it was compared with
+
+
+@dataclass(frozen=True, slots=True)
+class Speeds:
+    """What a device does in a second: bytes it reads, and operations of products."""
+
+    bytes: float
+    operations: float
+
+
+def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
+    """Measured in some hundredths of a second."""
+    many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
+    numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
+    vector = torch.ones(1024, dtype=torch.float32, device=device)
+    square = torch.ones(_PROBE_SIDE, _PROBE_SIDE, dtype=dtype, device=device)
+    read = _fastest(lambda: numbers @ vector, device)
+    multiply = _fastest(lambda: square @ square, device)
+    return Speeds(many * 4 / read, 2 * _PROBE_SIDE**3 / multiply)
+
+
+def _fastest(run: Callable[[], object], device: torch.device) -> float:
+    """The least of some times of `run`, in seconds."""
+    times = []
+    for _ in range(1 + _PROBES):  # the first one warms up
+        started = time.perf_counter()
+        run()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return max(min(times), 1e-6)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """A model's bytes that each pass reads, those of experts, and the share that a token chooses.
+
+    parameters: those that a token meets.
+    """
+
+    always: float
+    experts: float
+    share: float
+    parameters: float
+    layers: int
+
+    def bytes_read(self, tokens: int) -> float:
+        return self.always + self.experts * (1 - (1 - self.share) ** tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Forecaster:
+    """Times of one job's runs, in seconds."""
+
+    job: Job
+    speeds: Speeds
+    _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
+
+    def pass_seconds(self, model: Draft, tokens: int) -> float:
+        """One pass of a model over so many tokens."""
+        role = model.spec.role
+        shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
+        products = 2 * shape.parameters * tokens / self.speeds.operations
+        return shape.bytes_read(tokens) / self.speeds.bytes + products + shape.layers * self._layer
+
+    @property
+    def _layer(self) -> float:
+        plan = self.job.plan
+        if plan.device.type != "cuda":
+            return _LAYER_CPU
+        return _LAYER_CAPTURED if plan.no_cuda_graphs is None else _LAYER_LAUNCHED
+
+    def round_seconds(self, key: Key) -> float:
+        """One round of a full batch."""
+        plan, batch = self.job.plan, min(key.batch_size, len(self.job.prompts))
+        found = self.pass_seconds(plan.target, batch * (key.k + 1))
+        if key.k and plan.draft is not None:
+            found += key.k * self.pass_seconds(plan.draft, batch)
+        return found
+
+    def tokens_a_round(self, k: int) -> float:
+        """A guess; where acceptance is given, what follows from it."""
+        speculation = self.job.plan.recipe.speculation
+        if (rates := speculation.synthetic_acceptance_rates) is not None:
+            return 1 + sum(rates[:k])
+        chance = _ACCEPTED if self.job.plan.draft is not None else _ACCEPTED_WITHOUT_DRAFT
+        return (1 - chance ** (k + 1)) / (1 - chance)
+
+    def run_seconds(self, key: Key, num_prompts: int, params: SamplingParams) -> float:
+        """One run of the first prompts at a point, of texts as long as they may be."""
+        plan, lengths = self.job.plan, self.job.token_ids[:num_prompts]
+        prefill = sum(self.pass_seconds(plan.target, max(1, len(ids))) for ids in lengths)
+        if key.k and plan.draft is not None:
+            prefill += sum(self.pass_seconds(plan.draft, max(1, len(ids))) for ids in lengths)
+        longest = plan.max_model_len
+        texts = [min(params.max_new_tokens, longest - len(ids)) for ids in lengths]
+        rounds = sum(max(0, t) for t in texts) / self.tokens_a_round(key.k)
+        return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
+
+
+def _shape_of(model: Draft) -> _Shape:
+    size, layers = float(model.weight_bytes), len(getattr(model, "layers", ())) or 1
+    module: Any = getattr(model, "module", None)
+    if module is None:
+        return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
+    config = module.config
+    if not getattr(config, "tie_word_embeddings", False):
+        size -= module.get_input_embeddings().weight.nbytes  # a few rows of it are read
+    weights = module.named_parameters()
+    experts = sum(p.numel() * p.element_size() for name, p in weights if ".experts." in name)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    count = next((n for name in names if (n := getattr(config, name, None))), None)
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not experts or not chosen or not count:
+        return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)
+    share, always = chosen / count, size - experts
+    return _Shape(always, experts, share, (always + experts * share) / model.dtype.itemsize, layers)
+
+
+def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
+    """The time of measuring all points. has_curve: whether a time curve is measured too."""
+    first = next(iter(jobs.values())).plan
+    speeds = speeds_of(first.device, first.target.dtype)
+    run = first.recipe.run
+    is_cuda = first.device.type == "cuda"
+    models = {m.spec.name: m.weight_bytes for job in jobs.values() for m in job.plan.models}
+    found = (_START_CUDA if is_cuda else _START_CPU) + sum(models.values()) / _LOAD
+    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
+    for key, job in jobs.items():
+        forecaster, params, count = forecasters[id(job)], job.plan.params, len(job.prompts)
+        found += run.repeats * forecaster.run_seconds(key, count, params)
+        found += run.warmup * forecaster.run_seconds(key, min(key.batch_size, count), params)
+        if has_curve:
+            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
+            found += forecaster.run_seconds(key, max(1, round(parts * count)), params)
+    return found
+
+
+def in_words(seconds: float) -> str:
+    """`40 s`, `12 min` or `3.5 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,113 @@
+"""The choice of some prompts among many: the first ones, or a sample that a seed decides.
+
+Knows nothing of files. Prompts keep their order.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from specdec_cli.errors import Notice, UsageError
+from specdec_cli.prompts.types import Prompt
+from specdec_cli.text import one_line
+
+STRATIFIED = "stratified"
+_NO_CATEGORY = "(none)"
+_FAR_OFF = 0.25  # of all prompts would have to change their category
+_MAX_NAMED = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The prompts to take: `limit` of them, or all. sample: None takes the first, `random` draws,
+    and `stratified` draws as many of each category as there are."""
+
+    limit: int | None = None
+    sample: str | None = None
+    seed: int = 0
+
+
+def check_choice(choice: Choice) -> None:
+    """Raise `UsageError` for a sample without a size."""
+    if choice.sample is not None and choice.limit is None:
+        raise UsageError(
+            f"a {choice.sample} sample needs its size", "pass --limit N, or set data.limit"
+        )
+
+
+def sampled(prompts: Sequence[Prompt], choice: Choice) -> list[Prompt]:
+    """The sample of `prompts`, in their order. A larger one of the same seed contains a smaller.
+
+    Raises `UsageError` for a stratified sample of prompts without categories.
+    """
+    assert choice.limit is not None and choice.sample is not None
+    order = sorted(range(len(prompts)), key=lambda place: _draw(choice.seed, place))
+    if choice.sample == STRATIFIED:
+        order = _in_turn(order, [prompt.category for prompt in prompts])
+    return [prompts[place] for place in sorted(order[: choice.limit])]
+
+
+def _draw(seed: int, place: int) -> bytes:
+    """A prompt's place in the order of the draw: a hash, the same with every version of Python."""
+    return hashlib.sha256(f"{seed} {place}".encode()).digest()
+
+
+def _in_turn(order: Sequence[int], categories: Sequence[str | None]) -> list[int]:
+    """The places of `order`, one of each category in turn, so that shares are as even as can be."""
+    if not any(category is not None for category in categories):
+        raise UsageError(
+            "a stratified sample needs categories, and no prompt has one",
+            "pass --sample random, or give the data a category column",
+        )
+    seen: Counter[str | None] = Counter()
+    first = {category: place for place, category in reversed(list(enumerate(categories)))}
+    turns = []
+    for place in order:
+        category = categories[place]
+        turns.append((seen[category], first[category], place))
+        seen[category] += 1
+    return [place for _, _, place in sorted(turns)]
+
+
+def uneven(
+    taken: Sequence[Prompt], further: Mapping[str | None, int], *, is_whole: bool
+) -> list[Notice]:
+    """A warning where the first prompts are not of the categories that the data have.
+
+    further: the number of prompts after them by category: of all, or (not is_whole) of the next.
+    """
+    first = Counter(prompt.category for prompt in taken)
+    data = first + Counter(further)
+    if not any(category is not None for category in first) or len(data) < 2:
+        return []
+    size, total = first.total(), data.total()
+    changed = sum(max(0.0, first[c] / size - data[c] / total) for c in data)
+    if len(first) == len(data) and changed <= _FAR_OFF:
+        return []
+    where = "the data" if is_whole else f"the first {total} rows"
+    if len(first) < len(data):
+        named = _listed(first)
+        told = f"the first {size} prompts are of {len(first)} of {len(data)} categories ({named})"
+    else:
+        most = max(data, key=lambda c: first[c] / size - data[c] / total)
+        told = (
+            f"the first {size} prompts have other shares of categories than {where}: "
+            f"{_named(most)} is {first[most] / size:.0%} of them and {data[most] / total:.0%} there"
+        )
+    evidence = {
+        "limit": size,
+        "rows": total,
+        "is_whole": is_whole,
+        "categories": {_named(c): {"taken": first[c], "data": data[c]} for c in data},
+    }
+    return [Notice("limit_by_category", f"{told}: pass --sample stratified", evidence)]
+
+
+def _named(category: str | None) -> str:
+    return _NO_CATEGORY if category is None else one_line(category)
+
+
+def _listed(categories: Iterable[str | None]) -> str:
+    names = list(map(_named, categories))
+    return ", ".join(names[:_MAX_NAMED]) + (", ..." if len(names) > _MAX_NAMED else "")

@@ -1,0 +1,89 @@
+"""`specdec generate -o DIR --resume`: an interrupted run goes on where it was."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec_cli.experiment.run_folder import RunFolder
+from tests.cli.generate_helpers import PROMPTS, Result, generate, prompt_options
+
+SHORT = ("--max-new-tokens", "5", "-k", "2", "--batch-size", "2")
+GIVEN = [*prompt_options(*PROMPTS, "import sys\n", "x = 1\n"), *SHORT]
+TIMES = {"seconds"}
+
+Capture = pytest.CaptureFixture[str]
+
+
+def killed(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, after: int, *arguments: str | Path
+) -> Result:
+    """Run generate, which is killed in the middle of writing the record after `after` others."""
+    append, count = RunFolder.append, 0
+
+    def torn(self: RunFolder, name: str, *records: Any) -> None:
+        nonlocal count
+        if name == "samples.jsonl" and count == after:
+            with (self.path / name).open("a") as file:
+                file.write('{"draft": "demo:dr')
+            raise KeyboardInterrupt
+        count += len(records)
+        append(self, name, *records)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunFolder, "append", torn)
+        return generate(capsys, *arguments)
+
+
+def texts(result: Result) -> list[dict[str, Any]]:
+    return [{k: v for k, v in o.items() if k not in TIMES} for o in result.outputs]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"], ids=["greedy", "sampled"])
+def test_a_killed_run_goes_on(
+    temperature: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    run = [*GIVEN, "--temperature", temperature, "--json"]
+    undisturbed = generate(capsys, *run, "-o", whole)
+    assert killed(capsys, monkeypatch, 2, *run, "-o", cut).code == 130
+    kept = (cut / "samples.jsonl").read_text().split("\n")[:2]
+    moved = cut.rename(tmp_path / "moved")  # a folder may be moved meanwhile
+    resumed = generate(capsys, *run, "-o", moved, "--resume")
+    assert resumed.code == 0
+    assert texts(resumed) == texts(undisturbed)
+    lines = (moved / "samples.jsonl").read_text().splitlines()
+    assert lines[:2] == kept and len(lines) == 5
+    assert sorted(json.loads(line)["index"] for line in lines) == [0, 1, 2, 3, 4]
+    ours, theirs = resumed.document["metrics"], undisturbed.document["metrics"]
+    for name in ("num_prompts", "num_output_tokens", "num_drafts", "acceptance_histogram"):
+        assert ours[name] == theirs[name]
+    assert ours["decode_seconds"] > 0
+
+    # Where all is done, nothing is loaded and nothing is written twice.
+    monkeypatch.setattr("specdec_cli.commands.generate_run.build", None)
+    again = generate(capsys, moved / "recipe.yaml", "--json", "-o", moved, "--resume")
+    assert again.code == 0 and texts(again) == texts(undisturbed)
+    assert (moved / "samples.jsonl").read_text().splitlines() == lines
+    assert len((moved / "points.jsonl").read_text().splitlines()) == 1
+
+
+def test_what_cannot_go_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = generate(capsys, *GIVEN, "--resume")
+    assert (refused.code, refused.err.count("error: ")) == (2, 1) and "-o DIR" in refused.err
+    killed(capsys, monkeypatch, 1, *GIVEN, "-o", tmp_path)
+    before = (tmp_path / "samples.jsonl").read_text()
+    for changed, key in (
+        ([*GIVEN, "--seed", "3"], "run.seed is 0 there and 3 now"),
+        ([*GIVEN, "--temperature", "0.5"], "sampling.temperature is 0.0 there"),
+        ([*GIVEN, "--prompt", "another"], "prompts.count is 5 there and 6 now"),
+        ([*prompt_options(*"abcde"), *SHORT], "prompts.sha256 is "),
+    ):
+        result = generate(capsys, *changed, "-o", tmp_path, "--resume")
+        assert result.code == 2 and result.err.count("error: ") == 1
+        assert "holds a run with other settings: " + key in result.err
+    assert (tmp_path / "samples.jsonl").read_text() == before
+    assert "holds the results of an earlier run" in generate(capsys, *GIVEN, "-o", tmp_path).err

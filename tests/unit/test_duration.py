@@ -1,0 +1,63 @@
+"""The forecast of a sweep's time, against rounds that were measured on a GPU."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from specdec_cli.engine.plan import plan
+from specdec_cli.experiment.generation import Job
+from specdec_cli.experiment.records import Key
+from specdec_cli.experiment.sweep.duration import Forecaster, Speeds, in_words, sweep_seconds
+from specdec_cli.prompts import Prompt
+from specdec_cli.recipe import load_recipe
+
+H200 = Speeds(4.3e12, 700e12)
+
+
+def job_of(recipe: str, count: int, **keys: object) -> Job:
+    sets = {"run.device": "cpu"} | {key.replace("__", "."): one for key, one in keys.items()}
+    planned = plan(load_recipe(recipe, sets))
+    ids = [(1, 2, 3, 4)] * count
+    return Job(planned, [Prompt(i, None, ids[i]) for i in range(count)], ids)
+
+
+def test_rounds_take_what_was_measured() -> None:
+    """8B and 1B shapes on one H200 (docs/performance.md): milliseconds a round."""
+    job = job_of("bench-8b-1b-dummy", 32)
+    job = replace(job, plan=replace(job.plan, device=torch.device("cuda", 0)))
+    found = Forecaster(job, H200)
+    for k, batch, measured in ((0, 1, 3.83), (5, 1, 7.70), (5, 8, 9.1), (5, 32, 12.5)):
+        forecast = 1e3 * found.round_seconds(Key("d", batch, k))
+        assert forecast == pytest.approx(measured, rel=0.15)
+    assert found.tokens_a_round(5) == pytest.approx(3.69, abs=0.01)
+    # A text of n tokens takes n rounds at k = 0, and fewer by the tokens a round.
+    params = replace(job.plan.params, max_new_tokens=256)
+    plain = found.run_seconds(Key("d", 1, 0), 2, params)
+    assert plain == pytest.approx(2 * 257 * 3.83e-3, rel=0.15)
+
+
+def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
+    job = job_of("bench-30b-a3b-dummy", 1)
+    found = Forecaster(job, Speeds(4.3e12, 1e18))
+    one, eight, many = (found.pass_seconds(job.plan.target, n) for n in (1, 8, 4096))
+    layers = 48 * 250e-6  # of a CPU's plan
+    floors = 1.42e-3, 6.0e-3
+    for seconds, floor in zip((one, eight), floors, strict=True):
+        assert seconds - layers == pytest.approx(floor, rel=0.1)
+    assert many - layers == pytest.approx(
+        (job.plan.target.weight_bytes - 0.62e9) / 4.3e12, rel=0.02
+    )
+
+
+def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec_cli.experiment.sweep.duration.speeds_of", lambda *_: H200)
+    job = job_of("demo", 8, run__repeats=2, run__warmup=0)
+    keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}
+    start = 3.0 + sum(m.weight_bytes for m in job.plan.models) / 1e9
+    found, params = Forecaster(job, H200), job.plan.params
+    once = sum(found.run_seconds(key, 8, params) for key in keys)
+    curve = sum(found.run_seconds(key, 4, params) for key in keys)
+    assert sweep_seconds(keys, has_curve=False) == pytest.approx(start + 2 * once)
+    assert sweep_seconds(keys, has_curve=True) == pytest.approx(start + 2 * once + curve)
+    assert [in_words(s) for s in (8.4, 600, 9000)] == ["8 s", "10 min", "2.5 h"]
