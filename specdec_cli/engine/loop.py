@@ -316,6 +316,8 @@ class Engine:
             span.seq.target_kv = span.stop
         for span in proposers:
             span.seq.draft_kv = span.stop
+        run.clock.num_prefills += 1
+        run.clock.prefill_host_seconds += time.perf_counter() - start
         if self.target.device.type == "cuda":
             # No round is running: this measures the pass itself, not the time to queue it.
             torch.cuda.synchronize(self.target.device)

@@ -19,11 +19,15 @@ class RunClock:
     """Sums of one run's times: by stage on the device's clock, by round on the host's.
 
     distinct_experts: likewise a sum over rounds, of `Outcome.distinct_experts`; None without any.
+    prefill_host_seconds: those of `prefill_seconds` in which the host prepared and queued its
+    `num_prefills` steps; on a CPU, all of them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_rounds: float = 0  # a fraction, if it is the share of some prompts in rounds
     prefill_seconds: float = 0.0
+    prefill_host_seconds: float = 0.0
+    num_prefills: int = 0
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     distinct_experts: float | None = None
