@@ -32,6 +32,7 @@ from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.prompt_passes import PromptGraphs
 
 
 class Engine:
@@ -40,7 +41,8 @@ class Engine:
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
     runs_ahead: launch a round before the previous one has been read, for devices that run
-    asynchronously. parallel: the ranks that the target is split over. Engines may share a target
+    asynchronously. parallel: the ranks that the target is split over. prompts: what captures the
+    models' prefill passes; None where they run as they are. Engines may share a target
     and its cache if they run one at a time. hidden_layers: those that a shared target returns in
     this one's runs; None for a target of its own, which returns what it was told to.
     """
@@ -60,6 +62,7 @@ class Engine:
         is_captured: bool = False,
         runs_ahead: bool = False,
         parallel: TensorParallel = ALONE,
+        prompts: PromptGraphs | None = None,
     ) -> None:
         self.target = target
         self.hidden_layers: tuple[int, ...] | None = None
@@ -74,6 +77,7 @@ class Engine:
         self.is_captured = is_captured
         self.runs_ahead = runs_ahead
         self.parallel = parallel
+        self.prompts = prompts
         self.costs = RoundCosts(parallel)
         self._rounds = RoundCache(allocator, batch_size, is_captured, runs_ahead)
 
@@ -87,8 +91,10 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Give up the captured rounds and the memory that they hold."""
+        """Give up the captured rounds and prefill passes, and the memory that they hold."""
         self._rounds.close()
+        if self.prompts is not None:
+            self.prompts.close()
 
     def run(
         self,
@@ -308,8 +314,7 @@ class Engine:
         """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock."""
         features = None
         if targets:
-            reads, counts = self._reads_hidden(run), [0] * len(targets)
-            features = self.target.forward(targets, counts, with_hidden=reads).hidden
+            features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
         for span in targets:

@@ -5,6 +5,9 @@ walks the context tile by tile through the block table with an online softmax (M
 Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make too few programs to
 fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
 number of splits is chosen from shapes alone: the lengths stay on the device.
+
+Tiles are numbered by sequence, each with as many as the longest may need, or by packed token where
+that makes fewer. Sequence b then has those from query_start[b] // TILE + b on, which are enough.
 """
 
 import torch
@@ -20,7 +23,21 @@ from specdec_kernels.launch_triton import INTERPRETED, launch_options
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
+@triton.jit
+def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
+    """The sequence that a tile belongs to, of tiles that are numbered by packed token."""
+    low = tile * 0
+    high = low + num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_ptr + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
@@ -34,7 +51,8 @@ def paged_attention_kernel(
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
     scale,
     softcap,
-    num_tiles,
+    num_tiles,  # of each sequence; unless PACKED
+    num_sequences,
     num_heads,
     query_stride_t,
     query_stride_h,
@@ -56,10 +74,17 @@ def paged_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
-    sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
-    tile_start = (tl.program_id(0) % num_tiles) * TILE
+    if PACKED:
+        sequence = sequence_of(query_start_ptr, tl.program_id(0), num_sequences, TILE)
+        first_tile = tl.load(query_start_ptr + sequence) // TILE + sequence
+        tile_start = (tl.program_id(0) - first_tile) * TILE
+        sequence = sequence.to(tl.int64)
+    else:
+        sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+        tile_start = (tl.program_id(0) % num_tiles) * TILE
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
@@ -240,8 +265,10 @@ def paged_attention_triton(
     head_bytes = max(block_dk, block_dv) * query.element_size()
     room = shared_memory(query.device)
     block_m, block_n = paged_tiles(max_query_len, group, head_bytes, room)
-    num_tiles = triton.cdiv(max_query_len, block_m // group)
-    programs = num_sequences * num_tiles * kv_heads
+    tile = block_m // group
+    num_tiles = triton.cdiv(max_query_len, tile)
+    by_sequence, by_token = num_sequences * num_tiles, num_tokens // tile + num_sequences
+    programs = by_sequence * kv_heads
     if splits is None:
         splits = 1
         if max_query_len <= FEW_QUERIES:
@@ -256,12 +283,13 @@ def paged_attention_triton(
     else:
         out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
-    paged_attention_kernel[(num_sequences * num_tiles, kv_heads, splits)](
+    paged_attention_kernel[(min(by_sequence, by_token), kv_heads, splits)](
         *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
         *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
         num_tiles,
+        num_sequences,
         num_heads,
         *query.stride()[:2],
         *key_cache.stride()[:3],
@@ -278,6 +306,7 @@ def paged_attention_triton(
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        PACKED=by_token < by_sequence,
         num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
         num_stages=3,
         **launch_options(),
