@@ -211,7 +211,7 @@ def wire(
     for held, model in zip(plan.held[first:], models.held[first:], strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
     prompts = None
-    if plan.no_cuda_graphs is None and plan.parallel.size == 1:
+    if plan.captures_prompts:
         prompts = _prompt_graphs(plan, num_blocks)
         for model in models.held[first:]:
             if isinstance(model, Captures):

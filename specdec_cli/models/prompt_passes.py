@@ -7,7 +7,9 @@ and nothing else, so graphs of several models can share memory.
 Legend: W a pass's width, B most sequences.
 """
 
-from collections.abc import Callable, Hashable
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -41,7 +43,7 @@ class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
     num_tokens: most of one pass. num_columns: of block tables. is_captured: False runs padded
-    passes as they are, as tests do.
+    passes as they are, as tests do. Of engines that share a target the first has its passes.
     """
 
     def __init__(
@@ -75,10 +77,15 @@ class PromptGraphs:
             self._stream = torch.cuda.Stream(self.device)
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(
-            graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
-        ):
-            run()
+        torch.cuda.synchronize(self.device)
+        # Unlike `torch.cuda.graph` without collecting garbage, which takes longer than the capture,
+        # and without giving back memory that the next pass needs again.
+        with torch.cuda.stream(self._stream), _garbage_stays():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
         return graph
 
     def close(self) -> None:
@@ -86,6 +93,18 @@ class PromptGraphs:
         for passes in self._passes:
             passes.close()
         self._pool = self._stream = None
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Collect no garbage: what it frees, such as another graph, could end a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 @runtime_checkable
