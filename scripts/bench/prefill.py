@@ -4,7 +4,8 @@ Prompts are random ids, all of them queued at once. Prints one Markdown row per 
 repeats: milliseconds from the request to the first token of every prompt (least to most), the part
 of it in prefill passes, the number of these passes, the host's milliseconds for each, the floor of
 the passes and the ratio to it. What is left is the first round, whose scoring pass feeds each
-prompt's last token. With --k 0 only the target is fed, else the draft or the head as well.
+prompt's last token. With k = 0 only the target is fed, else the draft or the head as well. With
+--uncaptured a row follows each in which no pass is a CUDA graph.
 
 The floor counts matrix products alone: of each model, the longer one of reading all weights once at
 the bandwidth of a device copy, and of multiplying each token by each matrix. A CPU has none of
@@ -45,11 +46,16 @@ def shapes(text: str) -> list[Shape]:
     return [(int(prompts), int(tokens)) for prompts, tokens in pairs]
 
 
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
     parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help="PROMPTSxTOKENS,...")
-    parser.add_argument("--k", type=int, default=0, help="tokens that the first round proposes")
+    parser.add_argument("--k", type=numbers, default=[0], help="proposals of the first round")
+    parser.add_argument("--uncaptured", action="store_true")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument(
@@ -152,63 +158,85 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})"
 
 
+@dataclass(frozen=True)
+class Bench:
+    """An engine, and what is measured of it. theirs: transformers' prefill, on a CPU."""
+
+    planned: Plan
+    built: Engine
+    theirs: Callable[[list[Request]], float] | None
+    args: argparse.Namespace
+
+    def row(self, shape: Shape, k: int, is_captured: bool = True) -> dict[str, Any]:
+        """Measure and print one row."""
+        engine, repeats = self.built.with_batch_size(shape[0]), self.args.repeats
+        params = replace(self.planned.params, max_new_tokens=k + 1, ignore_eos=True)
+        graphs, most = engine.prompts, 0
+        if graphs is not None and not is_captured:
+            most, graphs.num_tokens = graphs.num_tokens, 0
+        found, others, begun = list[Timing](), list[float](), 0.0
+        for repeat in range(2 + repeats):
+            work = requests(shape, engine.target.vocab_size, repeat)
+            timing = first_tokens(engine, work, k, params)
+            begun = begun or timing.first_token
+            if repeat >= 2:
+                found.append(timing)
+                others += [self.theirs(work)] if self.theirs else []
+        first = [timing.first_token for timing in found]
+        floor = statistics.median(others) if others else floor_ms(self.planned, shape, k)
+        name = f"{shape[0]} x {shape[1]}{'' if is_captured else ', uncaptured'}"
+        print(
+            f"| {name} | {k} | {spread(first)} "
+            f"| {statistics.median(t.prefill for t in found):.2f} | {found[0].passes} "
+            f"| {statistics.median(t.host for t in found):.3f} "
+            f"| {spread(others) if others else f'{floor:.2f}'} "
+            f"| {statistics.median(first) / floor:.2f} |"
+            f" (the first run {begun:.0f} ms; {memory()})",
+            flush=True,
+        )
+        if self.args.profile and is_captured:
+            self.args.profile.mkdir(parents=True, exist_ok=True)
+            table = profile(lambda: first_tokens(engine, work, k, params))
+            (self.args.profile / f"{shape[0]}x{shape[1]}-k{k}.txt").write_text(table)
+        if graphs is not None and not is_captured:
+            graphs.num_tokens = most
+        runs = [vars(timing) for timing in found]
+        row = {"prompts": shape[0], "tokens": shape[1], "k": k, "is_captured": is_captured}
+        return row | {"runs": runs, "transformers_ms": others}
+
+
+def memory() -> str:
+    """The device's memory in use."""
+    if not torch.cuda.is_available():
+        return "on a CPU"
+    free, total = torch.cuda.mem_get_info()
+    return f"{(total - free) / 2**30:.2f} GiB in use"
+
+
 def main() -> None:
     args = arguments()
     sets = dict(pair.split("=", 1) for pair in args.set)
-    widest = max(prompts for prompts, _ in args.shapes)
-    sets |= {"run.batch_size": str(widest)}
-    if args.k:
-        sets["speculation.num_speculative_tokens"] = str(args.k)
+    sets |= {"run.batch_size": str(max(prompts for prompts, _ in args.shapes))}
+    if max(args.k):
+        sets["speculation.num_speculative_tokens"] = str(max(args.k))
     recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
     planned = plan(recipe)
-    longest = max(tokens for _, tokens in args.shapes)
     started = time.perf_counter()
-    built = build(planned, longest)
-    print(f"built in {time.perf_counter() - started:.1f} s; {planned.execution}", flush=True)
+    built = build(planned, max(tokens for _, tokens in args.shapes))
+    seconds = time.perf_counter() - started
+    print(f"built in {seconds:.1f} s; {planned.execution}; {memory()}", flush=True)
     is_cuda = planned.device.type == "cuda"
-    theirs = None if is_cuda else reference(planned)
-    columns = "| prompts x tokens | first token ms | prefill ms | passes | host ms a pass "
+    bench = Bench(planned, built, None if is_cuda else reference(planned), args)
+    columns = "| prompts x tokens | k | first token ms | prefill ms | passes | host ms a pass "
     columns += "| floor ms | x floor |" if is_cuda else "| transformers ms | x transformers |"
     print(columns)
     print("|" + "---|" * columns.count(" |"))
-    params = replace(planned.params, max_new_tokens=args.k + 1, ignore_eos=True)
-    vocab, rows = built.target.vocab_size, []
-    for shape in args.shapes:
-        engine = built.with_batch_size(shape[0])
-        found, others, captured = list[Timing](), list[float](), 0.0
-        for repeat in range(-2, args.repeats):
-            work = requests(shape, vocab, repeat + 2)
-            timing = first_tokens(engine, work, args.k, params)
-            other = theirs(work) if theirs else 0.0
-            if repeat >= 0:
-                found.append(timing)
-                others.append(other)
-            elif repeat == -2:
-                captured = timing.first_token
-        first = [timing.first_token for timing in found]
-        middle = statistics.median(first)
-        floor = floor_ms(planned, shape, args.k)
-        last = f"{floor:.2f} | {middle / floor:.2f}"
-        if theirs:
-            last = f"{spread(others)} | {middle / statistics.median(others):.2f}"
-        print(
-            f"| {shape[0]} x {shape[1]} | {spread(first)} "
-            f"| {statistics.median(t.prefill for t in found):.2f} | {found[0].passes} "
-            f"| {statistics.median(t.host for t in found):.3f} | {last} |"
-            f" (the first run {captured:.0f} ms)",
-            flush=True,
-        )
-        rows.append({"prompts": shape[0], "tokens": shape[1], "k": args.k})
-        rows[-1] |= {"runs": [vars(timing) for timing in found], "transformers_ms": others}
-        if args.profile:
-            args.profile.mkdir(parents=True, exist_ok=True)
-            work = requests(shape, vocab, 0)
-            table = profile(lambda: first_tokens(engine, work, args.k, params))  # noqa: B023
-            (args.profile / f"{shape[0]}x{shape[1]}-k{args.k}.txt").write_text(table)
-        engine.forget_rounds()
-    if is_cuda:
-        free, total = torch.cuda.mem_get_info()
-        print(f"memory in use {(total - free) / 2**30:.1f} GiB")
+    rows = []
+    for k in args.k:
+        for shape in args.shapes:
+            rows.append(bench.row(shape, k))
+            if args.uncaptured:
+                rows.append(bench.row(shape, k, is_captured=False))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1))
 

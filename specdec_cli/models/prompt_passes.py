@@ -42,8 +42,9 @@ Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
 class PromptGraphs:
     """The passes over prompts of an engine's models, and the memory that their graphs share.
 
-    num_tokens: most of one pass. num_columns: of block tables. is_captured: False runs padded
-    passes as they are, as tests do. Of engines that share a target the first has its passes.
+    num_tokens: most of one pass; longer ones run as they are, and all of them if it is set to 0.
+    num_columns: of block tables. is_captured: False runs padded passes without graphs, as tests do.
+    Of engines that share a target the first has its passes.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PromptPasses:
     def fits(self, spans: list[Span]) -> bool:
         """Whether a pass over `spans` is short enough."""
         count = sum(span.length for span in spans)
-        return count <= self.inputs.num_tokens and len(spans) <= self.inputs.num_sequences
+        return count <= self._graphs.num_tokens and len(spans) <= self.inputs.num_sequences
 
     @torch.inference_mode()
     def __call__(

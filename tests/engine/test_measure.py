@@ -274,8 +274,8 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_hidden_states_are_counted(family: str, tmp_path: Path) -> None:
-    """They count in a prefill chunk, in a captured round with its warm-up, and for fused layers in a
-    captured prefill pass, beside its results and the same as a head's input."""
+    """They count in a prefill chunk and in a captured round with its warm-up; for fused layers also
+    in a captured prefill pass, as its results, and as a head's input."""
     recipe = pair(tmp_path, family, "llama")
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
     asking = replace(planned.target, hidden_layers=(0, 2, 2))

@@ -109,7 +109,7 @@ def test_widths() -> None:
 
 
 @pytest.mark.parametrize("num_sequences", [3, 2])
-def test_engines_write_the_same(num_sequences: int, tmp_path: Path) -> None:
+def test_engines_write_the_same(num_sequences: int, device: torch.device, tmp_path: Path) -> None:
     """Prompts in chunks, which join while others decode; passes over more sequences than there is
     room for are left as they are."""
     target = save_tiny(tmp_path / "target", "llama")
@@ -119,9 +119,12 @@ def test_engines_write_the_same(num_sequences: int, tmp_path: Path) -> None:
     params = SamplingParams(max_new_tokens=9, temperature=0.8, seed=4)
     found = []
     for is_padded in (False, True):
-        engine = make_engine(target, draft, batch_size=3, prefill_chunk=24)
+        is_cuda = device.type == "cuda"
+        engine = make_engine(
+            *(target, draft), batch_size=3, prefill_chunk=24, device=device, runs_ahead=is_cuda
+        )
         if is_padded:
-            made = PromptGraphs(24, num_sequences, 64, CPU, is_captured=False)
+            made = PromptGraphs(24, num_sequences, 64, device, is_cuda)
             engine.target.capture_prompts(made)
             engine.proposer.model.capture_prompts(made)  # type: ignore[union-attr]
         result = engine.run(requests, 3, params)
