@@ -20,7 +20,7 @@ from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, Rounds
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.metrics import Moment, RunClock, summarise
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.rounds import RoundCache
 from specdec_cli.engine.run import Emission, Request, Run, RunResult
@@ -185,6 +185,7 @@ class Engine:
             RunClock(self.target.device),
             by_slots,
             by_slots[-1],
+            time.perf_counter(),
         )
         for request in requests:
             self._add(run, request)
@@ -216,7 +217,8 @@ class Engine:
         if self._must_settle(run):
             return self._collect(run)
         for seq in run.scheduler.admit():
-            seq.admitted_at = seq.admitted_at or started
+            if seq.admitted_at is None:
+                seq.admitted_at, seq.queued_seconds = started, started - run.started_at
         if not run.rounds.in_flight and any(missing := self._missing(run)):
             self._prefill(run, *missing, started)
             return []
@@ -315,19 +317,24 @@ class Engine:
         features = None
         if targets:
             features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
+        halfway = Moment(self.target.device)
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
         for span in targets:
             span.seq.target_kv = span.stop
         for span in proposers:
             span.seq.draft_kv = span.stop
+        end = Moment(self.target.device)
         run.clock.num_prefills += 1
         run.clock.prefill_host_seconds += time.perf_counter() - start
-        if self.target.device.type == "cuda":
-            # No round is running: this measures the pass itself, not the time to queue it.
-            torch.cuda.synchronize(self.target.device)
+        # No round is running: this measures the passes themselves, not the time to queue them.
+        of_draft = min(halfway.seconds_until(end), time.perf_counter() - start)
         seconds = time.perf_counter() - start
         run.clock.prefill_seconds += seconds
+        for seq in run.scheduler.running:
+            if seq.first_token_at is None:
+                seq.target_prefill_seconds += seconds - of_draft
+                seq.draft_prefill_seconds += of_draft
         seqs = {span.seq for span in (*targets, *proposers)}
         for seq in seqs:
             seq.prefill_seconds += seconds / len(seqs)

@@ -49,6 +49,7 @@ class Run:
     clock: RunClock
     by_slots: tuple[Rounds, ...]
     rounds: Rounds
+    started_at: float  # host clock, seconds
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
