@@ -22,7 +22,6 @@ from specdec_kernels.gpu import shared_memory
 from specdec_kernels.launch_triton import INTERPRETED, launch_options
 
 
-# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
 @triton.jit
 def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
     """The sequence that a tile belongs to, of tiles that are numbered by packed token."""
@@ -37,6 +36,85 @@ def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
     return low
 
 
+@triton.jit
+def joined(
+    softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
+    query,  # [M, BLOCK_DK]
+    keys,  # of one key head: pointer, and strides of blocks and of slots in them
+    values,  # likewise
+    table,  # pointer to the sequence's blocks
+    start,  # position of the first key
+    limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
+    scale,
+    softcap,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,  # False if every query sees every key of the tile
+):
+    """Add a tile of keys and values to the softmax."""
+    row_max, row_sum, acc = softmax
+    high, num_old, query_position = limits
+    key_ptr, key_stride_b, key_stride_s = keys
+    value_ptr, value_stride_b, value_stride_s = values
+    dim_k = tl.arange(0, BLOCK_DK)
+    dim_v = tl.arange(0, BLOCK_DV)
+    position = start + tl.arange(0, BLOCK_N)
+    stored = position < high
+    if MASKED:
+        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    inside = position % BLOCK_SIZE
+    key_at = key_ptr + (block * key_stride_b + inside * key_stride_s)[None, :] + dim_k[:, None]
+    value_at = value_ptr + (block * value_stride_b + inside * value_stride_s)[:, None]
+    value_at += dim_v[None, :]
+    if MASKED:
+        key = tl.load(key_at, mask=stored[None, :] & (dim_k < DK)[:, None], other=0.0)
+        value = tl.load(value_at, mask=stored[:, None] & (dim_v < DV)[None, :], other=0.0)
+        # Padding among the queries counts as context, but its keys and values went elsewhere: what
+        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
+        value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
+    else:
+        if DK == BLOCK_DK:
+            key = tl.load(key_at)
+        else:
+            key = tl.load(key_at, mask=(dim_k < DK)[:, None], other=0.0)
+        if DV == BLOCK_DV:
+            value = tl.load(value_at)
+        else:
+            value = tl.load(value_at, mask=(dim_v < DV)[None, :], other=0.0)
+    if INTERPRETED:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+
+    scores = tl.dot(query, key, input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+        scores = softcap * (2 * tl.sigmoid(2 * (scores * scale) / softcap) - 1)
+        unit = tl.full([], LOG2E, tl.float32)
+    else:
+        unit = scale * LOG2E
+    if MASKED:
+        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
+    base = finite(new_max)
+    weights = tl.exp2(scores * unit - base[:, None])
+    keep = tl.exp2(row_max - base)
+    row_sum = row_sum * keep + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
+# Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
 @triton.jit(do_not_specialize=["num_tiles", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
@@ -124,56 +202,62 @@ def paged_attention_kernel(
         low += split * share
         high = tl.minimum(high, low + share)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in range(low, high, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        stored = position < high
-        block = tl.load(
-            block_tables_ptr + sequence * table_stride + position // BLOCK_SIZE,
-            mask=stored,
-            other=0,
-        ).to(tl.int64)
-        inside = position % BLOCK_SIZE
-
-        key_at = block * key_stride_b + inside * key_stride_s + kv_head * key_stride_h
-        key = tl.load(
-            key_cache_ptr + key_at[None, :] + dim_k[:, None],
-            mask=stored[None, :] & (dim_k < DK)[:, None],
-            other=0.0,
+    # Tiles that every query of the tile sees whole need no mask: [low, whole).
+    whole = low
+    if WINDOW == 0:
+        whole += tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // BLOCK_N * BLOCK_N
+    table = block_tables_ptr + sequence * table_stride
+    keys = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
+    values = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
+    limits = (high, context - query_len, query_position)
+    softmax = (
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+    )
+    for start in range(low, whole, BLOCK_N):
+        softmax = joined(
+            softmax,
+            query,
+            keys,
+            values,
+            table,
+            start,
+            limits,
+            scale,
+            softcap,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            HAS_SOFTCAP,
+            False,
         )
-        value_at = block * value_stride_b + inside * value_stride_s + kv_head * value_stride_h
-        value = tl.load(
-            value_cache_ptr + value_at[:, None] + dim_v[None, :],
-            mask=stored[:, None] & (dim_v < DV)[None, :],
-            other=0.0,
+    for start in range(whole, high, BLOCK_N):
+        softmax = joined(
+            softmax,
+            query,
+            keys,
+            values,
+            table,
+            start,
+            limits,
+            scale,
+            softcap,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            HAS_SOFTCAP,
+            True,
         )
-        # Padding among the queries counts as context, but its keys and values went elsewhere: what
-        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
-        is_old = (position < context - query_len)[:, None]
-        value = tl.where(is_old | (value == value), value, 0.0)
-        if INTERPRETED:
-            key = key.to(tl.float32)
-            value = value.to(tl.float32)
-
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * LOG2E, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        base = finite(new_max)
-        weights = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(row_max - base)
-        row_sum = row_sum * keep + tl.sum(weights, axis=1)
-        acc = acc * keep[:, None]
-        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        row_max = new_max
+    row_max, row_sum, acc = softmax
 
     out_row = packed * num_heads + head
     if SPLITS > 1:
