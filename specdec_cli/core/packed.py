@@ -6,6 +6,7 @@ into one piece of pinned memory, which one copy brings. Knows nothing of models.
 Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
 """
 
+import numpy as np
 import torch
 from specdec_kernels import ops
 
@@ -54,7 +55,7 @@ class PackedInputs:
         for row, span in enumerate(spans):
             end = at + span.length
             tokens[at:end] = span.seq.tokens[span.start + shift : span.stop + shift]
-            positions[at:end] = range(span.start, span.stop)
+            positions[at:end] = np.arange(span.start, span.stop)
             contexts[row] = span.stop
             starts[row + 1] = at = end
         assert at <= width <= self.num_tokens and len(spans) <= self.num_sequences

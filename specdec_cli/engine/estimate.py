@@ -29,7 +29,7 @@ from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
-from specdec_cli.models.fused import bytes_held_twice, is_fusable
+from specdec_cli.models.fused import busy_width, bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
 from specdec_cli.models.loader import Description
 from specdec_cli.models.prompt_passes import WIDTHS, width_of
@@ -81,13 +81,13 @@ def _prompt_graphs_bytes(
 ) -> int:
     """Memory of captured prefill passes: their pool, inputs and results at fixed addresses, and the
     graphs. They are measured with the passes."""
-    width = width_of(chunk) or WIDTHS[-1]
+    largest = width_of(chunk) or WIDTHS[-1]
     fused = [m for m in modules if m.spec.role not in plan.compiled and is_fusable(m.module)]
-    pool = sum(_prefill_bytes(m, False, width, is_cuda=True) for m in fused)
-    pool += method.in_prefill * width // chunk
-    kept = 2 * sum(_hidden_bytes(m, width) for m in fused)
-    count = (WIDTHS.index(width) + 1) * len(plan.held)
-    return pool + kept + _PER_STREAM + count * _PER_PROMPT_GRAPH
+    found, count = method.in_prefill * largest // chunk, WIDTHS.index(largest) + 1
+    for model in fused:
+        width = min(largest, busy_width(model.module))
+        found += _prefill_bytes(model, False, width, is_cuda=True) + 2 * _hidden_bytes(model, width)
+    return found + _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
 
 
 def _prefill_tokens(plan: Plan, need: CacheNeed) -> int:

@@ -9,7 +9,7 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.state import BatchState
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
-from specdec_cli.models.fused import FusedForward
+from specdec_cli.models.fused import FusedForward, busy_width
 from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
 from specdec_cli.models.padded import PaddedBatches
 from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
@@ -85,7 +85,8 @@ class PagedModel:
     def capture_prompts(self, graphs: PromptGraphs) -> None:
         """Let `prefill` run among `graphs` from now on, if the model has a fused form."""
         if self.fused is not None:
-            self._prompts = graphs.of(self.prompt_pass, self.cache.block_size)
+            most = busy_width(self.module)
+            self._prompts = graphs.of(self.prompt_pass, self.cache.block_size, most)
 
     @property
     def mixtures(self) -> FusedForward | None:

@@ -9,7 +9,7 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.run import Request
-from specdec_cli.models.prompt_passes import WIDTHS, PromptGraphs, width_of
+from specdec_cli.models.prompt_passes import WIDTHS, PromptGraphs, width_busy_with, width_of
 from tests.eagle3 import Head, save_head
 from tests.engine.test_eagle3 import FakeTarget, paged_head
 from tests.engine.test_families import BLOCK, STATES, TOLERANCE
@@ -105,6 +105,8 @@ def test_rows_of_a_head(settings: dict[str, int], device: torch.device, tmp_path
 def test_widths() -> None:
     assert [width_of(n) for n in (1, 16, 17, 129, 2048)] == [16, 16, 32, 256, 2048]
     assert width_of(2049) is None
+    # An 8B's layer, one of a 1B's, one of a 70B's, and a tiny one.
+    assert [width_busy_with(n) for n in (218e6, 61e6, 856e6, 4e4)] == [1024, 2048, 256, 2048]
     assert all(width % 16 == 0 for width in WIDTHS), "kernels are compiled again for others"
 
 
