@@ -81,6 +81,11 @@ class PromptGraphs:
         self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
         return self._passes[-1]
 
+    @property
+    def largest(self) -> list[int]:
+        """Tokens of the largest captured pass of each model, rising."""
+        return sorted({passes.inputs.num_tokens for passes in self._passes})
+
     def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
         """`run` as a graph. It has been run before, which compiled its kernels."""
         if not self._is_captured or is_ahead():  # without launches a graph would be empty
