@@ -23,7 +23,7 @@ from specdec_cli.engine.graphs import Outcome, Rounds
 from specdec_cli.engine.metrics import Moment, RunClock, summarise
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.rounds import RoundCache
-from specdec_cli.engine.run import Emission, Request, Run, RunResult
+from specdec_cli.engine.run import Emission, PrefillStep, Request, Run, RunResult
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
 from specdec_cli.lengths.base import LengthPolicy
@@ -230,6 +230,7 @@ class Engine:
             run.rounds.load(seqs, run.params.seed)
         is_first = not run.rounds.in_flight
         run.rounds.launch(self._next_k(run))
+        self._end_prefill(run)  # the host prepared the round meanwhile
         # The host stays one round behind a device that runs asynchronously.
         return [] if is_first and run.rounds.runs_ahead else self._collect(run)
 
@@ -313,7 +314,10 @@ class Engine:
         return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag
 
     def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
-        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock."""
+        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock.
+
+        On a device that runs asynchronously the host goes on at once, and prepares what follows.
+        """
         features = None
         if targets:
             features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
@@ -324,20 +328,37 @@ class Engine:
             span.seq.target_kv = span.stop
         for span in proposers:
             span.seq.draft_kv = span.stop
-        end = Moment(self.target.device)
         run.clock.num_prefills += 1
         run.clock.prefill_host_seconds += time.perf_counter() - start
-        # No round is running: this measures the passes themselves, not the time to queue them.
-        of_draft = min(halfway.seconds_until(end), time.perf_counter() - start)
-        seconds = time.perf_counter() - start
+        queued = PrefillStep(
+            begun=start,
+            halfway=halfway,
+            end=Moment(self.target.device),
+            seqs=list({span.seq for span in (*targets, *proposers)}),
+            waiting=[seq for seq in run.scheduler.running if seq.first_token_at is None],
+        )
+        self._end_prefill(run)  # of the step before, which ran until now
+        run.prefill = queued
+        if not self.runs_ahead:
+            self._end_prefill(run)
+
+    def _end_prefill(self, run: Run) -> None:
+        """Wait for the prefill passes in flight, if any, and count their time."""
+        if (step := run.prefill) is None:
+            return
+        run.prefill = None
+        of_draft = step.halfway.seconds_until(step.end)
+        now = time.perf_counter()
+        seconds = now - max(step.begun, run.prefilled_at)
+        of_draft = min(of_draft, seconds)
+        run.prefilled_at = now
+        run.rounds.begin_after(now)
         run.clock.prefill_seconds += seconds
-        for seq in run.scheduler.running:
-            if seq.first_token_at is None:
-                seq.target_prefill_seconds += seconds - of_draft
-                seq.draft_prefill_seconds += of_draft
-        seqs = {span.seq for span in (*targets, *proposers)}
-        for seq in seqs:
-            seq.prefill_seconds += seconds / len(seqs)
+        for seq in step.seqs:
+            seq.prefill_seconds += seconds / len(step.seqs)
+        for seq in step.waiting:
+            seq.target_prefill_seconds += seconds - of_draft
+            seq.draft_prefill_seconds += of_draft
 
     def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
         """Append the decided tokens, move both cache lengths, finish or trim each sequence.

@@ -271,9 +271,12 @@ def test_a_run_in_which_nothing_could_run() -> None:
     json.dumps(flat, allow_nan=False)
 
 
-def test_the_parts_of_a_first_token_add_up() -> None:
-    """Of two prompts with one slot, the second waits for the first, and not for its own passes."""
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_parts_of_a_first_token_add_up(runs_ahead: bool) -> None:
+    """Of two prompts with one slot, the second waits for the first, and not for its own passes.
+    Chunks are read at once, or while the next one or the first round is in flight."""
     engine = fake_engine(sometimes, num_blocks=40, batch_size=1)
+    engine.prefill_chunk, engine.runs_ahead = 3, runs_ahead
     requests = [Request(i, tuple(random_prompt(9, i))) for i in range(2)]
     found = engine.run(requests, 2, SamplingParams(max_new_tokens=6))
     for seq in found.seqs:
