@@ -321,9 +321,10 @@ class Engine:
         features = None
         if targets:
             features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
-        halfway = Moment(self.target.device)
+        halfway = end = Moment(self.target.device)
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
+            end = Moment(self.target.device)
         for span in targets:
             span.seq.target_kv = span.stop
         for span in proposers:
@@ -333,7 +334,7 @@ class Engine:
         queued = PrefillStep(
             begun=start,
             halfway=halfway,
-            end=Moment(self.target.device),
+            end=end,
             seqs=list({span.seq for span in (*targets, *proposers)}),
             waiting=[seq for seq in run.scheduler.running if seq.first_token_at is None],
         )
