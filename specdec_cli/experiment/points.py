@@ -211,7 +211,7 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
 
 def _first_token_parts(sample: Sample) -> dict[str, float] | None:
     parts = sample.ttft_parts_ms
-    return None if parts is None else {name: _mean(each) for name, each in parts.items()}
+    return None if parts is None else {n: usual_mean(sample, each) for n, each in parts.items()}
 
 
 def _experts_read(done: Sequence[Sample]) -> float | None:
