@@ -202,10 +202,6 @@ def paged_attention_kernel(
         low += split * share
         high = tl.minimum(high, low + share)
 
-    # Tiles that every query of the tile sees whole need no mask: [low, whole).
-    whole = low
-    if WINDOW == 0:
-        whole += tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // BLOCK_N * BLOCK_N
     table = block_tables_ptr + sequence * table_stride
     keys = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
     values = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
@@ -215,27 +211,33 @@ def paged_attention_kernel(
         tl.zeros([BLOCK_M], tl.float32),
         tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
     )
-    for start in range(low, whole, BLOCK_N):
-        softmax = joined(
-            softmax,
-            query,
-            keys,
-            values,
-            table,
-            start,
-            limits,
-            scale,
-            softcap,
-            DK,
-            DV,
-            BLOCK_DK,
-            BLOCK_DV,
-            BLOCK_SIZE,
-            BLOCK_N,
-            WINDOW,
-            HAS_SOFTCAP,
-            False,
-        )
+    # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop would
+    # only take long to compile.
+    whole = low
+    if WINDOW == 0:
+        if query_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            whole += tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // BLOCK_N * BLOCK_N
+            for start in range(low, whole, BLOCK_N):
+                softmax = joined(
+                    softmax,
+                    query,
+                    keys,
+                    values,
+                    table,
+                    start,
+                    limits,
+                    scale,
+                    softcap,
+                    DK,
+                    DV,
+                    BLOCK_DK,
+                    BLOCK_DV,
+                    BLOCK_SIZE,
+                    BLOCK_N,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    False,
+                )
     for start in range(whole, high, BLOCK_N):
         softmax = joined(
             softmax,
