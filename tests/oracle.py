@@ -199,6 +199,9 @@ class RaggedRounds:
         self.seqs = list(seqs)
         self.seed = seed
 
+    def begin_after(self, time_s: float) -> None:
+        pass  # its times are not looked at
+
     def launch(self, k: int) -> None:
         parts, seqs, began = self.parts, self.seqs, time.perf_counter()
         proposer, device = parts.proposer, parts.target.device

@@ -16,6 +16,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+_is_ahead = False
+
+
+def is_ahead() -> bool:
+    """Whether code runs without launches now, to find out which kernels it needs."""
+    return _is_ahead
+
 
 def compile_ahead(run: Callable[[], object], device: torch.device) -> None:
     """Compile the kernels that `run` launches; does nothing where there is nothing to compile.
@@ -77,11 +84,12 @@ def _launches_that_compile(kernel: Any) -> Iterator[None]:
     def ask(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> Any:
         return launch(self, *args, warmup=True, **kwargs)
 
-    kernel.run = ask
+    global _is_ahead
+    kernel.run, _is_ahead = ask, True
     try:
         yield
     finally:
-        kernel.run = launch
+        kernel.run, _is_ahead = launch, False
 
 
 class _ZerosForEmpty(TorchFunctionMode):

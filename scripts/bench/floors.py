@@ -1,4 +1,5 @@
-"""Time below which a pass cannot go: every weight that it needs is read once.
+"""Time below which a pass cannot go: every weight that it needs is read once, and multiplied by
+every token.
 
 Of experts only those are read that the tokens of the pass choose. Engines count them where layers
 are fused. Elsewhere they are estimated as if each token chose uniformly; where routing is not
@@ -8,6 +9,7 @@ uniform, fewer are read than that.
 from typing import Any
 
 COPY_TB_PER_S = 4.3  # read + written, device to device, H200
+BF16_TFLOP_PER_S = 790  # of dense products, H200
 
 
 def distinct_experts(num_experts: int, num_chosen: int, tokens: int) -> float:
@@ -33,6 +35,20 @@ def bytes_read(module: Any, tokens: int, read: float | None = None) -> float:
         chosen = distinct_experts(count, chosen_of(module), tokens) if read is None else read
         total -= size * (1 - chosen / count)
     return float(total)
+
+
+def products(module: Any) -> float:
+    """Multiplications that a token passes in a forward pass, without embedding and head."""
+    ends = {id(module.get_input_embeddings().weight), id(module.get_output_embeddings().weight)}
+    total = 0.0
+    for name, parameter in module.named_parameters():
+        if parameter.dim() < 2 or id(parameter) in ends:
+            continue
+        is_expert = ".experts." in name
+        if is_expert and parameter.dim() < 3:  # a bias of each expert
+            continue
+        total += parameter.numel() * (chosen_of(module) / len(parameter) if is_expert else 1)
+    return total
 
 
 def chosen_of(module: Any) -> int:

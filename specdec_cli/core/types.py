@@ -61,6 +61,10 @@ class Sequence:
     round_share: float = 0.0  # likewise, of the number of engine rounds
     stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
     experts_share: float | None = None  # likewise, of the distinct experts that rounds read
+    queued_seconds: float = 0.0  # before it was first admitted
+    # Passes that it waited for before its first token, its own and others', by model.
+    target_prefill_seconds: float = 0.0
+    draft_prefill_seconds: float = 0.0
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
@@ -79,6 +83,23 @@ class Sequence:
         if self.first_token_at is None or self.admitted_at is None:
             return None
         return (self.first_token_at - self.admitted_at) * 1e3
+
+    @property
+    def ttft_parts_ms(self) -> dict[str, float] | None:
+        """The milliseconds from the request to the first token, by what they were spent on.
+
+        queue: until admission, the only part that `ttft_ms` leaves out. first_round: all that is
+        no prefill pass, also rounds of other sequences, if it waited for them.
+        """
+        if (ttft_ms := self.ttft_ms) is None:
+            return None
+        target, draft = self.target_prefill_seconds * 1e3, self.draft_prefill_seconds * 1e3
+        return {
+            "queue": self.queued_seconds * 1e3,
+            "target_prefill": target,
+            "draft_prefill": draft,
+            "first_round": max(0.0, ttft_ms - target - draft),
+        }
 
     @property
     def tpot_ms(self) -> float | None:

@@ -34,6 +34,7 @@ from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_co
 from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import Description, load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.prompt_passes import Captures, PromptGraphs
 
 _log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
@@ -209,6 +210,12 @@ def wire(
         model.cache.layers.clear()
     for held, model in zip(plan.held[first:], models.held[first:], strict=True):
         model.use(KVCache(held.layers, num_blocks, block_size, held.dtype, device))
+    prompts = None
+    if plan.captures_prompts:
+        prompts = _prompt_graphs(plan, num_blocks)
+        for model in models.held[first:]:
+            if isinstance(model, Captures):
+                model.capture_prompts(prompts)
     proposer: Proposer | None = None
     if plan.k:
         draft_len = plan.draft.max_len if plan.draft is not None else 0
@@ -229,7 +236,16 @@ def wire(
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,
+        prompts=prompts,
     )
+
+
+def _prompt_graphs(plan: Plan, num_blocks: int) -> PromptGraphs:
+    """Passes as large as the plan's prefill passes, over tables as wide as those of rounds."""
+    run, block_size = plan.recipe.run, plan.recipe.cache.block_size
+    num_tokens = min(run.prefill_chunk, run.batch_size * plan.max_model_len)
+    num_columns = min(-(-plan.max_model_len // block_size), num_blocks - 1)
+    return PromptGraphs(num_tokens, run.batch_size, num_columns, plan.device)
 
 
 def measured(plan: Plan, models: Models, need: CacheNeed) -> RankMemory:

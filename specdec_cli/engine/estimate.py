@@ -29,15 +29,17 @@ from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.attention import attach
-from specdec_cli.models.fused import bytes_held_twice, is_fusable
+from specdec_cli.models.fused import busy_width, bytes_held_twice, is_fusable
 from specdec_cli.models.fused_layer import ExpertSizes, Family, dense_mlp, family_of, has_experts
 from specdec_cli.models.loader import Description
+from specdec_cli.models.prompt_passes import WIDTHS, width_of
 from specdec_cli.models.rotary_tables import num_turns
 
 # cuBLAS' workspace for each stream on Hopper, and half-empty segments of small allocations.
 _PER_STREAM = 32 * 2**20 + 22 * 2**20
 # Memory of a captured round beside the tensors of its pool.
 _PER_GRAPH = 16 * 2**20
+_PER_PROMPT_GRAPH = 4 * 2**20
 # The CUDA context and kernels; with several ranks, NCCL's and symmetric buffers too.
 CONTEXT_BYTES = 768 * 2**20
 COMMUNICATION_BYTES = 832 * 2**20
@@ -57,6 +59,8 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     modules, method = [m for m in plan.modules if m in plan.held], _method_bytes(plan, need)
     each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in modules]
     each.append(method.in_prefill)
+    if plan.captures_prompts:
+        each.append(_prompt_graphs_bytes(plan, chunk, modules, method))
     # On CUDA one model's freed blocks are seldom of a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
@@ -70,6 +74,20 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     in_round = _passes_bytes(plan, need.batch_size) + method.in_round
     graphs = 2 * (in_round + _PER_STREAM) + len(slot_counts(need.batch_size)) * _PER_GRAPH
     return PassBytes(prefill, graphs + method.held)
+
+
+def _prompt_graphs_bytes(
+    plan: Plan, chunk: int, modules: list[Description], method: MethodBytes
+) -> int:
+    """Memory of captured prefill passes: their pool, inputs and results at fixed addresses, and the
+    graphs. They are measured with the passes."""
+    largest = width_of(chunk) or WIDTHS[-1]
+    fused = [m for m in modules if m.spec.role not in plan.compiled and is_fusable(m.module)]
+    found, count = method.in_prefill * largest // chunk, WIDTHS.index(largest) + 1
+    for model in fused:
+        width = min(largest, busy_width(model.module))
+        found += _prefill_bytes(model, False, width, is_cuda=True) + 2 * _hidden_bytes(model, width)
+    return found + _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
 
 
 def _prefill_tokens(plan: Plan, need: CacheNeed) -> int:

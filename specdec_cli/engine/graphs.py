@@ -175,6 +175,10 @@ class Rounds:
         mixtures = self.parts.target.mixtures
         return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
+    def begin_after(self, time_s: float) -> None:
+        """Count no time of rounds before `time_s` on the host's clock, when other work ended."""
+        self._read_at = max(self._read_at, time_s)
+
     def discard(self) -> None:
         """Wait for the rounds in flight to end, without reading them."""
         while self._flights:

@@ -20,10 +20,10 @@ from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, Rounds
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.metrics import Moment, RunClock, summarise
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.rounds import RoundCache
-from specdec_cli.engine.run import Emission, Request, Run, RunResult
+from specdec_cli.engine.run import Emission, PrefillStep, Request, Run, RunResult
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
 from specdec_cli.lengths.base import LengthPolicy
@@ -32,6 +32,7 @@ from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.prompt_passes import PromptGraphs
 
 
 class Engine:
@@ -40,7 +41,8 @@ class Engine:
     eos_ids: ids that end a sequence. max_model_len: most tokens a sequence may hold.
     prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
     runs_ahead: launch a round before the previous one has been read, for devices that run
-    asynchronously. parallel: the ranks that the target is split over. Engines may share a target
+    asynchronously. parallel: the ranks that the target is split over. prompts: what captures the
+    models' prefill passes; None where they run as they are. Engines may share a target
     and its cache if they run one at a time. hidden_layers: those that a shared target returns in
     this one's runs; None for a target of its own, which returns what it was told to.
     """
@@ -60,6 +62,7 @@ class Engine:
         is_captured: bool = False,
         runs_ahead: bool = False,
         parallel: TensorParallel = ALONE,
+        prompts: PromptGraphs | None = None,
     ) -> None:
         self.target = target
         self.hidden_layers: tuple[int, ...] | None = None
@@ -74,6 +77,7 @@ class Engine:
         self.is_captured = is_captured
         self.runs_ahead = runs_ahead
         self.parallel = parallel
+        self.prompts = prompts
         self.costs = RoundCosts(parallel)
         self._rounds = RoundCache(allocator, batch_size, is_captured, runs_ahead)
 
@@ -87,8 +91,10 @@ class Engine:
         return other
 
     def forget_rounds(self) -> None:
-        """Give up the captured rounds and the memory that they hold."""
+        """Give up the captured rounds and prefill passes, and the memory that they hold."""
         self._rounds.close()
+        if self.prompts is not None:
+            self.prompts.close()
 
     def run(
         self,
@@ -179,6 +185,7 @@ class Engine:
             RunClock(self.target.device),
             by_slots,
             by_slots[-1],
+            time.perf_counter(),
         )
         for request in requests:
             self._add(run, request)
@@ -210,7 +217,8 @@ class Engine:
         if self._must_settle(run):
             return self._collect(run)
         for seq in run.scheduler.admit():
-            seq.admitted_at = seq.admitted_at or started
+            if seq.admitted_at is None:
+                seq.admitted_at, seq.queued_seconds = started, started - run.started_at
         if not run.rounds.in_flight and any(missing := self._missing(run)):
             self._prefill(run, *missing, started)
             return []
@@ -222,6 +230,7 @@ class Engine:
             run.rounds.load(seqs, run.params.seed)
         is_first = not run.rounds.in_flight
         run.rounds.launch(self._next_k(run))
+        self._end_prefill(run)  # the host prepared the round meanwhile
         # The host stays one round behind a device that runs asynchronously.
         return [] if is_first and run.rounds.runs_ahead else self._collect(run)
 
@@ -305,25 +314,52 @@ class Engine:
         return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag
 
     def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
-        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock."""
+        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock.
+
+        On a device that runs asynchronously the host goes on at once, and prepares what follows.
+        """
         features = None
         if targets:
-            reads, counts = self._reads_hidden(run), [0] * len(targets)
-            features = self.target.forward(targets, counts, with_hidden=reads).hidden
+            features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
+        halfway = end = Moment(self.target.device)
         if proposers and self.proposer is not None:
             self.proposer.prefill(proposers, features)
+            end = Moment(self.target.device)
         for span in targets:
             span.seq.target_kv = span.stop
         for span in proposers:
             span.seq.draft_kv = span.stop
-        if self.target.device.type == "cuda":
-            # No round is running: this measures the pass itself, not the time to queue it.
-            torch.cuda.synchronize(self.target.device)
-        seconds = time.perf_counter() - start
+        run.clock.num_prefills += 1
+        run.clock.prefill_host_seconds += time.perf_counter() - start
+        queued = PrefillStep(
+            begun=start,
+            halfway=halfway,
+            end=end,
+            seqs=list({span.seq for span in (*targets, *proposers)}),
+            waiting=[seq for seq in run.scheduler.running if seq.first_token_at is None],
+        )
+        self._end_prefill(run)  # of the step before, which ran until now
+        run.prefill = queued
+        if not self.runs_ahead:
+            self._end_prefill(run)
+
+    def _end_prefill(self, run: Run) -> None:
+        """Wait for the prefill passes in flight, if any, and count their time."""
+        if (step := run.prefill) is None:
+            return
+        run.prefill = None
+        of_draft = step.halfway.seconds_until(step.end)
+        now = time.perf_counter()
+        seconds = now - max(step.begun, run.prefilled_at)
+        of_draft = min(of_draft, seconds)
+        run.prefilled_at = now
+        run.rounds.begin_after(now)
         run.clock.prefill_seconds += seconds
-        seqs = {span.seq for span in (*targets, *proposers)}
-        for seq in seqs:
-            seq.prefill_seconds += seconds / len(seqs)
+        for seq in step.seqs:
+            seq.prefill_seconds += seconds / len(step.seqs)
+        for seq in step.waiting:
+            seq.target_prefill_seconds += seconds - of_draft
+            seq.draft_prefill_seconds += of_draft
 
     def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
         """Append the decided tokens, move both cache lengths, finish or trim each sequence.

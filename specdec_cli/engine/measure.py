@@ -51,8 +51,15 @@ def measure_rank(
     def capture() -> None:
         engine.start(requests, plan.k, params)
 
+    # The largest captured prefill passes, which a full chunk may be too long for.
+    most = max(len(request.token_ids) for request in requests)
+    widths = [] if engine.prompts is None else engine.prompts.largest
+    captured = sorted({min(width, most - 1) for width in widths})
+
     def run() -> None:
         engine.run(requests, plan.k, params)
+        for length in captured:
+            engine.run([Request(0, (0,) * (length + 1))], plan.k, params)
 
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)

@@ -4,6 +4,8 @@ The host counts. Stage times are stamped within rounds, on CUDA by the device's 
 with the round's verdict, which the host waits for anyway.
 """
 
+import time
+from collections.abc import Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,16 +16,38 @@ from specdec_cli.core.figures import STAGES, Acceptance, Metrics, Spread
 from specdec_cli.core.types import Sequence
 
 
+class Moment:
+    """The present, as the device sees it, which on CUDA runs behind the host."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._at = time.perf_counter()
+        self._event: torch.cuda.Event | None = None
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record(torch.cuda.current_stream(device))
+
+    def seconds_until(self, later: "Moment") -> float:
+        """Seconds from here to `later`, after waiting until the device has come to it."""
+        if self._event is None or later._event is None:
+            return later._at - self._at
+        later._event.synchronize()
+        return float(self._event.elapsed_time(later._event)) / 1e3
+
+
 @dataclass(slots=True)
 class RunClock:
     """Sums of one run's times: by stage on the device's clock, by round on the host's.
 
     distinct_experts: likewise a sum over rounds, of `Outcome.distinct_experts`; None without any.
+    prefill_host_seconds: those of `prefill_seconds` in which the host prepared and queued its
+    `num_prefills` steps; on a CPU, all of them.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     num_rounds: float = 0  # a fraction, if it is the share of some prompts in rounds
     prefill_seconds: float = 0.0
+    prefill_host_seconds: float = 0.0
+    num_prefills: int = 0
     decode_seconds: float = 0.0
     stage_ms: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     distinct_experts: float | None = None
@@ -70,7 +94,22 @@ def summarise(seqs: list[Sequence], clock: RunClock, k: int, batch_size: int) ->
         num_output_tokens=sum(s.num_new_tokens for s in done),
         ttft_ms=Spread.of([ms for s in done if (ms := s.ttft_ms) is not None]),
         tpot_ms=Spread.of([ms for s in done if (ms := s.tpot_ms) is not None]),
+        **mean_parts(s.ttft_parts_ms for s in done),
     )
+
+
+def mean_parts(parts: Iterable[dict[str, float] | None]) -> dict[str, dict[str, float]]:
+    """`Metrics.ttft_parts_ms`, by its name: means over prompts; nothing if one has none."""
+    found = list(parts)
+    known = [part for part in found if part is not None]
+    if not known or len(known) < len(found):
+        return {}
+    names = dict.fromkeys(name for part in known for name in part)
+    return {
+        "ttft_parts_ms": {
+            name: sum(part.get(name, 0.0) for part in known) / len(known) for name in names
+        }
+    }
 
 
 def metrics_of(

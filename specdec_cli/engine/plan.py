@@ -136,6 +136,11 @@ class Plan:
         return "as asked" if self.recipe.run.cuda_graphs == "off" else self._no_graphs_here
 
     @property
+    def captures_prompts(self) -> bool:
+        """Whether prefill passes are captured, of models that have a fused form: on one rank."""
+        return self.no_cuda_graphs is None and self.parallel.size == 1
+
+    @property
     def _no_graphs_here(self) -> str | None:
         """The reason why this device or these models rule out CUDA graphs, or None."""
         if self.device.type != "cuda":

@@ -7,7 +7,7 @@ from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.detokenize import StopFinder
 from specdec_cli.engine.graphs import Rounds
-from specdec_cli.engine.metrics import RunClock
+from specdec_cli.engine.metrics import Moment, RunClock
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.lengths.base import LastRounds
 
@@ -36,11 +36,27 @@ class Emission:
     num_accepted: int
 
 
+@dataclass(frozen=True, slots=True)
+class PrefillStep:
+    """Passes over a chunk of prompts that were queued and whose time is not known yet.
+
+    begun: when the step began, seconds on the host's clock. halfway, end: of the target's passes
+    and of all. seqs: those that took part. waiting: those without a first token.
+    """
+
+    begun: float
+    halfway: Moment
+    end: Moment
+    seqs: list[Sequence]
+    waiting: list[Sequence]
+
+
 @dataclass(slots=True)
 class Run:
     """The state of one pass over a list of prompts; `Engine.step` advances it.
 
     k: the longest proposal. by_slots: rounds by number of slots, rising. rounds: the ones in use.
+    prefill: passes in flight. prefilled_at: the end of those before, on the host's clock.
     """
 
     k: int
@@ -49,6 +65,9 @@ class Run:
     clock: RunClock
     by_slots: tuple[Rounds, ...]
     rounds: Rounds
+    started_at: float  # host clock, seconds
+    prefill: PrefillStep | None = None
+    prefilled_at: float = 0.0
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)

@@ -141,6 +141,7 @@ def sample_of(
     stages = dict.fromkeys(stage for run in runs for stage in run.stage_ms)
     experts = [s.distinct_experts for s in runs if s.distinct_experts is not None]
     are_counted = len(experts) == len(runs)
+    parts = [part for s in runs if (part := s.ttft_parts_ms) is not None]
     assert seq.finish_reason is not None
     return Sample(
         **asdict(key),
@@ -161,7 +162,11 @@ def sample_of(
         ttft_ms=[t for s in runs if (t := s.ttft_ms) is not None],
         tpot_ms=[t for s in runs if (t := s.tpot_ms) is not None],
         peak_memory_bytes=peak_memory_bytes,
-        **given(error=seq.error, distinct_experts=experts if are_counted else None),
+        **given(
+            error=seq.error,
+            distinct_experts=experts if are_counted else None,
+            ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
+        ),
     )
 
 

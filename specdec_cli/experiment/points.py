@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from specdec_cli.core.figures import STAGES, Metrics, Spread
-from specdec_cli.engine.metrics import RunClock, acceptance_of, metrics_of
+from specdec_cli.engine.metrics import RunClock, acceptance_of, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.break_even import break_even
@@ -205,7 +205,13 @@ def point_metrics(samples: Sequence[Sample], key: Key) -> Metrics:
         ttft_ms=Spread.of([usual_mean(s, s.ttft_ms) for s in done]),
         tpot_ms=Spread.of([usual_mean(s, s.tpot_ms) for s in done if s.tpot_ms]),
         peak_memory_bytes=max((s.peak_memory_bytes for s in done), default=None),
+        **mean_parts(map(_first_token_parts, done)),
     )
+
+
+def _first_token_parts(sample: Sample) -> dict[str, float] | None:
+    parts = sample.ttft_parts_ms
+    return None if parts is None else {n: usual_mean(sample, each) for n, each in parts.items()}
 
 
 def _experts_read(done: Sequence[Sample]) -> float | None:

@@ -50,8 +50,8 @@ class Sample(Record):
 
     target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Shares
     add up over prompts to the engine's time, rounds and stages. error: the reason a prompt could
-    not run, if `finish_reason` is "error". distinct_experts: as in `Metrics`, over the prompt's own
-    rounds, one a repeat; None where none are counted.
+    not run, if `finish_reason` is "error". ttft_parts_ms: a list by part. distinct_experts: as in
+    `Metrics`, over the prompt's own rounds, one a repeat; None where none are counted.
     """
 
     target_tp: Count | None = None
@@ -76,6 +76,7 @@ class Sample(Record):
     ttft_ms: list[Time]
     tpot_ms: list[Time]
     distinct_experts: list[Time] | None = None
+    ttft_parts_ms: dict[str, list[Time]] | None = None
     error: Name | None = None
     peak_memory_bytes: Count
 

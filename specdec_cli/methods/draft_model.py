@@ -37,7 +37,7 @@ class DraftModel:
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Fill the draft's cache with prompt tokens."""
         if self.model is not None:
-            self.model.forward(spans, [0] * len(spans))
+            self.model.prefill(spans)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """The first pass feeds the last two tokens, each further pass the token just drawn.

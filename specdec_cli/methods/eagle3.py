@@ -47,7 +47,7 @@ class Eagle3:
         """Write the rows of prompt tokens; the token after each is in the prompt too."""
         if self.head is not None:
             assert features is not None, "the target has to return hidden states"
-            self.head.forward(spans, features)
+            self.head.prefill(spans, features)
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """The first proposal needs no pass; a sequence of one token has nothing to go on."""

@@ -25,8 +25,16 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call, Recorder, attach
-from specdec_cli.models.fused_layer import FusedLayer, family_of, has_experts, matrices, merged
+from specdec_cli.models.fused_layer import (
+    FusedLayer,
+    family_of,
+    has_experts,
+    matrices,
+    merged,
+    numbers_multiplied,
+)
 from specdec_cli.models.partial_rotary import turn_whole_heads
+from specdec_cli.models.prompt_passes import width_busy_with
 from specdec_cli.models.rotary_tables import turned_features, turns_of
 from specdec_cli.models.split_products import SplitProducts
 
@@ -146,6 +154,14 @@ class FusedForward:
         elif count in layers:
             states[count] = ops.rms_norm(x.hidden, last.following_norm, last.eps)
         return torch.cat([states[layer] for layer in layers], dim=1)
+
+
+def busy_width(module: Any) -> int:
+    """Tokens from which on a pass keeps a GPU busier than the host; needs no weights."""
+    family, layers = family_of(module), module.model.layers
+    assert family is not None
+    numbers = sum(numbers_multiplied(layer, module.config, family) for layer in layers)
+    return width_busy_with(numbers / len(layers))
 
 
 def storages_of(held: list[Any]) -> dict[int, int]:

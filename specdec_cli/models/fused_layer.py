@@ -269,6 +269,16 @@ class FusedLayer:
         return torch.cat((query, key, value), dim=1)
 
 
+def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
+    """Numbers of a layer's weights that each token is multiplied by; needs no weights."""
+    found = sum(p.numel() for group in matrices(layer) for p in group)
+    if has_experts(layer):
+        count, chosen, _ = ExpertSizes.of(layer, config, family)
+        stacked = [p for p in layer.mlp.experts.parameters() if p.dim() == 3]
+        found += sum(p.numel() for p in stacked) * chosen // count
+    return found
+
+
 def _norm(norm: Any, family: Family) -> Tensor:
     """The factors that a norm multiplies by."""
     weight: Tensor = norm.weight.data

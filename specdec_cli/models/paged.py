@@ -9,9 +9,10 @@ from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.state import BatchState
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
-from specdec_cli.models.fused import FusedForward
+from specdec_cli.models.fused import FusedForward, busy_width
 from specdec_cli.models.hidden import HiddenStates, check_hidden_layers
 from specdec_cli.models.padded import PaddedBatches
+from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 
 class PassOutput(NamedTuple):
@@ -53,6 +54,7 @@ class PagedModel:
         self.fused = fused
         self.compiled: CompiledForward | None = None
         self._padded = PaddedBatches()
+        self._prompts: PromptPasses | None = None
         self._attention = PagedAttention(cache)
         attach(module, self._attention)
         self._states: HiddenStates | None = None
@@ -78,6 +80,13 @@ class PagedModel:
     def use(self, cache: KVCache) -> None:
         """Keep keys and values in `cache` from now on; graphs captured over another are void."""
         self.cache = self._attention.cache = cache
+        self._prompts = None
+
+    def capture_prompts(self, graphs: PromptGraphs) -> None:
+        """Let `prefill` run among `graphs` from now on, if the model has a fused form."""
+        if self.fused is not None:
+            most = busy_width(self.module)
+            self._prompts = graphs.of(self.prompt_pass, self.cache.block_size, most)
 
     @property
     def mixtures(self) -> FusedForward | None:
@@ -102,6 +111,27 @@ class PagedModel:
         """
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
+
+    @torch.inference_mode()
+    def prefill(self, spans: list[Span], *, with_hidden: bool = False) -> torch.Tensor | None:
+        """Feed `spans`; hidden states [T, L * H] if they are asked for, valid until the next call.
+
+        No row reaches the vocabulary head.
+        """
+        if self._prompts is None or not self._prompts.fits(spans):
+            return self.forward(spans, [0] * len(spans), with_hidden=with_hidden).hidden
+        layers = self.hidden_layers if with_hidden else ()
+        hidden = self._prompts(spans, layers).hidden
+        return None if hidden is None else hidden[: sum(span.length for span in spans)]
+
+    def prompt_pass(
+        self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None
+    ) -> Results:
+        """The body of `prefill`: the hidden states of `layers`, and logits if the batch has rows
+        for them."""
+        assert given is None
+        logits, hidden = self._run(batch, with_hidden=bool(layers))
+        return Results(logits if len(logits) else None, hidden)
 
     @torch.inference_mode()
     def forward_slots(

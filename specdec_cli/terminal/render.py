@@ -265,10 +265,26 @@ def summary_table(
     times = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages)
     table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
-        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", "ms (median)")
+        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", f"ms (median){_parts(metrics)}")
     for remark in remarks:
         table.add_row("note", "", remark)
     return table
+
+
+def _parts(metrics: Metrics) -> str:
+    """What the first token's time was spent on, in the mean."""
+    parts = metrics.ttft_parts_ms or {}
+    shown = [
+        f"{what} {parts[name]:.1f}"
+        for name, what in (
+            ("target_prefill", "target's prefill"),
+            ("draft_prefill", "draft's"),
+            ("first_round", "first round"),
+            ("queue", "queued before"),
+        )
+        if parts.get(name, 0.0) >= 0.05
+    ]
+    return f": {', '.join(shown)}" if shown else ""
 
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:

@@ -106,17 +106,13 @@ class FakeModel:
         self.prefill_sizes: list[int] = []
         self.fed: list[int] = []
 
-    def forward(
-        self, spans: list[Span], logits_per_span: list[int], *, with_hidden: bool = False
-    ) -> PassOutput:
+    def prefill(self, spans: list[Span], *, with_hidden: bool = False) -> None:
         """Feed spans; the cache must hold the sequence's tokens before each span."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
             table = span.seq.block_table
             assert self.cache.read(table, span.start) == span.seq.tokens[: span.start]
             self.cache.write(table, span.start, span.seq.tokens[span.start : span.stop])
-        assert not any(logits_per_span)
-        return PassOutput(torch.zeros(0, VOCAB), None)
 
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = False

@@ -274,14 +274,16 @@ def test_estimates_need_no_weights(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "olmo2"])
 def test_hidden_states_are_counted(family: str, tmp_path: Path) -> None:
-    """They count in a prefill chunk, and in a captured round with its warm-up."""
+    """They count in a prefill chunk and in a captured round with its warm-up; for fused layers also
+    in a captured prefill pass, as its results, and as a head's input."""
     recipe = pair(tmp_path, family, "llama")
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
     asking = replace(planned.target, hidden_layers=(0, 2, 2))
     asked = replace(planned, target=asking)
     need = CacheNeed(2, 100, planned.k, 8)
     without, found = estimate_passes(planned, need), estimate_passes(asked, need)
-    assert found.activation - without.activation == 2 * 99 * 3 * 64 * 2
+    captured = 3 * 256 if family == "llama" else 0  # 198 tokens are padded to 256
+    assert found.activation - without.activation == (2 * 99 + captured) * 3 * 64 * 2
     assert found.graphs - without.graphs == 2 * 2 * (planned.k + 1) * 3 * 64 * 2
 
 

@@ -269,3 +269,25 @@ def test_a_run_in_which_nothing_could_run() -> None:
     assert flat["num_rounds"] == 0 and flat["output_tokens_per_second"] == 0.0
     assert flat["ttft_ms"]["mean"] is None
     json.dumps(flat, allow_nan=False)
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_the_parts_of_a_first_token_add_up(runs_ahead: bool) -> None:
+    """Of two prompts with one slot, the second waits for the first, and not for its own passes.
+    Chunks are read at once, or while the next one or the first round is in flight."""
+    engine = fake_engine(sometimes, num_blocks=40, batch_size=1)
+    engine.prefill_chunk, engine.runs_ahead = 3, runs_ahead
+    requests = [Request(i, tuple(random_prompt(9, i))) for i in range(2)]
+    found = engine.run(requests, 2, SamplingParams(max_new_tokens=6))
+    for seq in found.seqs:
+        parts, ttft_ms = seq.ttft_parts_ms, seq.ttft_ms
+        assert parts is not None and ttft_ms is not None and min(parts.values()) >= 0
+        assert sum(parts.values()) - parts["queue"] == pytest.approx(ttft_ms)
+        assert parts["target_prefill"] + parts["draft_prefill"] == pytest.approx(
+            seq.prefill_seconds * 1e3
+        )
+    first_parts, second_parts = (seq.ttft_parts_ms or {} for seq in found.seqs)
+    assert second_parts["queue"] > first_parts["queue"] + first_parts["first_round"]
+    means = found.metrics.ttft_parts_ms
+    assert means is not None and means.keys() == first_parts.keys()
+    assert means["queue"] == pytest.approx((first_parts["queue"] + second_parts["queue"]) / 2)

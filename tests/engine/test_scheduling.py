@@ -215,7 +215,7 @@ def test_all_blocks_are_back_after_a_run_that_raises(
             fail()
 
     if where == "prefill":
-        monkeypatch.setattr(engine.target, "forward", fail)
+        monkeypatch.setattr(engine.target, "prefill", fail)
     elif where == "draft":
         monkeypatch.setattr(engine.proposer, "propose", fail)
     elif where == "score":

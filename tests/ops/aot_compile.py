@@ -46,7 +46,7 @@ def attention(
     block_m, block_n = paged_tiles(max_query_len, 4, dim * itemsize)
     sizes = {"DK": dim, "DV": dim, "BLOCK_DK": dim, "BLOCK_DV": dim, "BLOCK_SIZE": 16, "GROUP": 4}
     sizes |= {"BLOCK_M": block_m, "BLOCK_N": block_n, "SPLITS": splits}
-    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "sinks_ptr": None}
+    flags = {"WINDOW": 0, "HAS_SOFTCAP": False, "sinks_ptr": None, "PACKED": False}
     constants = {**sizes, **flags, **extra}
     return {name: value for name, value in constants.items() if value != PRESENT}
 
@@ -331,7 +331,7 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             ("decode", "*bf16", attention(1, splits=8), {"out_ptr": "*fp32"}),
             ("verify", "*bf16", attention(6, splits=8), {"out_ptr": "*fp32"}),
             ("prefill", "*bf16", attention(4096), {}),
-            ("prefill-D256", "*bf16", attention(4096, 256), {}),
+            ("prefill-D256", "*bf16", attention(4096, 256, PACKED=True), {}),
             ("fp32-D256", "*fp32", attention(4096, 256, 4), {}),
             (
                 "everything-fp64-scalars",

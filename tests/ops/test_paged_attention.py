@@ -75,6 +75,15 @@ def test_max_query_len_may_be_larger_than_any(device):
     assert_close("out", expected_of(problem), out, 1e-5)
 
 
+@pytest.mark.parametrize("lens", [(40, 1, 0, 17, 32), (1, 1, 1, 1, 90), (0, 0, 33, 0)], ids=str)
+def test_tiles_by_packed_token(lens, device):
+    """A pass that may be one long sequence holds several short ones, and rows without any."""
+    contexts = tuple(n + 30 if n else 0 for n in lens)
+    problem = make_problem(Shape(lens, contexts, padding=7), torch.float32, device)
+    wide = replace(problem, max_query_len=len(problem.query))
+    assert_close("out", expected_of(problem), paged_attention_triton(**vars(wide)), 1e-5)
+
+
 def test_query_may_be_a_transposed_view(device):
     problem = make_problem(Shape((2, 3), (20, 9)), torch.float32, device)
     view = problem.query.transpose(0, 1).contiguous().transpose(0, 1)

@@ -2,6 +2,7 @@ import pytest
 import torch
 from ops_helpers import DTYPES
 from specdec_kernels import ops
+from specdec_kernels.attention.cache import MANY
 from specdec_kernels.attention.cache_triton import write_kv_triton
 
 
@@ -44,3 +45,17 @@ def test_trash_slots_may_repeat(write, device):
     write(key, key, key_cache, value_cache, slots)
     assert torch.equal(value_cache[1, 2], key[1])
     assert any(torch.equal(key_cache[0, 1], key[t]) for t in (0, 2, 3))
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+def test_many_slots_in_a_row(gap):
+    """They are copied in one piece, unless one is left out."""
+    key = torch.randn(2, MANY, 16).transpose(0, 1)
+    key_cache, value_cache = torch.zeros(2, 12, 8, 2, 16)
+    slots = torch.arange(9, 9 + MANY)
+    slots[50:] += gap
+    ops.write_kv(key, key + 1, key_cache, value_cache, slots)
+    want = torch.zeros(96, 2, 16).index_copy_(0, slots, key)
+    assert torch.equal(key_cache.view(-1, 2, 16), want)
+    assert torch.equal(value_cache.view(-1, 2, 16)[slots], key + 1)
+    assert value_cache.count_nonzero() == key.numel()

@@ -4,7 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from scripts.bench.floors import bytes_read, chosen_of, distinct_experts, has_experts
+from scripts.bench.floors import (
+    bytes_read,
+    chosen_of,
+    distinct_experts,
+    has_experts,
+    products,
+)
 from tests.support import tiny_config
 
 
@@ -30,4 +36,11 @@ def test_bytes_that_are_read(family: str) -> None:
     assert bytes_read(module, 1) == pytest.approx(rest + experts / 2)  # 2 of 4 are chosen
     assert bytes_read(module, 10_000, read=3.0) == pytest.approx(rest + experts * 3 / 4)
     assert bytes_read(module, 10_000) == pytest.approx(rest + experts)
+    matrices = sum(
+        p.numel()
+        for name, p in module.named_parameters()
+        if name.endswith("proj.weight") or name.endswith("gate.weight")
+    )
+    if family in ("llama", "qwen3_moe"):
+        assert products(module) == pytest.approx(matrices + experts / 4 / 2)
     assert chosen_of(module) == (0 if family == "llama" else 2)

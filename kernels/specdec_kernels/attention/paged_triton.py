@@ -5,6 +5,9 @@ walks the context tile by tile through the block table with an online softmax (M
 Gimelshein, arXiv 1805.02867; FlashAttention-2, 2307.08691). Few queries make too few programs to
 fill a GPU, so the context is also split and the partial results are combined (Flash-Decoding). The
 number of splits is chosen from shapes alone: the lengths stay on the device.
+
+Tiles are numbered by sequence, each with as many as the longest may need, or by packed token where
+that makes fewer. Sequence b then has those from query_start[b] // TILE + b on, which are enough.
 """
 
 import torch
@@ -19,8 +22,100 @@ from specdec_kernels.gpu import shared_memory
 from specdec_kernels.launch_triton import INTERPRETED, launch_options
 
 
+@triton.jit
+def sequence_of(query_start_ptr, tile, num_sequences, TILE: tl.constexpr):
+    """The sequence that a tile belongs to, of tiles that are numbered by packed token."""
+    low = tile * 0
+    high = low + num_sequences - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tl.load(query_start_ptr + middle) // TILE + middle <= tile:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def joined(
+    softmax,  # maxima [M] in units of log2, sums [M], and weighted values [M, BLOCK_DV] so far
+    query,  # [M, BLOCK_DK]
+    keys,  # of one key head: pointer, and strides of blocks and of slots in them
+    values,  # likewise
+    table,  # pointer to the sequence's blocks
+    start,  # position of the first key
+    limits,  # the key positions' end, the number of older keys, and the queries' positions [M]
+    scale,
+    softcap,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,  # False if every query sees every key of the tile
+):
+    """Add a tile of keys and values to the softmax."""
+    row_max, row_sum, acc = softmax
+    high, num_old, query_position = limits
+    key_ptr, key_stride_b, key_stride_s = keys
+    value_ptr, value_stride_b, value_stride_s = values
+    dim_k = tl.arange(0, BLOCK_DK)
+    dim_v = tl.arange(0, BLOCK_DV)
+    position = start + tl.arange(0, BLOCK_N)
+    stored = position < high
+    if MASKED:
+        block = tl.load(table + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
+    else:
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
+    inside = position % BLOCK_SIZE
+    key_at = key_ptr + (block * key_stride_b + inside * key_stride_s)[None, :] + dim_k[:, None]
+    value_at = value_ptr + (block * value_stride_b + inside * value_stride_s)[:, None]
+    value_at += dim_v[None, :]
+    if MASKED:
+        key = tl.load(key_at, mask=stored[None, :] & (dim_k < DK)[:, None], other=0.0)
+        value = tl.load(value_at, mask=stored[:, None] & (dim_v < DV)[None, :], other=0.0)
+        # Padding among the queries counts as context, but its keys and values went elsewhere: what
+        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
+        value = tl.where((position < num_old)[:, None] | (value == value), value, 0.0)
+    else:
+        if DK == BLOCK_DK:
+            key = tl.load(key_at)
+        else:
+            key = tl.load(key_at, mask=(dim_k < DK)[:, None], other=0.0)
+        if DV == BLOCK_DV:
+            value = tl.load(value_at)
+        else:
+            value = tl.load(value_at, mask=(dim_v < DV)[None, :], other=0.0)
+    if INTERPRETED:
+        key = key.to(tl.float32)
+        value = value.to(tl.float32)
+
+    scores = tl.dot(query, key, input_precision="ieee")
+    if HAS_SOFTCAP:
+        # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
+        scores = softcap * (2 * tl.sigmoid(2 * (scores * scale) / softcap) - 1)
+        unit = tl.full([], LOG2E, tl.float32)
+    else:
+        unit = scale * LOG2E
+    if MASKED:
+        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
+        if WINDOW > 0:
+            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, axis=1) * unit)
+    base = finite(new_max)
+    weights = tl.exp2(scores * unit - base[:, None])
+    keep = tl.exp2(row_max - base)
+    row_sum = row_sum * keep + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * keep[:, None], input_precision="ieee")
+    return new_max, row_sum, acc
+
+
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_tiles", "table_stride"])
+@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
@@ -34,7 +129,8 @@ def paged_attention_kernel(
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
     scale,
     softcap,
-    num_tiles,
+    num_tiles,  # of each sequence; unless PACKED
+    num_sequences,
     num_heads,
     query_stride_t,
     query_stride_h,
@@ -56,10 +152,17 @@ def paged_attention_kernel(
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
-    sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
-    tile_start = (tl.program_id(0) % num_tiles) * TILE
+    if PACKED:
+        sequence = sequence_of(query_start_ptr, tl.program_id(0), num_sequences, TILE)
+        first_tile = tl.load(query_start_ptr + sequence) // TILE + sequence
+        tile_start = (tl.program_id(0) - first_tile) * TILE
+        sequence = sequence.to(tl.int64)
+    else:
+        sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
+        tile_start = (tl.program_id(0) % num_tiles) * TILE
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
@@ -99,56 +202,64 @@ def paged_attention_kernel(
         low += split * share
         high = tl.minimum(high, low + share)
 
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in range(low, high, BLOCK_N):
-        position = start + tl.arange(0, BLOCK_N)
-        stored = position < high
-        block = tl.load(
-            block_tables_ptr + sequence * table_stride + position // BLOCK_SIZE,
-            mask=stored,
-            other=0,
-        ).to(tl.int64)
-        inside = position % BLOCK_SIZE
-
-        key_at = block * key_stride_b + inside * key_stride_s + kv_head * key_stride_h
-        key = tl.load(
-            key_cache_ptr + key_at[None, :] + dim_k[:, None],
-            mask=stored[None, :] & (dim_k < DK)[:, None],
-            other=0.0,
+    table = block_tables_ptr + sequence * table_stride
+    keys = (key_cache_ptr + kv_head * key_stride_h, key_stride_b, key_stride_s)
+    values = (value_cache_ptr + kv_head * value_stride_h, value_stride_b, value_stride_s)
+    limits = (high, context - query_len, query_position)
+    softmax = (
+        tl.full([BLOCK_M], float("-inf"), tl.float32),
+        tl.zeros([BLOCK_M], tl.float32),
+        tl.zeros([BLOCK_M, BLOCK_DV], tl.float32),
+    )
+    # Keys that every query of the tile sees need no mask: [low, whole). In fp32 a second loop would
+    # only take long to compile.
+    whole = low
+    if WINDOW == 0:
+        if query_ptr.dtype.element_ty.primitive_bitwidth == 16:
+            whole += tl.maximum(tl.minimum(first_position + 1, high) - low, 0) // BLOCK_N * BLOCK_N
+            for start in range(low, whole, BLOCK_N):
+                softmax = joined(
+                    softmax,
+                    query,
+                    keys,
+                    values,
+                    table,
+                    start,
+                    limits,
+                    scale,
+                    softcap,
+                    DK,
+                    DV,
+                    BLOCK_DK,
+                    BLOCK_DV,
+                    BLOCK_SIZE,
+                    BLOCK_N,
+                    WINDOW,
+                    HAS_SOFTCAP,
+                    False,
+                )
+    for start in range(whole, high, BLOCK_N):
+        softmax = joined(
+            softmax,
+            query,
+            keys,
+            values,
+            table,
+            start,
+            limits,
+            scale,
+            softcap,
+            DK,
+            DV,
+            BLOCK_DK,
+            BLOCK_DV,
+            BLOCK_SIZE,
+            BLOCK_N,
+            WINDOW,
+            HAS_SOFTCAP,
+            True,
         )
-        value_at = block * value_stride_b + inside * value_stride_s + kv_head * value_stride_h
-        value = tl.load(
-            value_cache_ptr + value_at[:, None] + dim_v[None, :],
-            mask=stored[:, None] & (dim_v < DV)[None, :],
-            other=0.0,
-        )
-        # Padding among the queries counts as context, but its keys and values went elsewhere: what
-        # its places hold may be NaN, which a weight of 0 would not hide from the queries before.
-        is_old = (position < context - query_len)[:, None]
-        value = tl.where(is_old | (value == value), value, 0.0)
-        if INTERPRETED:
-            key = key.to(tl.float32)
-            value = value.to(tl.float32)
-
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh(x) = 2 sigmoid(2x) - 1, which neither overflows nor needs libdevice.
-            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
-        visible = stored[None, :] & (position[None, :] <= query_position[:, None])
-        if WINDOW > 0:
-            visible = visible & (position[None, :] > query_position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * LOG2E, float("-inf"))
-
-        new_max = tl.maximum(row_max, tl.max(scores, axis=1))
-        base = finite(new_max)
-        weights = tl.exp2(scores - base[:, None])
-        keep = tl.exp2(row_max - base)
-        row_sum = row_sum * keep + tl.sum(weights, axis=1)
-        acc = acc * keep[:, None]
-        acc += tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        row_max = new_max
+    row_max, row_sum, acc = softmax
 
     out_row = packed * num_heads + head
     if SPLITS > 1:
@@ -240,8 +351,10 @@ def paged_attention_triton(
     head_bytes = max(block_dk, block_dv) * query.element_size()
     room = shared_memory(query.device)
     block_m, block_n = paged_tiles(max_query_len, group, head_bytes, room)
-    num_tiles = triton.cdiv(max_query_len, block_m // group)
-    programs = num_sequences * num_tiles * kv_heads
+    tile = block_m // group
+    num_tiles = triton.cdiv(max_query_len, tile)
+    by_sequence, by_token = num_sequences * num_tiles, num_tokens // tile + num_sequences
+    programs = by_sequence * kv_heads
     if splits is None:
         splits = 1
         if max_query_len <= FEW_QUERIES:
@@ -256,12 +369,13 @@ def paged_attention_triton(
     else:
         out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
-    paged_attention_kernel[(num_sequences * num_tiles, kv_heads, splits)](
+    paged_attention_kernel[(min(by_sequence, by_token), kv_heads, splits)](
         *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
         *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
         num_tiles,
+        num_sequences,
         num_heads,
         *query.stride()[:2],
         *key_cache.stride()[:3],
@@ -278,6 +392,7 @@ def paged_attention_triton(
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,
+        PACKED=by_token < by_sequence,
         num_warps=8 if block_m * max(block_dk, block_dv) > 64 * 128 else 4,
         num_stages=3,
         **launch_options(),

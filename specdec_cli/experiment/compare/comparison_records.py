@@ -215,6 +215,12 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
                     stage: spent + sample.stage_ms.get(stage, [])
                     for stage, spent in known.stage_ms.items()
                 }
+                if known.ttft_parts_ms is not None:
+                    other = sample.ttft_parts_ms
+                    update["ttft_parts_ms"] = other and {
+                        part: spent + other.get(part, [])
+                        for part, spent in known.ttft_parts_ms.items()
+                    }
                 if known.distinct_experts and sample.distinct_experts:
                     update["distinct_experts"] = known.distinct_experts + sample.distinct_experts
                 elif known.distinct_experts:  # the other world did not count them

@@ -17,9 +17,11 @@ from specdec_cli.core.batch import (
     make_batch,
 )
 from specdec_cli.core.kv_cache import KVCache
+from specdec_cli.core.packed import last_blocks, last_rows
 from specdec_cli.core.state import BatchState
 from specdec_cli.models.eagle3.head import Eagle3Head
 from specdec_cli.models.padded import PaddedBatches
+from specdec_cli.models.prompt_passes import PromptGraphs, PromptPasses, Results
 
 
 class PagedHead:
@@ -47,8 +49,13 @@ class PagedHead:
     def use(self, cache: KVCache) -> None:
         """Keep keys and values in `cache` from now on; graphs captured over another are void."""
         self.cache = cache
+        self._prompts: PromptPasses | None = None
         shape = (cache.num_blocks, self.head.config.hidden_size)
         self.carry = torch.zeros(shape, dtype=self.head.dtype, device=cache.device)
+
+    def capture_prompts(self, graphs: PromptGraphs) -> None:
+        """Let `prefill` run among `graphs` from now on."""
+        self._prompts = graphs.of(self.prompt_pass, self.cache.block_size)
 
     @torch.inference_mode()
     def clear(self) -> None:
@@ -75,6 +82,26 @@ class PagedHead:
         blocks = torch.tensor([s.seq.block_table[(s.stop - 1) // size] for s in spans])
         self.carry[blocks.to(self.device)] = hidden[ends]
         return hidden
+
+    @torch.inference_mode()
+    def prefill(self, spans: list[Span], features: torch.Tensor) -> None:
+        """Write the rows of `spans`, as `forward` does."""
+        if self._prompts is None or not self._prompts.fits(spans):
+            self.forward(spans, features)
+        else:
+            self._prompts(spans, given=features, shift=1)
+
+    def prompt_pass(
+        self, batch: ForwardBatch, kind: None, features: torch.Tensor | None
+    ) -> Results:
+        """The body of `prefill`. The batch's ids are those of the tokens that follow."""
+        assert features is not None
+        hidden = self._run(batch, self.head.fuse(features)).hidden
+        # Block 0 takes what nobody reads, that of rows without a sequence.
+        self.carry.index_copy_(
+            0, last_blocks(batch, self.cache.block_size), hidden[last_rows(batch)]
+        )
+        return Results()
 
     @torch.inference_mode()
     def forward_slots(

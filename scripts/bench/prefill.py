@@ -1,0 +1,244 @@
+"""Times the first token of a recipe's models, by number of prompts and their tokens.
+
+Prompts are random ids, all of them queued at once. Prints one Markdown row per shape, medians over
+repeats: milliseconds from the request to the first token of every prompt (least to most), the part
+of it in prefill passes, the number of these passes, the host's milliseconds for each, the floor of
+the passes and the ratio to it. What is left is the first round, whose scoring pass feeds each
+prompt's last token. With k = 0 only the target is fed, else the draft or the head as well. With
+--uncaptured a row follows each in which no pass is a CUDA graph.
+
+The floor counts matrix products alone: of each model, the longer one of reading all weights once at
+the bandwidth of a device copy, and of multiplying each token by each matrix. A CPU has none of
+these rates. There transformers' own prefill of the target is timed beside it: one pass over the
+same ids, logits of the last token, random weights of the same shapes.
+
+    python scripts/bench/prefill.py bench-8b-1b-dummy --shapes 1x128,1x512,8x512
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from floors import BF16_TFLOP_PER_S, COPY_TB_PER_S, bytes_read, products
+from transformers import AutoModelForCausalLM
+
+from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.build import build
+from specdec_cli.engine.loop import Engine
+from specdec_cli.engine.plan import Plan, plan
+from specdec_cli.engine.run import Request
+from specdec_cli.models.loader import Description
+from specdec_cli.recipe import load_recipe
+
+Shape = tuple[int, int]
+SHAPES = "1x128,1x512,1x2048,1x7900,8x128,8x512,8x2048"
+
+
+def shapes(text: str) -> list[Shape]:
+    pairs = [part.split("x") for part in text.split(",")]
+    return [(int(prompts), int(tokens)) for prompts, tokens in pairs]
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
+    parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help="PROMPTSxTOKENS,...")
+    parser.add_argument("--k", type=numbers, default=[0], help="proposals of the first round")
+    parser.add_argument("--uncaptured", action="store_true")
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument(
+        "--profile", type=Path, help="write tables of time by kernel to this folder"
+    )
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds of one repeat. host: of each prefill pass."""
+
+    first_token: float
+    prefill: float
+    passes: int
+    host: float
+
+
+def requests(shape: Shape, vocab: int, repeat: int) -> list[Request]:
+    generator = torch.Generator().manual_seed(repeat)
+    ids = torch.randint(10, vocab - 10, shape, generator=generator).tolist()
+    return [Request(i, tuple(row)) for i, row in enumerate(ids)]
+
+
+def first_tokens(engine: Engine, work: list[Request], k: int, params: SamplingParams) -> Timing:
+    """Run prompts that fit into one batch until each has a token."""
+    started = time.perf_counter()
+    run = engine.start(work, k, params)
+    while any(seq.first_token_at is None for seq in run.seqs):
+        engine.step(run)
+    first = max(seq.first_token_at or 0.0 for seq in run.seqs) - started
+    run.rounds.discard()
+    run.scheduler.release_all()
+    clock = run.clock
+    return Timing(
+        first * 1e3,
+        clock.prefill_seconds * 1e3,
+        clock.num_prefills,
+        clock.prefill_host_seconds * 1e3 / max(1, clock.num_prefills),
+    )
+
+
+def floor_ms(planned: Plan, shape: Shape, k: int) -> float:
+    """The floor of a shape's prefill passes; pass by pass it would be higher for short ones."""
+    tokens = shape[0] * shape[1]
+    rate, bandwidth = BF16_TFLOP_PER_S * 1e9, COPY_TB_PER_S * 1e9
+    total = 0.0
+    for held in planned.models[: 2 if k else 1]:
+        if isinstance(held, Description):
+            read, multiplied = bytes_read(held.module, tokens), products(held.module)
+        else:  # a head without a pass through its matrix of logits
+            head = held.config
+            logits = head.draft_vocab_size * head.hidden_size
+            read = held.weight_bytes - logits * held.dtype.itemsize
+            multiplied = read / held.dtype.itemsize
+        total += max(read / bandwidth, 2 * multiplied * tokens / rate)
+    return total
+
+
+def profile(once: Callable[[], Timing]) -> str:
+    """A table of one run to the first token: time by kernel."""
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as found:
+        timing = once()
+    on_device = torch.cuda.is_available()
+
+    def spent(event: Any) -> float:
+        return float(event.self_device_time_total if on_device else event.self_cpu_time_total)
+
+    rows = sorted((e for e in found.key_averages() if spent(e) > 0), key=lambda e: -spent(e))
+    total = sum(map(spent, rows)) / 1e3
+    lines = [
+        f"first token {timing.first_token:.2f} ms, prefill {timing.prefill:.2f} ms in "
+        f"{timing.passes} passes, while profiled; kernels {total:.2f} ms, first round included"
+    ]
+    lines += [f"{spent(e):10.1f} us {e.count:6d} x  {e.key[:100]}" for e in rows[:45]]
+    return "\n".join(lines) + "\n"
+
+
+def reference(planned: Plan) -> Callable[[list[Request]], float]:
+    """transformers' prefill of the target's shapes: milliseconds of one pass over the prompts."""
+    target = planned.target
+    module = AutoModelForCausalLM.from_config(target.module.config, dtype=target.dtype).eval()
+    module.set_attn_implementation("sdpa")
+
+    def once(work: list[Request]) -> float:
+        ids = torch.tensor([request.token_ids for request in work])
+        started = time.perf_counter()
+        with torch.inference_mode():
+            module(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+        return (time.perf_counter() - started) * 1e3
+
+    return once
+
+
+def spread(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f} ({min(values):.2f} – {max(values):.2f})"
+
+
+@dataclass(frozen=True)
+class Bench:
+    """An engine, and what is measured of it. theirs: transformers' prefill, on a CPU."""
+
+    planned: Plan
+    built: Engine
+    theirs: Callable[[list[Request]], float] | None
+    args: argparse.Namespace
+
+    def row(self, shape: Shape, k: int, is_captured: bool = True) -> dict[str, Any]:
+        """Measure and print one row."""
+        engine, repeats = self.built.with_batch_size(shape[0]), self.args.repeats
+        params = replace(self.planned.params, max_new_tokens=k + 1, ignore_eos=True)
+        graphs, most = engine.prompts, 0
+        if graphs is not None and not is_captured:
+            most, graphs.num_tokens = graphs.num_tokens, 0
+        found, others, begun = list[Timing](), list[float](), 0.0
+        for repeat in range(2 + repeats):
+            work = requests(shape, engine.target.vocab_size, repeat)
+            timing = first_tokens(engine, work, k, params)
+            begun = begun or timing.first_token
+            if repeat >= 2:
+                found.append(timing)
+                others += [self.theirs(work)] if self.theirs else []
+        first = [timing.first_token for timing in found]
+        floor = statistics.median(others) if others else floor_ms(self.planned, shape, k)
+        name = f"{shape[0]} x {shape[1]}{'' if is_captured else ', uncaptured'}"
+        print(
+            f"| {name} | {k} | {spread(first)} "
+            f"| {statistics.median(t.prefill for t in found):.2f} | {found[0].passes} "
+            f"| {statistics.median(t.host for t in found):.3f} "
+            f"| {spread(others) if others else f'{floor:.2f}'} "
+            f"| {statistics.median(first) / floor:.2f} |"
+            f" (the first run {begun:.0f} ms; {memory()})",
+            flush=True,
+        )
+        if self.args.profile and is_captured:
+            self.args.profile.mkdir(parents=True, exist_ok=True)
+            table = profile(lambda: first_tokens(engine, work, k, params))
+            (self.args.profile / f"{shape[0]}x{shape[1]}-k{k}.txt").write_text(table)
+        if graphs is not None and not is_captured:
+            graphs.num_tokens = most
+        runs = [vars(timing) for timing in found]
+        row = {"prompts": shape[0], "tokens": shape[1], "k": k, "is_captured": is_captured}
+        return row | {"runs": runs, "transformers_ms": others}
+
+
+def memory() -> str:
+    """The device's memory in use."""
+    if not torch.cuda.is_available():
+        return "on a CPU"
+    free, total = torch.cuda.mem_get_info()
+    return f"{(total - free) / 2**30:.2f} GiB in use"
+
+
+def main() -> None:
+    args = arguments()
+    sets = dict(pair.split("=", 1) for pair in args.set)
+    sets |= {"run.batch_size": str(max(prompts for prompts, _ in args.shapes))}
+    if max(args.k):
+        sets["speculation.num_speculative_tokens"] = str(max(args.k))
+    recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
+    planned = plan(recipe)
+    started = time.perf_counter()
+    built = build(planned, max(tokens for _, tokens in args.shapes))
+    seconds = time.perf_counter() - started
+    print(f"built in {seconds:.1f} s; {planned.execution}; {memory()}", flush=True)
+    is_cuda = planned.device.type == "cuda"
+    bench = Bench(planned, built, None if is_cuda else reference(planned), args)
+    columns = "| prompts x tokens | k | first token ms | prefill ms | passes | host ms a pass "
+    columns += "| floor ms | x floor |" if is_cuda else "| transformers ms | x transformers |"
+    print(columns)
+    print("|" + "---|" * columns.count(" |"))
+    rows = []
+    for k in args.k:
+        for shape in args.shapes:
+            rows.append(bench.row(shape, k))
+            if args.uncaptured:
+                rows.append(bench.row(shape, k, is_captured=False))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=1))
+
+
+main()

@@ -1,0 +1,132 @@
+"""The inputs of padded passes over packed tokens, at addresses that stay, so that graphs hold them.
+
+A pass has a width: its tokens are packed at the front, and padding follows. Padding belongs to no
+sequence, its keys go to the trash block, and its outputs mean nothing. The host writes everything
+into one piece of pinned memory, which one copy brings. Knows nothing of models.
+Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
+"""
+
+import numpy as np
+import torch
+from specdec_kernels import ops
+
+from specdec_cli.core.batch import ForwardBatch, Span
+
+
+class PackedInputs:
+    """Inputs of passes over up to T tokens of up to B sequences.
+
+    token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for
+    rows without a sequence. block_tables: int32 [B, MB]; entries past a sequence's blocks mean
+    nothing.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        num_columns: int,
+        block_size: int,
+        device: torch.device,
+    ) -> None:
+        self.num_tokens, self.num_sequences = num_tokens, num_sequences
+        self.block_size = block_size
+        shape = (num_sequences, num_columns)
+        self.block_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+        words = sum(_lengths(num_tokens, num_sequences)) + num_sequences * num_columns
+        self._sent = torch.zeros(words, dtype=torch.int32, device=device)
+        self._on_host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.token_ids, self.positions, self.query_start, self.context_lens, _ = _parts(
+            self._sent, num_tokens, num_sequences
+        )
+        self._written = [p.numpy() for p in _parts(self._on_host, num_tokens, num_sequences)]
+        self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
+        self._copied: torch.cuda.Event | None = None
+
+    def fill(self, spans: list[Span], width: int, shift: int = 0) -> None:
+        """Enter `spans`, at most `width` tokens, without waiting for the device.
+
+        shift: feed the tokens that many places further on, at the spans' own positions.
+        """
+        if self._copied is not None:  # else the copy of an earlier pass may still be reading
+            self._copied.synchronize()
+        tokens, positions, starts, contexts, tables = self._written
+        at = 0
+        for row, span in enumerate(spans):
+            end = at + span.length
+            tokens[at:end] = span.seq.tokens[span.start + shift : span.stop + shift]
+            positions[at:end] = np.arange(span.start, span.stop)
+            contexts[row] = span.stop
+            starts[row + 1] = at = end
+        assert at <= width <= self.num_tokens and len(spans) <= self.num_sequences
+        tokens[at:width] = positions[at:width] = 0
+        starts[len(spans) + 1 :] = at
+        contexts[len(spans) :] = 0
+        widest = max(-(-span.stop // self.block_size) for span in spans)
+        entries = tables[: len(spans) * widest].reshape(len(spans), widest)
+        for row, span in enumerate(spans):
+            blocks = span.seq.block_table[:widest]
+            entries[row, : len(blocks)] = blocks
+            entries[row, len(blocks) :] = 0
+        used = len(self._sent) - len(tables) + entries.size
+        self._sent[:used].copy_(self._on_host[:used], non_blocking=True)
+        sent = self._sent[used - entries.size : used].view(len(spans), widest)
+        self.block_tables[: len(spans), :widest].copy_(sent)
+        if self._sent.is_cuda:
+            self._copied = self._copied or torch.cuda.Event()
+            self._copied.record()
+
+    def batch(self, width: int, with_logits: bool) -> ForwardBatch:
+        """The pass over the first `width` tokens. It reads nothing on the host.
+
+        with_logits: of each sequence's last token, [B] rows; otherwise of none.
+        """
+        positions = self.positions[:width]
+        tables = self.block_tables
+        limit = tables.shape[1] * self.block_size
+        batch = ForwardBatch(
+            token_ids=self.token_ids[:width],
+            positions=positions,
+            slots=ops.slot_mapping(
+                tables, self.query_start, positions, None, self.block_size, limit
+            ),
+            query_start=self.query_start,
+            context_lens=self.context_lens,
+            block_tables=tables,
+            max_query_len=width,
+            logit_rows=self._no_rows,
+            plan=None,
+        )
+        if with_logits:
+            batch.logit_rows = last_rows(batch)
+        return batch
+
+
+def last_rows(batch: ForwardBatch) -> torch.Tensor:
+    """The row of each sequence's last token, int64 [B]; any row where there is no sequence."""
+    return (batch.query_start[1:] - 1).clamp_(min=0).long()
+
+
+def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
+    """The block of each sequence's last token, int64 [B]; the trash block where none is."""
+    column = (batch.context_lens - 1).clamp_(min=0) // block_size
+    blocks = batch.block_tables.gather(1, column.long()[:, None])[:, 0]
+    return (blocks * (batch.context_lens > 0)).long()
+
+
+def _lengths(num_tokens: int, num_sequences: int) -> list[int]:
+    """Words of the token ids, the positions, where queries start, and the contexts.
+
+    Each begins at a multiple of 16 bytes: Triton compiles a kernel again for an address that it
+    knows less of.
+    """
+    words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences
+    return [-(-count // 4) * 4 for count in words]
+
+
+def _parts(words: torch.Tensor, num_tokens: int, num_sequences: int) -> tuple[torch.Tensor, ...]:
+    """Views of the words: token ids, positions, where queries start, contexts, and the tables."""
+    lengths = _lengths(num_tokens, num_sequences)
+    ids, positions, starts, contexts, tables = words.split([*lengths, len(words) - sum(lengths)])
+    ids, positions = (part.view(torch.int64)[:num_tokens] for part in (ids, positions))
+    return ids, positions, starts[: num_sequences + 1], contexts[:num_sequences], tables

@@ -1,0 +1,207 @@
+"""Passes over prompts, padded to one of a few widths, which CUDA captures as graphs.
+
+A short pass takes the device less time than the host needs to queue its kernels one by one. Each
+width is run as it is when it is first needed, then captured, and replayed from then on. Longer
+passes keep the device busy anyway. A pass reads inputs and leaves results at addresses that stay,
+and nothing else, so graphs of several models can share memory.
+Legend: W a pass's width, B most sequences.
+"""
+
+import gc
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+from specdec_kernels.compile_ahead import is_ahead
+from torch import Tensor
+
+from specdec_cli.core.batch import ForwardBatch, Span
+from specdec_cli.core.packed import PackedInputs
+
+WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
+
+
+def width_of(num_tokens: int) -> int | None:
+    """The width of passes over so many tokens; None for passes that are run as they are."""
+    return next((width for width in WIDTHS if width >= num_tokens), None)
+
+
+# Multiplications by a layer's weights that a GPU does while the host queues the layer's kernels:
+# 0.4 to 0.9 ms by host, at 350 of them a picosecond on an H200.
+_WHILE_QUEUED = 2.5e11
+
+
+def width_busy_with(numbers: float) -> int:
+    """Tokens from which on passes through layers of so many numbers gain nothing from a graph. They
+    would only compute their padding."""
+    return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
+
+
+class Results(NamedTuple):
+    """logits: [B, V] of each sequence's last token. hidden: [W, F]. None for what is not wanted."""
+
+    logits: Tensor | None = None
+    hidden: Tensor | None = None
+
+
+# A pass over a batch. `kind` says what is wanted. `given`: [W, ...], rows of further input, or
+# None. It reads nothing on the host.
+Body = Callable[[ForwardBatch, Any, Tensor | None], Results]
+
+
+class PromptGraphs:
+    """The passes over prompts of an engine's models, and the memory that their graphs share.
+
+    num_tokens: most of one pass; longer ones run as they are, and all of them if it is set to 0.
+    num_columns: of block tables. is_captured: False runs padded passes without graphs, as tests do.
+    Of engines that share a target the first has its passes.
+    """
+
+    def __init__(
+        self,
+        num_tokens: int,
+        num_sequences: int,
+        num_columns: int,
+        device: torch.device,
+        is_captured: bool = True,
+    ) -> None:
+        self.num_tokens = width_of(num_tokens) or WIDTHS[-1]
+        self.num_sequences = num_sequences
+        self.num_columns = num_columns
+        self.device = device
+        self._is_captured = is_captured
+        self._passes: list[PromptPasses] = []
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def of(self, body: Body, block_size: int, most: int = WIDTHS[-1]) -> "PromptPasses":
+        """The passes of one model, over a cache of blocks of this size. most: tokens of one."""
+        sizes = min(most, self.num_tokens), self.num_sequences, self.num_columns
+        self._passes.append(PromptPasses(self, body, PackedInputs(*sizes, block_size, self.device)))
+        return self._passes[-1]
+
+    @property
+    def largest(self) -> list[int]:
+        """Tokens of the largest captured pass of each model, rising."""
+        return sorted({passes.inputs.num_tokens for passes in self._passes})
+
+    def capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph | None:
+        """`run` as a graph. It has been run before, which compiled its kernels."""
+        if not self._is_captured or is_ahead():  # without launches a graph would be empty
+            return None
+        if self._stream is None:  # one for all: the workspace of matrix products is a stream's
+            self._stream = torch.cuda.Stream(self.device)
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize(self.device)
+        # Unlike `torch.cuda.graph` without collecting garbage, which takes longer than the capture,
+        # and without giving back memory that the next pass needs again.
+        with torch.cuda.stream(self._stream), _garbage_stays():
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
+
+    def close(self) -> None:
+        """Give up the graphs and the memory that they hold; later passes are captured again."""
+        for passes in self._passes:
+            passes.close()
+        self._pool = self._stream = None
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Collect no garbage: what it frees, such as another graph, could end a capture."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+@runtime_checkable
+class Captures(Protocol):
+    """A model whose passes over prompts can be captured."""
+
+    def capture_prompts(self, graphs: PromptGraphs) -> None: ...
+
+
+class PromptPasses:
+    """The passes over prompts of one model; made by `PromptGraphs.of`."""
+
+    def __init__(self, graphs: PromptGraphs, body: Body, inputs: PackedInputs) -> None:
+        self.inputs = inputs
+        self._graphs = graphs
+        self._body = body
+        self._given: Tensor | None = None
+        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
+
+    def fits(self, spans: list[Span]) -> bool:
+        """Whether a pass over `spans` is short enough."""
+        count = sum(span.length for span in spans)
+        most = min(self._graphs.num_tokens, self.inputs.num_tokens)
+        return count <= most and len(spans) <= self.inputs.num_sequences
+
+    @torch.inference_mode()
+    def __call__(
+        self,
+        spans: list[Span],
+        kind: Hashable = None,
+        *,
+        given: Tensor | None = None,
+        shift: int = 0,
+        with_logits: bool = False,
+    ) -> Results:
+        """A pass over `spans`. Its results are valid until the next one; rows past those of the
+        spans mean nothing.
+
+        kind: handed to the body. given: [T, ...] further input of each token. shift: as in
+        `PackedInputs.fill`.
+        """
+        count = sum(span.length for span in spans)
+        width = width_of(count)
+        assert width is not None
+        self.inputs.fill(spans, width, shift)
+        if given is not None:
+            if self._given is None:
+                self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
+            self._given[:count].copy_(given)
+        key = (width, kind, with_logits)
+        if (made := self._captured.get(key)) is not None:
+            graph, results = made
+            graph.replay()
+            return results
+
+        def run() -> Results:
+            rows = None if self._given is None else self._given[:width]
+            found = self._body(self.inputs.batch(width, with_logits), kind, rows)
+            return Results(self._keep("logits", found.logits), self._keep("hidden", found.hidden))
+
+        results = run()
+        if (captured := self._graphs.capture(run)) is not None:
+            self._captured[key] = captured, results
+        return results
+
+    def _keep(self, name: str, result: Tensor | None) -> Tensor | None:
+        """A copy of `result` in memory that no graph's pass uses for anything else."""
+        if result is None:
+            return None
+        rows, features = result.shape
+        if (name, features) not in self._kept:
+            most = self.inputs.num_sequences if name == "logits" else self.inputs.num_tokens
+            self._kept[name, features] = result.new_zeros(most, features)
+        return self._kept[name, features][:rows].copy_(result)
+
+    def close(self) -> None:
+        """Give up the graphs, and the results."""
+        for graph, _ in self._captured.values():
+            graph.reset()
+        self._captured.clear()
+        self._kept.clear()
+        self._given = None

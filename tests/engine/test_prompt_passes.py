@@ -1,0 +1,136 @@
+"""Padded passes over prompts, the code that CUDA captures, against passes without padding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from specdec_cli.core.batch import Span
+from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.run import Request
+from specdec_cli.models.prompt_passes import WIDTHS, PromptGraphs, width_busy_with, width_of
+from tests.eagle3 import Head, save_head
+from tests.engine.test_eagle3 import FakeTarget, paged_head
+from tests.engine.test_families import BLOCK, STATES, TOLERANCE
+from tests.engine.test_fused import FUSED
+from tests.support import CPU, VOCAB, make_engine, paged_model, save_tiny
+
+# Norms of heads; windows and a softcap; sinks; experts; shared experts.
+CASES = ("llama", "qwen3", "gemma3-capped", "gpt_oss", "qwen3_moe", "glm4_moe")
+# Prompts of several lengths; then chunks with a cached prefix beside a new prompt, out of order.
+PASSES = (
+    [(0, 0, 18), (1, 0, 5), (2, 0, 20)],
+    [(2, 20, 33), (3, 0, 1), (0, 18, 19)],
+    [(3, 1, 17)],
+)
+
+
+def sequences() -> list[Sequence]:
+    generator = torch.Generator().manual_seed(5)
+    allocator = BlockAllocator(60, BLOCK)
+    found = [
+        Sequence(i, torch.randint(3, VOCAB, (n,), generator=generator).tolist(), n, 99)
+        for i, n in enumerate((20, 7, 40, 18))
+    ]
+    for size in range(1, 41, 5):  # interleaved growth shuffles the block tables
+        for seq in found:
+            allocator.extend(seq.block_table, min(size, len(seq.tokens)))
+    return found
+
+
+def spans(seqs: list[Sequence], chunks: list[tuple[int, int, int]]) -> list[Span]:
+    return [Span(seqs[i], start, stop) for i, start, stop in chunks]
+
+
+def graphs(device: torch.device = CPU) -> PromptGraphs:
+    """Passes over up to 64 tokens of 5 sequences; on a CPU they are not captured."""
+    return PromptGraphs(60, 5, 12, device, is_captured=device.type == "cuda")
+
+
+def assert_same_caches(got: KVCache, want: KVCache) -> None:
+    """Of every block but the first; what was never written holds NaN in both."""
+    for ours, theirs in zip(got.layers, want.layers, strict=True):
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(
+                mine[1:], other[1:], atol=TOLERANCE, rtol=TOLERANCE, equal_nan=True
+            )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_changes_nothing(case: str, device: torch.device, tmp_path: Path) -> None:
+    family, changes = FUSED[case]
+    folder = save_tiny(tmp_path, family, **changes)
+    plain, padded = (
+        paged_model(folder, 60, BLOCK, device, fused=True, hidden_layers=STATES) for _ in range(2)
+    )
+    # Padding is written to the trash block, and must not read what is there.
+    passes, seqs = graphs(device).of(padded.prompt_pass, BLOCK), sequences()
+    for _ in range(3 if device.type == "cuda" else 1):  # as they are, then replayed
+        for chunks in PASSES:
+            fed = spans(seqs, chunks)
+            want = plain.forward(fed, [1] * len(fed))
+            got = passes(fed, STATES, with_logits=True)
+            assert want.hidden is not None and got.hidden is not None and got.logits is not None
+            count = sum(span.length for span in fed)
+            assert len(got.hidden) == width_of(count) > count - 1
+            scale = want.hidden.abs().max().clamp(min=1.0)
+            torch.testing.assert_close(
+                got.hidden[:count] / scale, want.hidden / scale, atol=TOLERANCE, rtol=0
+            )
+            torch.testing.assert_close(
+                got.logits[: len(fed)], want.logits, atol=TOLERANCE, rtol=TOLERANCE
+            )
+            assert_same_caches(padded.cache, plain.cache)
+
+
+@pytest.mark.parametrize("settings", [{}, {"norm_before_fc": True, "layers": 2, "window": 5}])
+def test_rows_of_a_head(settings: dict[str, int], device: torch.device, tmp_path: Path) -> None:
+    head = Head(**settings)  # type: ignore[arg-type]
+    save_head(tmp_path, head, "speculators")
+    plain, padded = (paged_head(tmp_path, device=device) for _ in range(2))
+    padded.capture_prompts(graphs(device))
+    target, seqs = FakeTarget(head), sequences()
+    for _ in range(3 if device.type == "cuda" else 1):
+        for chunks in PASSES:
+            fed = spans(seqs, chunks)
+            parts = [target.features(s.seq.tokens[: s.stop])[s.start :] for s in fed]
+            features = torch.cat(parts).to(device)
+            plain.prefill(fed, features)
+            padded.prefill(fed, features)
+            assert_same_caches(padded.cache, plain.cache)
+            torch.testing.assert_close(padded.carry[1:], plain.carry[1:], atol=1e-5, rtol=1e-5)
+
+
+def test_widths() -> None:
+    assert [width_of(n) for n in (1, 16, 17, 129, 2048)] == [16, 16, 32, 256, 2048]
+    assert width_of(2049) is None
+    # An 8B's layer, one of a 1B's, one of a 70B's, and a tiny one.
+    assert [width_busy_with(n) for n in (218e6, 61e6, 856e6, 4e4)] == [1024, 2048, 256, 2048]
+    assert all(width % 16 == 0 for width in WIDTHS), "kernels are compiled again for others"
+
+
+@pytest.mark.parametrize("num_sequences", [3, 2])
+def test_engines_write_the_same(num_sequences: int, device: torch.device, tmp_path: Path) -> None:
+    """Prompts in chunks, which join while others decode; passes over more sequences than there is
+    room for are left as they are."""
+    target = save_tiny(tmp_path / "target", "llama")
+    draft = save_tiny(tmp_path / "draft", "qwen3", seed=1)
+    prompts = [seq.tokens for seq in sequences()] * 2
+    requests = [Request(i, tuple(p)) for i, p in enumerate(prompts)]
+    params = SamplingParams(max_new_tokens=9, temperature=0.8, seed=4)
+    found = []
+    for is_padded in (False, True):
+        is_cuda = device.type == "cuda"
+        engine = make_engine(
+            *(target, draft), batch_size=3, prefill_chunk=24, device=device, runs_ahead=is_cuda
+        )
+        if is_padded:
+            made = PromptGraphs(24, num_sequences, 64, device, is_cuda)
+            engine.target.capture_prompts(made)
+            engine.proposer.model.capture_prompts(made)  # type: ignore[union-attr]
+        result = engine.run(requests, 3, params)
+        if is_padded:
+            assert engine.target._prompts.inputs.positions.any(), "no pass was padded"
+        found.append([(s.tokens, s.accepted_per_round) for s in result.seqs])
+    assert found[0] == found[1]
