@@ -333,7 +333,10 @@ def test_a_rehearsal_runs_two_whole_rounds() -> None:
     planned, asked = plan(demo()), list[SamplingParams]()
     model: Any = SimpleNamespace(storages={}, cache=SimpleNamespace(layers=[]))
     engine: Any = SimpleNamespace(
-        start=lambda *_: None, run=lambda _, k, params: asked.append(params), forget_rounds=list
+        start=lambda *_: None,
+        run=lambda _, k, params: asked.append(params),
+        forget_rounds=list,
+        prompts=None,
     )
     measure_rank(planned, Models(model), CacheNeed(1, 64, planned.k, 16), lambda _: engine)
     assert [params.max_new_tokens >= 2 * (planned.k + 1) for params in asked] == [True]
