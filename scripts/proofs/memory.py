@@ -6,7 +6,8 @@
 Four commands with one recipe: a measurement, an estimate, a short `generate` whose engine sizes its
 own cache, and a `generate` with the announced number of blocks and more sequences than fit at once,
 so that the cache is used to its last block (sequences are preempted). None of them may run out of
-memory. Used memory is the peak of the last run as of nvidia-smi.
+memory, and the engine's own cache has the announced size. Used memory is the peak of the last run
+as of nvidia-smi.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
+OWN_WITHIN = 0.01  # the engine measures with shorter texts, whose passes may take a little less
 
 
 def specdec(command: str, options: argparse.Namespace, *extra: str) -> tuple[int, str, str, float]:
@@ -137,7 +139,8 @@ def main() -> None:
         share = [f"{peak:.2f} GiB" for peak in watch.peak]
         total = measured["ranks"][0]["total_bytes"] / GIB
         print(f"peak memory           {', '.join(share)} of {total:.2f} GiB")
-    is_good = abs(off) <= 5 and preempted > 0 and ends == ["length"] and own > 0
+    is_alike = abs(own / announced - 1) <= OWN_WITHIN
+    is_good = abs(off) <= 5 and preempted > 0 and ends == ["length"] and is_alike
     print("as promised" if is_good else "NOT as promised")
     raise SystemExit(not is_good)
 

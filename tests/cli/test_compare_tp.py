@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.commands.compare_tp import degrees_of
 from specdec_cli.demo import demo_path
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import Result, generate
@@ -327,3 +328,9 @@ def test_dry_run_starts_nothing(capsys: Capture) -> None:
     pairs = {(p["target_tp"], p["draft_tp"]): p["status"] for p in result.document["pairs"]}
     assert pairs == {(1, 1): "ok", (1, 2): "skipped", (2, 1): "ok", (2, 2): "ok"}
     assert result.document["num_samples"] == 3 * 2 * (1 + 2)
+
+
+def test_drafts_have_the_degrees_that_divide_those_of_the_target() -> None:
+    assert degrees_of("4,2", None, 1) == ([2, 4], [1, 2, 4])
+    assert degrees_of(None, None, 6) == ([6], [1, 2, 3, 6])
+    assert degrees_of(None, "2", 4) == ([4], [2])

@@ -322,3 +322,11 @@ def test_a_method_that_reads_the_device_is_not_captured(tmp_path: Path, reads: b
     on_cuda = replace(found, device=torch.device("cuda", 0))
     reason = "the method reads the device's data on the host" if reads else None
     assert on_cuda.no_cuda_graphs == reason
+
+
+def test_a_plugin_is_run_once_however_often_it_is_named(tmp_path: Path) -> None:
+    body = "def __init__(self, parts): pass\n"
+    file = str(written(tmp_path, f"{HEAD}@method('mine')\nclass Mine:\n    {body}"))
+    plugin.load(file)
+    plugin.load(file)
+    assert "mine" in METHODS and len(plugin.LOADED) == 1

@@ -6,9 +6,11 @@ import re
 import shutil
 import signal
 import sys
+import time
 import weakref
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -356,6 +358,8 @@ def test_shards_merge_into_the_whole(capsys: Capture, tmp_path: Path) -> None:
     document = json.loads(result.out)
     assert document == json.loads((merged / "summary.json").read_text())
     whole = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    parts = [len((f / "curve.jsonl").read_text().splitlines()) for f in (*shards, merged)]
+    assert parts[0] + parts[1] == parts[2], "every shard's parts of the time curve count"
     for ours, theirs in zip(document["points"], whole["points"], strict=True):
         for name in ("num_drafts", "acceptance_histogram", "num_output_tokens", "num_rounds"):
             assert ours["metrics"][name] == theirs["metrics"][name]
@@ -527,6 +531,7 @@ def test_resuming_what_fails_again_opens_nothing_else(
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
     from specdec_cli.engine import rounds
+    from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -541,8 +546,23 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
         most = max(most, len(alive))
         return made
 
+    late, cost = 0.0, runner.Sweep._cost
+
+    def slow_cost(*arguments: Any) -> None:
+        nonlocal late
+        late += 1000.0
+        cost(*arguments)
+
+    clock = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + late, process_time=time.process_time
+    )
+    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
     monkeypatch.setattr(rounds, "Rounds", counted)
-    assert specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json").code == 0
+    result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
+    assert result.code == 0
+    measuring = json.loads(result.out)["measuring"]["measuring"]
+    assert 0 < measuring < 1000 <= late, "the time curve does not count as measuring"
     slots = rounds.slot_counts(4) + rounds.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
     assert most == 3 * len(rounds.slot_counts(4))

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -106,6 +107,19 @@ def test_every_length_is_timed_first() -> None:
     assert sorted(order) == [0] * 4 + [2] * 4 + [5] * 4
     assert times.unmeasured(1, (0, 2, 5)) is None
     assert times.unmeasured(4, (0, 2, 5)) is not None, "rounds of other slots take other times"
+
+
+def test_costs_are_medians_without_the_round_that_warms_up() -> None:
+    """By the number of slots, and the same for all ranks: those that rank 0 measured."""
+    other_rank = {0: 70.0, 2: 80.0}
+    parallel: Any = SimpleNamespace(gather_objects=lambda mine: [mine, other_rank])
+    costs = RoundCosts(parallel)
+    for slots, second in ((1, 0.01), (4, 0.02)):
+        for k in (0, 2):
+            for took in (9.0, second * (k + 1), second * (k + 1), 5.0):
+                costs.add(slots, k, took)
+    assert costs.of(1, (0, 2)) == pytest.approx({0: 10.0, 2: 30.0})
+    assert costs.of(4, (0, 2)) == pytest.approx({0: 20.0, 2: 60.0})
 
 
 def test_after_a_while_without_proposals_it_looks_again() -> None:

@@ -2,19 +2,23 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.estimate import (
+    _pass_bytes,
     empty_gpu,
     estimate_passes,
     estimate_rank,
     this_machine,
 )
-from specdec_cli.engine.measure import rehearsal, release, weight_bytes
+from specdec_cli.engine.measure import Models, measure_rank, rehearsal, release, weight_bytes
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
 from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.engine.run import Request
@@ -182,10 +186,10 @@ def test_estimates_are_within_5_percent_on_a_cpu() -> None:
     (guess,) = estimates(demo(run__batch_size=2), need)
     found = measured(planned, load_models(planned), need)
     assert found.fits == pytest.approx(guess.fits, rel=0.05)
-    assert found.target_weight_bytes == pytest.approx(guess.target_weight_bytes, rel=0.05)
-    assert found.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, rel=0.1)
-    assert found.activation_bytes < 4 * guess.activation_bytes
-    assert guess.activation_bytes < 4 * found.activation_bytes
+    assert found.target_weight_bytes == pytest.approx(guess.target_weight_bytes, rel=0.001)
+    assert found.draft_weight_bytes == pytest.approx(guess.draft_weight_bytes, rel=0.001)
+    # A CPU gathers keys and values for attention, which the estimate leaves out: 1.80 times.
+    assert 1.6 * guess.activation_bytes < found.activation_bytes < 2 * guess.activation_bytes
 
 
 def test_the_engine_allocates_what_is_announced_and_uses_it_to_the_last_block(
@@ -317,3 +321,62 @@ def test_on_a_gpu_rows_add_up_and_the_estimate_is_near() -> None:
     # Other processes on this GPU may change its free memory; alone on it, both estimates agree.
     low, high = sorted((before.fits, after.fits))
     assert 0.95 * low <= found.fits <= 1.05 * high
+
+
+def test_weights_that_are_borrowed_are_counted_once() -> None:
+    target, draft = (SimpleNamespace(storages=held) for held in ({1: 10, 2: 20}, {2: 20, 3: 5}))
+    assert weight_bytes(Models(cast(Any, target), cast(Any, draft))) == (30, 5)
+
+
+def test_a_rehearsal_runs_two_whole_rounds() -> None:
+    """The last round of a text proposes less than the largest ones."""
+    planned, asked = plan(demo()), list[SamplingParams]()
+    model: Any = SimpleNamespace(storages={}, cache=SimpleNamespace(layers=[]))
+    engine: Any = SimpleNamespace(
+        start=lambda *_: None,
+        run=lambda _, k, params: asked.append(params),
+        forget_rounds=list,
+        prompts=None,
+    )
+    measure_rank(planned, Models(model), CacheNeed(1, 64, planned.k, 16), lambda _: engine)
+    assert [params.max_new_tokens >= 2 * (planned.k + 1) for params in asked] == [True]
+
+
+def test_what_captured_rounds_hold_on_a_gpu(tmp_path: Path) -> None:
+    """cuBLAS takes 32 MiB for each of two streams; n-grams are looked up in texts of int32."""
+    recipe = pair(tmp_path, "llama", None)
+    lookup = recipe.speculation.model_copy(update={"method": "ngram"})
+    recipe = recipe.model_copy(update={"speculation": lookup})
+    (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
+    few, many = (
+        estimate_passes(planned, CacheNeed(3, longest, planned.k, 16)).graphs
+        for longest in (64, 128)
+    )
+    assert planned.k > 0 and few > 2 * 32 * 2**20
+    # Three more times 4 blocks of 16 for each of three texts.
+    assert many - few == 4 * 3 * (3 * 64)
+
+
+def test_ranks_of_gpus_have_buffers_to_talk() -> None:
+    alone, beside = (empty_gpu(GIB, count).other_bytes for count in (1, 2))
+    assert alone < GIB < beside
+
+
+def test_sampling_takes_more_than_greedy_decoding_on_a_cpu() -> None:
+    """The distributions of the draft's and the target's rows, in fp32."""
+    need = CacheNeed(32, 2, 4, 16)  # rounds are larger than prefill
+    greedy, sampled = (
+        plan(demo(sampling__temperature=heat, run__batch_size=32)) for heat in (0.0, 0.8)
+    )
+    more = estimate_passes(sampled, need).activation - estimate_passes(greedy, need).activation
+    assert more >= 4 * greedy.target.vocab_size * 32 * (greedy.k + greedy.k + 1)
+
+
+def test_logits_are_held_three_times_where_ranks_gather_them(tmp_path: Path) -> None:
+    """Each rank's part, all parts, and all side by side."""
+    alone, split = (
+        plan_all_ranks(pair(tmp_path, "llama", None, (size, 1)), Permissions(), CPU)[0]
+        for size in (1, 2)
+    )
+    one, both = (_pass_bytes(p.target, False, 1, 4096) for p in (alone, split))
+    assert both > 2.9 * one

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from specdec_cli.core.figures import Acceptance, Spread
 from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.run import Request, RunResult
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
@@ -213,6 +214,7 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert metrics.decode_seconds == pytest.approx(sum(s.decode_seconds for s in result.seqs))
     assert metrics.prefill_seconds == pytest.approx(sum(s.prefill_seconds for s in result.seqs))
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
+    assert all((s.ttft_ms or 0.0) > 0.0 for s in result.seqs), "from the first admission"
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
     stages = metrics.draft_ms + metrics.broadcast_ms + metrics.verify_ms + metrics.sample_ms
     assert 0 < stages <= metrics.round_ms
@@ -291,3 +293,18 @@ def test_the_parts_of_a_first_token_add_up(runs_ahead: bool) -> None:
     means = found.metrics.ttft_parts_ms
     assert means is not None and means.keys() == first_parts.keys()
     assert means["queue"] == pytest.approx((first_parts["queue"] + second_parts["queue"]) / 2)
+
+
+def test_rounds_that_overlap_count_no_time_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round one ahead of the host begins when the one before it ends, not at its launch."""
+    ticks = iter(range(10_000))
+    monkeypatch.setattr("specdec_cli.engine.loop.time.perf_counter", lambda: float(next(ticks)))
+    engine = fake_engine(None)
+    ahead = Engine(
+        *(engine.target, None, engine.allocator),
+        **dict(batch_size=1, max_model_len=99, prefill_chunk=9, eos_ids=frozenset()),
+        runs_ahead=True,
+    )
+    (seq,) = ahead.run([Request(0, (5,))], 0, SamplingParams(max_new_tokens=5)).seqs
+    assert seq.finished_at is not None and seq.admitted_at is not None
+    assert seq.decode_seconds < seq.finished_at - seq.admitted_at

@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec_cli.core.batch import Span
 from specdec_cli.core.drafting import Drafting
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine import loop
 from specdec_cli.engine.run import Request
+from specdec_cli.models.paged import PagedModel
 from tests.engine.fakes import (
     FakeDraft,
     FakeModel,
@@ -292,6 +294,22 @@ def test_same_weights_in_a_wider_vocabulary_accept_everything(
     engine = make_engine(target_folder, tmp_path)
     (seq,) = decode(engine, [random_prompt(9)], 4, max_new_tokens=30)
     assert seq.accepted_per_round == seq.proposed_per_round
+
+
+def test_a_draft_reads_ids_that_it_lacks_as_its_last(target_folder: Path) -> None:
+    """Of a target with more padding; ids that it has are its own."""
+    plain, foreign = (
+        make_engine(target_folder, None).target,
+        make_engine(target_folder, None).target,
+    )
+    foreign.foreign_ids = True
+
+    def logits(model: PagedModel, *ids: int) -> torch.Tensor:
+        seq = Sequence(0, [*ids], len(ids), 99, block_table=[1, 2])
+        return model.forward([Span(seq, 0, len(ids))], [1]).logits
+
+    assert torch.equal(logits(foreign, 5, VOCAB - 2, 7), logits(plain, 5, VOCAB - 2, 7))
+    assert torch.equal(logits(foreign, 5, VOCAB + 3, 7), logits(plain, 5, VOCAB - 1, 7))
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])

@@ -9,12 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance, for_k
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
+from specdec_cli.recipe import SpeculationSection
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
 from tests.engine.fakes import rounds_of
@@ -136,3 +137,17 @@ def test_the_table_is_labelled() -> None:
         out.print(summary_table(metrics, None, tinted=False, remarks=remarks))
         table = out.file.getvalue()  # type: ignore[attr-defined]
         assert re.findall(r"^note +(.+?) *$", table, re.M) == remarks
+
+
+def test_a_mean_length_is_that_of_the_recipes_own_k() -> None:
+    """1 + a + a^2 = 1.75 gives a = 0.5; shares of four places fall by it."""
+    given = SpeculationSection(
+        acceptance="synthetic", synthetic_acceptance_length=1.75, num_speculative_tokens=2
+    )
+    found = for_k(given, 4)
+    assert found.synthetic_acceptance_rates == pytest.approx((0.5, 0.25, 0.125, 0.0625))
+    assert found.synthetic_acceptance_length is None
+    rates = found.model_copy(update={"synthetic_acceptance_rates": (0.5, 0.25)})
+    assert for_k(rates, 2).synthetic_acceptance_rates == (0.5, 0.25)
+    with pytest.raises(UsageError, match="2 are given, and --k goes to 3"):
+        for_k(rates, 3)

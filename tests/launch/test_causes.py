@@ -26,6 +26,7 @@ from specdec_cli.launch.reports import (
     root_cause,
     write_report,
 )
+from specdec_cli.launch.world import World
 from specdec_cli.models.refusals import Unsupported
 
 NOW, TIMEOUT = 1000.0, 8.0
@@ -191,3 +192,44 @@ LOADING = replace(beat(0, PEERS, 600), ready=False)
 )
 def test_ranks_that_are_well(beats: list[Beat]) -> None:
     assert stuck(*beats) is None
+
+
+def test_a_parent_that_was_stopped_blames_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After Ctrl-Z it looks at beats that are as old as the stop, until new ones have come."""
+    looks = iter([0.0, 0.1, 900.0, 900.5, 901.0, 901.5, 902.0])
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] = next(looks)
+        return now[0]
+
+    def beats(_: Path) -> list[Beat]:
+        at = now[0] if now[0] != 900.0 else 0.1
+        return [Beat(rank, 1, at, at, 5, BUSY, True, "f") for rank in (0, 1)]
+
+    def reports(_: Path) -> dict[int, Report]:
+        return {r: report(r, End.DONE, 1) for r in (0, 1)} if now[0] > 901 else {}
+
+    clock = SimpleNamespace(monotonic=tick, sleep=lambda _: None)
+    for name, made in (("time", clock), ("read_beats", beats), ("read_reports", reports)):
+        monkeypatch.setattr(f"specdec_cli.launch.ranks.{name}", made)
+    launcher = cast(Any, SimpleNamespace(poll=lambda: 0 if now[0] > 901 else None, returncode=0))
+    assert _watch(launcher, 2, tmp_path, timeout_s=60.0) is None
+
+
+def test_ranks_that_load_again_may_take_as_long_as_they_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("specdec_cli.launch.world._set_timeouts", waits.append)
+    heartbeat = SimpleNamespace(ready=False)
+    rank: Any = SimpleNamespace(
+        seat=SimpleNamespace(rank=0, size=2), limit_s=9.0, heartbeat=heartbeat
+    )
+    world = World(rank, "cpu", 9.0)
+    world.ready()
+    assert heartbeat.ready and waits[-1] < 60
+    world.loading()
+    assert not heartbeat.ready and waits[-1] > 3600

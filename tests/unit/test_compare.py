@@ -359,6 +359,8 @@ def test_a_pair_without_all_prompts_is_no_point(tmp_path: Path) -> None:
     del records.samples[Pair(2, 1), Key("a-draft", 8, 0)][9]
     assert records.open_sizes(Pair(2, 1)) == [8]
     assert {p.batch_size for p in records.update_points(RunFolder(tmp_path))} == {1}
+    del records.samples[Pair(2, 1), Key("a-draft", 1, SETTINGS.k)][0]
+    assert records.open_sizes(Pair(2, 1)) == [1, 8]
 
 
 def test_diverging_tokens_are_found(tmp_path: Path) -> None:
@@ -604,3 +606,44 @@ def test_a_borrowed_head_needs_the_targets_degree() -> None:
     assert skips[Pair(2, 1)] == Skip(reason, expected=True)
     with pytest.raises(UsageError, match=f"no legal pair: {reason}"):
         skips_of(replace(SETTINGS, target_tps=(2,), draft_tps=(1,)), job, num_gpus=None)
+
+
+def two_targets(draft_ms: dict[Pair, float], verify: dict[int, float]) -> ComparisonRecords:
+    """Records at batch size 1. verify: ms of a target's pass, by its degree."""
+    settings = replace(SETTINGS, target_tps=(1, 2), batch_sizes=(1,))
+    records = ComparisonRecords(settings, {Pair(1, 2): Skip("does not divide", expected=True)})
+    for pair, spent in draft_ms.items():
+        for index in range(10):
+            for k, draft in ((0, 0.0), (2, spent)):
+                found = sample(pair, 1, k, index, draft=draft, verify=verify[pair.target_tp])
+                records.samples[pair, Key("a-draft", 1, k)][index] = found
+        records.facts[pair] = facts(pair, [9])
+    return records
+
+
+def test_what_is_faster_still_is_the_fastest_plain_decoding(tmp_path: Path) -> None:
+    slow = {Pair(1, 1): 70.0, Pair(2, 1): 60.0, Pair(2, 2): 80.0}
+    for verify, fastest in (({1: 12.0, 2: 10.0}, 2), ({1: 10.0, 2: 12.0}, 1)):
+        found = verdict(two_targets(slow, verify), tmp_path)["best"]
+        assert f"no speculation at target TP {fastest} is faster still, 99.9" in found["reason"]
+
+
+def test_the_best_is_held_against_its_own_targets_other_degrees(tmp_path: Path) -> None:
+    spent = {Pair(1, 1): 2.2, Pair(2, 1): 2.0, Pair(2, 2): 9.0}
+    found = verdict(two_targets(spent, {1: 10.0, 2: 10.0}), tmp_path)["best"]
+    assert (found["target_tp"], found["draft_tp"]) == (2, 1)
+    assert found["decided_by"] == {
+        "stage": "draft", "saved_ms": pytest.approx(7.0, rel=0.01), "draft_tp": 2,
+    }  # fmt: skip
+    assert "than with draft TP 2" in found["reason"]
+
+
+def test_pairs_are_compared_on_the_prompts_of_both(tmp_path: Path) -> None:
+    """One pair could not run the prompts that are slow at the other."""
+    records = filled(tp1=(3.0, 3.0), tp2=(2.0, 2.0))
+    slow = records.samples[Pair(2, 2), Key("a-draft", 1, 2)]
+    for index in range(5):
+        slow[index] = sample(Pair(2, 2), 1, 2, index, draft=40.0, verify=10.0)
+    spoil(records, Pair(2, 1), 1, range(5))
+    records.update_points(RunFolder(tmp_path))
+    assert best_of(records, [2], 1)["draft_tp"] == 2

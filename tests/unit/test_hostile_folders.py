@@ -121,3 +121,17 @@ def test_a_folder_without_a_lock_is_a_warning(
     RunFolder.reopen(tmp_path).close()
     [record] = caplog.records
     assert record.levelname == "WARNING" and "is not locked" in record.getMessage()
+
+
+def test_a_write_that_the_disk_cut_short_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path)
+    folder.append("samples.jsonl", {"index": 0})
+    write = os.write
+    monkeypatch.setattr(run_folder.os, "write", lambda file, data: write(file, data[:-3]))
+    with pytest.raises(SetupError, match=r"samples\.jsonl: the disk took only part of a record"):
+        folder.append("samples.jsonl", {"index": 1})
+    monkeypatch.undo()
+    folder.mend()
+    assert (tmp_path / "samples.jsonl").read_text() == '{"index": 0}\n'

@@ -10,6 +10,7 @@ from rich.table import Table
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
+from specdec_cli.terminal.memory import cells
 from specdec_cli.terminal.render import summary_table, table_width
 from tests.report_helpers import (
     DRAFT,
@@ -143,3 +144,12 @@ def test_comparison(width: int) -> None:
     speeds = lines_of(tables[0], 200)
     for point in points:
         assert any(f"{point['speedup']:.2f} (1.00–2.00)" in row for row in speeds)
+
+
+def test_a_small_part_of_the_memory_has_a_cell_of_the_bar() -> None:
+    assert cells({"weights": 1000, "graphs": 2, "free": 0}, 72) == {
+        "weights": 71,
+        "graphs": 1,
+        "free": 0,
+    }
+    assert cells({"weights": 1000, "graphs": 1, "free": 0}, 72)["graphs"] == 0

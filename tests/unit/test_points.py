@@ -1,11 +1,14 @@
 """Points from samples: their intervals, and the recommended point."""
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import Sequence
 from specdec_cli.experiment.disturbed import DISTURBED
+from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.noise import impossible_speeds
 from specdec_cli.experiment.points import (
     Failure,
@@ -13,13 +16,14 @@ from specdec_cli.experiment.points import (
     Samples,
     arm_points,
     measured,
+    speedup,
 )
 from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
-from specdec_cli.experiment.sweep.time_curve import curve_point
+from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit
 from specdec_cli.terminal import sweep as view
 from tests.report_helpers import sample_record
 
@@ -427,3 +431,47 @@ def test_predictions_pass_the_same_test_of_chance() -> None:
     chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
     assert (chance["k"], chance["draft"]) == (0, None)
     assert chance["reason"].endswith("is not faster beyond chance")
+
+
+def test_speeds_are_held_against_the_same_prompts() -> None:
+    plain = {0: sample(0, [], 9.0), 1: sample(1, [], 1.0), 2: sample(2, [], 2.0)}
+    found = speedup({i: sample(i, [(1, 1)] * 6, 0.5) for i in (1, 2)}, plain)
+    assert found is not None and found.value == pytest.approx(3.0 / 1.0)
+
+
+def test_a_sample_has_all_of_a_prompts_time(caplog: pytest.LogCaptureFixture) -> None:
+    runs = [Sequence(4, [1, 2, 3], 1, 9, finish_reason="length") for _ in range(2)]
+    for seq, share in zip(runs, (2.0, 4.0), strict=True):
+        seq.prefill_seconds, seq.decode_seconds, seq.round_share = 0.5, share, share
+    found = sample_of(Key("d", 1, 0), None, runs, 99, 7)
+    assert (found.seconds, found.decode_seconds) == ([2.5, 4.5], [2.0, 4.0])
+    assert found.round_share == [2.0, 4.0]
+    assert found.max_output_tokens == 8, "the context ends before the recipe's limit"
+    runs[1].tokens = [1, 2, 9]
+    sample_of(Key("d", 1, 0), None, runs, 99, 7)
+    assert "prompt 4 at k = 0: repeats wrote different tokens" in caplog.text
+
+
+def test_the_parts_of_the_time_curve_are_spread_over_the_sweep() -> None:
+    job: Any = SimpleNamespace(prompts=range(100), part=lambda start, stop: (start, stop))
+    assert curve_parts(job, 1) == 16
+    at = [curve_unit(job, 1, part) for part in range(16)]
+    assert at[0] == 0 and at[-1] >= 90 and len(set(at)) == 16
+    job.prompts = range(3)
+    assert curve_parts(job, 1) == 1, "each part takes the place of no more than half of the units"
+
+
+def test_points_take_turns_over_repeats_and_units() -> None:
+    """Over as many turns as there are points, each point comes once at every place."""
+    order: list[Key] = []
+    loop = MeasuringLoop(
+        cast(Any, None), cast(Any, None), cast(Any, None), cast(Any, None),
+        guard=lambda key, _: order.append(key),
+    )  # fmt: skip
+    recipe = SimpleNamespace(run=SimpleNamespace(repeats=2, seed=3))
+    job: Any = SimpleNamespace(plan=SimpleNamespace(recipe=recipe))
+    keys = [Key("d", 1, k) for k in range(4)]
+    for number in range(2):
+        loop.measure(dict.fromkeys(keys, job), number)
+    turns = [order[i : i + 4] for i in range(0, 16, 4)]
+    assert all(set(at) == set(keys) for at in zip(*turns, strict=True))

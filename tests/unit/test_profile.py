@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +11,8 @@ import torch
 from specdec_cli.engine import profile
 from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
+from specdec_cli.experiment import memory
+from specdec_cli.experiment.memory import Profile
 from specdec_cli.terminal.memory import PARTS, answers, cells, print_profile
 
 GIB = 2**30
@@ -154,3 +158,21 @@ def test_a_bar_is_as_wide_as_it_should_be(sizes: list[int]) -> None:
     assert sum(found.values()) == 72
     for name, size in zip(names, sizes, strict=True):
         assert abs(found[name] - 72 * size / sum(sizes)) < 2
+
+
+def test_weights_are_no_other_memory_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "total_memory", lambda: 100)
+    monkeypatch.setattr(profile, "available_memory", lambda: 40)
+    monkeypatch.setattr(profile, "local_world_size", lambda: 2)
+    assert profile.on_host(5, 20) == Overhead(50, 5, 0, other_bytes=30 - 20)
+    assert profile.on_host(5, 99).other_bytes == 0
+
+
+def test_a_gpu_has_the_room_of_a_draft_that_it_does_not_hold() -> None:
+    plan: Any = SimpleNamespace(device=torch.device("cuda"))
+    (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
+    assert alone.kv_budget_bytes == (18 + 16) * GIB
+    assert (alone.block_bytes, alone.free_bytes) == (3 * 2**20, RANK.free_bytes)
+    plan.device = torch.device("cpu")
+    (alone,) = memory._with_draft(Profile(plan, Split((RANK,)), 1), [(0, 0)]).ranks
+    assert alone.kv_budget_bytes == RANK.kv_budget_bytes, "a share of the host's memory"

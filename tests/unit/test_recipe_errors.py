@@ -56,6 +56,7 @@ MALFORMED: dict[str, tuple[str | bytes, int, str]] = {
     "draft-without-model": (GOOD + "draft: {}\n", 2, "draft.model: is required"),
     "draft-empty-model": (GOOD + "draft: {model: ''}\n", 2, "draft.model: should not be empty"),
     "method-without-draft": (GOOD + "draft: null\nspeculation:\n  method: draft_model\n", 4, "draft_model needs a draft section"),
+    "layers-twice": (PAIR + "speculation: {eagle3_layers: [1, 1, 2]}\n", 3, "should be numbers in ascending order"),
     "method": (PAIR + "speculation: {method: draft-model}\n", 3, "did you mean draft_model?"),
     "share": (GOOD + "draft: {model: d, share: [embedding]}\n", 2, "draft.share[0]: should be embeddings or lm_head"),
     "dtype": ("target: {model: t, dtype: bf16}\n", 1, "did you mean bfloat16?"),

@@ -13,9 +13,11 @@ import pytest
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.report.content import Content
+from specdec_cli.report.drawings.acceptance import draw_acceptance
+from specdec_cli.report.drawings.canvas import reach
 from specdec_cli.report.drawings.experts import draw_experts
 from specdec_cli.report.export import csv_tables, markdown
-from specdec_cli.report.folder import read_folder
+from specdec_cli.report.folder import baseline_of, read_folder
 from specdec_cli.report.page import page
 from specdec_cli.report.plots import Plot, plots
 from specdec_cli.report.write import write_report
@@ -471,6 +473,18 @@ def test_plots_are_pictures_of_what_there_is(sweep: Content, comparison: Content
         assert words in speed
 
 
+def test_acceptance_is_drawn_at_the_longest_proposal(tmp_path: Path) -> None:
+    content = read(write_folder(tmp_path, sweep_points((0, 1, 3), (1, 8))))
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    assert draw_acceptance(figure, content.run)
+    assert [round(x) for x in figure.axes[0].lines[0].get_xdata()] == [1, 2, 3]
+
+
+def test_error_bars_reach_to_the_ends_of_the_interval() -> None:
+    assert reach(3.0, (2.0, 7.0)) == [[1.0], [4.0]]
+    assert reach(1.0, (2.0, 7.0)) == [[0.0], [6.0]]
+
+
 def test_experts_are_drawn_where_they_were_counted(tmp_path: Path) -> None:
     points = sweep_points((0, 1, 3), (1, 8))
     for point in points:
@@ -820,3 +834,34 @@ def test_an_unfinished_run_says_what_to_do(tmp_path: Path) -> None:
     assert "specdec merge" in content.warnings[0]
     assert content.deployment is not None
     assert any("did not come to its end" in note for note in content.deployment.notes)
+
+
+def test_latencies_are_those_of_their_titles(sweep: Content) -> None:
+    table, point = sweep.tables["latencies"], sweep.run.points[-1]
+    assert table is not None and point.metrics is not None
+    row = dict(zip([column.title for column in table.columns], table.rows[-1], strict=True))
+    assert row["first token p90"] == point.metrics.ttft_ms.p90
+    assert row["per token p50"] == point.metrics.tpot_ms.p50 != point.metrics.ttft_ms.p50
+
+
+def test_rates_for_vllm_never_rise(tmp_path: Path) -> None:
+    """In rounds of several lengths a later place may be accepted more often than an earlier one."""
+    points = sweep_points(ks=(0, 3), batch_sizes=(1,), drafts=ONE_DRAFT)
+    points[1]["metrics"]["acceptance_rate_per_pos"] = [0.8, 0.6, 0.7]
+    found = read(write_folder(tmp_path, points)).deployment
+    assert found is not None and found.rehearsal is not None
+    assert found.rehearsal["synthetic_acceptance_rates"] == [0.8, 0.6, 0.6]
+
+
+def test_a_draft_with_a_baseline_of_its_own_is_held_against_it(tmp_path: Path) -> None:
+    """As in folders of versions that measured plain decoding beside each draft."""
+    points = sweep_points(ks=(0, 2), batch_sizes=(1,))
+    plain, *others = points
+    second = json.loads(json.dumps(plain))
+    second["metrics"]["decode_tokens_per_second"] *= 2
+    points = [plain | {"draft": DRAFT}, second | {"draft": OTHER}, *others]
+    run = read(write_folder(tmp_path, points)).run
+    for draft in (DRAFT, OTHER):
+        (point,) = [p for p in run.points if (p.draft, p.k) == (draft, 2)]
+        base = baseline_of(run.points, point)
+        assert base is not None and base.draft == draft

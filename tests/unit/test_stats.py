@@ -147,3 +147,11 @@ def test_coverage() -> None:
     found = proof().coverage(250, 20, seed=3, methods=["ours"])
     # 250 sweeps at a true 95 %: below 91 % with probability 0.004.
     assert all(0.91 <= share <= 0.99 for share in found.values()), found
+
+
+def test_a_round_that_costs_twice_as_much_doubles_a_product() -> None:
+    prompts, cost = skewed(20), np.random.default_rng(0).gamma(100.0, size=(12, 1))
+    once, twice = (factors.Product(prompts, factors.MidRatio(c, (1,))) for c in (cost, 2 * cost))
+    assert twice.value == pytest.approx(2 * once.value)
+    low, high = once.interval(0) or (0.0, 0.0)
+    assert low < once.value < high

@@ -4,11 +4,12 @@ The engine is a stand-in: the real engine's random numbers decide rounds, and a 
 times. Batches are refilled and run empty like real ones.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
 from functools import cache
 from itertools import takewhile
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.sweep.document import forecasts_of
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 from specdec_cli.experiment.sweep.sweep_records import SweepRecords
@@ -158,3 +160,37 @@ def test_nothing_but_noise_is_left(monkeypatch: pytest.MonkeyPatch, batch_size: 
         assert length_error is not None and abs(length_error) < 1e-12
         assert prediction.speedup_error is not None and abs(prediction.speedup_error) < 0.02
         assert point.k == 0 or 1.02 < (point.speedup or 0) < 1.8  # there is a speed-up to predict
+
+
+def test_settings_name_every_prompt() -> None:
+    """A run that resumes takes over samples by their index: each has to be the same prompt."""
+    recipe = load_recipe("demo", {"run.device": "cpu"})
+    hashes = set()
+    for last in ((7, 8), (7, 9)):
+        prompts = [Prompt(0, None, (1, 2)), Prompt(1, None, last)]
+        asked = dict(predict_only=False, shard=None)
+        plan = plan_sweep([recipe], prompts, [0, 1], [1], Permissions(), **asked)
+        hashes.add((plan.settings.prompts["sha256"], plan.settings.digest))
+    assert len({of_prompts for of_prompts, _ in hashes}) == len(hashes) == 2
+
+
+@pytest.mark.parametrize(
+    ("is_greedy", "is_given", "is_exact"),
+    [(True, False, True), (False, False, False), (True, True, True), (False, True, True)],
+)
+def test_a_prediction_is_exact_where_the_text_is_the_same_at_every_length(
+    is_greedy: bool, is_given: bool, is_exact: bool
+) -> None:
+    """Greedy text is. With synthetic acceptance only its length has to be, and it is if no text
+    ended by itself."""
+    settings: Any = SimpleNamespace(
+        is_greedy=is_greedy, has_given_acceptance=is_given, ks=(0, 2), batch_sizes=(1,)
+    )
+    settings.key = lambda *which: which
+    ended = SimpleNamespace(finish_reason="length")
+    records: Any = SimpleNamespace(
+        samples=defaultdict(lambda: {0: ended}), costs=defaultdict(dict), texts={None: {}}
+    )
+    assert forecasts_of(settings, records, None, 1).is_exact is is_exact
+    ended.finish_reason = "stop"
+    assert forecasts_of(settings, records, None, 1).is_exact is (is_exact and not is_given)

@@ -1,0 +1,1 @@
+"""Faults for `scripts/proofs/mutants.py`, a module a room of the code."""
