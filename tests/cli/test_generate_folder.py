@@ -37,7 +37,8 @@ SAMPLE_KEYS = [
     "accepted_per_round",
     "seconds",
     *("proposed_per_round", "rounds_without_proposal", "num_preemptions", "max_output_tokens"),
-    *("decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpot_ms", "peak_memory_bytes"),
+    *("decode_seconds", "round_share", "stage_ms", "ttft_ms", "tpot_ms", "ttft_parts_ms"),
+    "peak_memory_bytes",
 ]
 
 
