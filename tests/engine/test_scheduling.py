@@ -277,13 +277,13 @@ def test_a_proposal_never_shrinks_for_lack_of_blocks() -> None:
 def test_prefill_of_a_preempted_sequence_covers_what_it_wrote() -> None:
     engine = fake_engine(sometimes, num_blocks=14, batch_size=3)
     fed: list[tuple[int, int]] = []
-    prefill = engine.target.forward
+    prefill = engine.target.prefill
 
-    def watched(spans: list[Span], logits_per_span: list[int], **more: Any) -> Any:
+    def watched(spans: list[Span], **more: Any) -> Any:
         fed.extend((s.seq.index, s.stop) for s in spans)
-        return prefill(spans, logits_per_span, **more)
+        return prefill(spans, **more)
 
-    engine.target.forward = watched  # type: ignore[method-assign]
+    engine.target.prefill = watched  # type: ignore[method-assign]
     prompts = [random_prompt(3, i) for i in range(3)]
     seqs = decode(engine, prompts, 2, max_new_tokens=30)
     again = [s.index for s in seqs if s.num_preemptions]
