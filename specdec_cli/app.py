@@ -23,8 +23,8 @@ from specdec_cli import __version__
 from specdec_cli.commands import (
     compare_tp,
     generate,
+    help_page,
     merge,
-    options,
     profile_blocks,
     recipe,
     report,
@@ -45,20 +45,20 @@ _EPILOG = (
 
 app = typer.Typer(
     name="specdec",
-    cls=options.Commands,
+    cls=help_page.Commands,
     help="Speculative decoding experiments: which draft, how many proposed tokens, how many GPUs.",
     epilog=_EPILOG,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # its tables cut the names of options on a terminal of 80 columns
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-app.command("generate", cls=options.OneSource)(generate.generate)
-app.command("sweep-k", cls=options.OneSource)(sweep_k.sweep_k)
-app.command("compare-tp", cls=options.OneSource)(compare_tp.compare_tp)
+app.command("generate", cls=help_page.OneSource)(generate.generate)
+app.command("sweep-k", cls=help_page.OneSource)(sweep_k.sweep_k)
+app.command("compare-tp", cls=help_page.OneSource)(compare_tp.compare_tp)
 app.command(compare_tp.RANKS_COMMAND, hidden=True)(compare_tp.compare_tp_ranks)
-app.command("merge", cls=options.Command)(merge.merge)
-app.command("profile-blocks", cls=options.OneSource)(profile_blocks.profile_blocks)
-app.command("report", cls=options.Command)(report.report)
+app.command("merge", cls=help_page.Command)(merge.merge)
+app.command("profile-blocks", cls=help_page.OneSource)(profile_blocks.profile_blocks)
+app.command("report", cls=help_page.Command)(report.report)
 app.add_typer(recipe.app, name="recipe")
 
 

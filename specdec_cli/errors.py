@@ -50,7 +50,7 @@ class Notice:
         )
 
 
-LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.options` enters it
+LOGGED: list[Notice] = []  # what this command logged as warnings; `commands.logs` enters it
 
 
 class SpecdecError(Exception):

@@ -21,12 +21,12 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 from floors import BF16_TFLOP_PER_S, COPY_TB_PER_S, bytes_read, products
+from recipe_arguments import numbers, recipe_arguments
 from transformers import AutoModelForCausalLM
 
 from specdec_cli.core.types import SamplingParams
@@ -46,22 +46,11 @@ def shapes(text: str) -> list[Shape]:
     return [(int(prompts), int(tokens)) for prompts, tokens in pairs]
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
+    parser = recipe_arguments(__doc__.splitlines()[0], repeats=7)
     parser.add_argument("--shapes", type=shapes, default=shapes(SHAPES), help="PROMPTSxTOKENS,...")
     parser.add_argument("--k", type=numbers, default=[0], help="proposals of the first round")
     parser.add_argument("--uncaptured", action="store_true")
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument(
-        "--profile", type=Path, help="write tables of time by kernel to this folder"
-    )
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

@@ -15,11 +15,11 @@ import json
 import statistics
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 import yaml
 from floors import COPY_TB_PER_S, bytes_read, has_experts
+from recipe_arguments import numbers, recipe_arguments
 
 from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.build import build
@@ -30,23 +30,12 @@ from specdec_cli.models.loader import Description
 from specdec_cli.recipe import load_recipe
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
+    parser = recipe_arguments(__doc__.splitlines()[0], repeats=3)
     parser.add_argument("--k", type=numbers, default=[0, 5])
     parser.add_argument("--batch-size", type=numbers, default=[1])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1000, help="minimum number of rounds a row")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument(
-        "--profile", type=Path, help="write tables of time by kernel to this folder"
-    )
-    parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 

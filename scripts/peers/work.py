@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What an engine wrote for a batch. rounds, accepted: of all its prompts together; 0 without
+    """An engine's answer to a batch. rounds, accepted: of all its prompts together; 0 without
     speculation."""
 
     seconds: float

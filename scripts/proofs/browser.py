@@ -71,7 +71,7 @@ _LOOK = """
 
 
 def problems(browser: Any, page_file: Path, view: View, shots: Path | None) -> Iterator[str]:
-    """What is wrong with a page in one view, a line each."""
+    """Faults of a page in one view, a line each."""
     size = {"width": view.width, "height": 900}
     page = browser.new_page(viewport=size, color_scheme=view.colours)
     said: list[str] = []

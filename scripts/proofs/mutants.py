@@ -124,7 +124,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Planted:
-    """What became of a fault. seconds: that its tests took with it. by: the test that found it."""
+    """A fault's outcome. seconds: the time of its tests with it. by: the test that found it."""
 
     fault: Fault
     told: str
@@ -140,7 +140,7 @@ class Planter:
         self.clean: dict[tuple[str, ...], str] = {}
 
     def plant(self, fault: Fault) -> Planted:
-        """What became of a fault."""
+        """Plant a fault, run its tests and take it out again; returns the outcome."""
         file = self.tree / fault.file
         whole = file.read_text()
         try:

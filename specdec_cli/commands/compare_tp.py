@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
+from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing
 from specdec_cli.commands.status import say_kept, show, waiting, warn, write_pictures
@@ -150,7 +151,7 @@ def compare_tp_ranks(
     place: Place = ctx.obj
     if place.seat is None or place.seat.folder is None:
         raise UsageError(f"only compare-tp starts {RANKS_COMMAND}", "run specdec compare-tp")
-    options.set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(quiet=quiet, verbose=verbose)
     # Standard output belongs to the parent's document.
     with (
         contextlib.redirect_stdout(sys.stderr),

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
+from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.commands.status import show, waiting, warn, write_pictures
 from specdec_cli.errors import LOGGED, ExitCode, UsageError
@@ -36,7 +37,7 @@ def merge(
         return
     if output is None:
         raise UsageError("merge needs an output folder", "name a new one with -o DIR")
-    options.set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(quiet=quiet, verbose=verbose)
     check_room("numpy", NUMPY_MIB)
     with waiting("merging", quiet=quiet):
         from specdec_cli.experiment.settings_file import unsaid

@@ -4,24 +4,21 @@ Knows option names and the dotted keys that they set. Does not know which values
 recipe's schema checks them. Imports nothing heavy, since `specdec --help` imports this module.
 """
 
-import contextlib
 import inspect
-import logging
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
 import specdec_cli
-from specdec_cli.errors import LOGGED, Notice, UsageError
+from specdec_cli.commands.logs import set_up_logging
+from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
-from specdec_cli.text import inert, is_unicode, one_line, shortened
+from specdec_cli.text import is_unicode, one_line
 
 _MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
 _RUN, _OUTPUT = "Run", "Recipe and output"
@@ -185,7 +182,7 @@ _KEY_OPTIONS: Final = {
     _MODELS: (
         ("target", str, "MODEL", "Target model."),
         ("draft", str, "MODEL", "Draft model."),
-        ("method", str, "NAME", "Method that proposes: draft_model, ngram, eagle3, none, ..."),
+        ("method", str, "NAME", "Method that proposes; an unknown name lists them."),
         ("target_tp", int, "N", "Ranks of the target."),
         ("draft_tp", int, "N", "Ranks of the draft; must divide the target's."),
         ("dtype", str, "TYPE", "Data type of both models: auto, float32, bfloat16 or float16."),
@@ -386,87 +383,3 @@ def parse_counts(text: str | None, option: str) -> list[int]:
             f"numbers are from 1 to {_MAX_BATCH}",
         )
     return list(dict.fromkeys(map(int, parts)))
-
-
-class Command(TyperCommand):
-    """A command whose help shows options by panel, each name whole in every terminal."""
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a list of options for each panel."""
-        panels: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                kind = "Arguments" if parameter.param_type_name == "argument" else "Options"
-                panel = getattr(parameter, "rich_help_panel", None) or kind
-                panels.setdefault(panel, []).append(record)
-        for panel, records in panels.items():
-            with formatter.section(panel):
-                formatter.write_dl(records)
-
-
-class Commands(TyperGroup):
-    """A group whose help says of each command the whole first paragraph."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the list of commands."""
-        shown = [self.commands[name] for name in self.list_commands(ctx)]
-        firsts = [(c, (c.help or "").partition("\n\n")[0]) for c in shown if not c.hidden]
-        with formatter.section("Commands"):
-            formatter.write_dl([(c.name, " ".join(told.split())) for c, told in firsts])
-
-
-class OneSource(Command):
-    """A command that refuses a second file of prompts, which would replace the first silently."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse as typer does; raises `UsageError` for a second file."""
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        counts = Counter(parameter.name for parameter in given)
-        for name in ("prompt_file", "dataset"):
-            if counts[name] > 1:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} was given {counts[name]} times",
-                    "put the prompts in one file",
-                )
-        return super().parse_args(ctx, args)
-
-
-class _InertFormatter(logging.Formatter):
-    """Escapes control characters in tracebacks."""
-
-    def formatException(self, ei: Any) -> str:
-        return inert(super().formatException(ei))
-
-
-class _Kept(logging.Filter):
-    """Keeps warnings for the command's document."""
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        if record.levelno == logging.WARNING:
-            LOGGED.append(Notice("log", record.getMessage()))
-        return True
-
-
-def _inert_record(*fields: Any, **more: Any) -> logging.LogRecord:
-    """A record of any library, escaped and shortened: it may hold names of files and tensors."""
-    record = logging.LogRecord(*fields, **more)
-    with contextlib.suppress(TypeError, ValueError):  # the message does not fit its arguments
-        record.msg, record.args = inert(shortened(record.getMessage())), ()
-    return record
-
-
-def set_up_logging(*, quiet: bool, verbose: bool) -> None:
-    """Send the package's logger to stderr: errors with -q, everything with -v, else warnings.
-
-    Warnings are kept for the command's document, whatever is shown.
-    """
-    handler = logging.StreamHandler()
-    handler.setLevel(logging.ERROR if quiet else logging.DEBUG)
-    handler.setFormatter(_InertFormatter("%(levelname)s: %(message)s"))
-    logging.setLogRecordFactory(_inert_record)
-    logging.basicConfig(level=logging.WARNING, handlers=[handler])
-    logger = logging.getLogger("specdec")
-    logger.setLevel(logging.DEBUG if verbose else logging.WARNING)
-    if not any(isinstance(one, _Kept) for one in logger.filters):
-        logger.addFilter(_Kept())
-    LOGGED.clear()

@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec_cli.commands.help_page import Command, Commands
 from specdec_cli.commands.options import (
-    Command,
-    Commands,
     Json,
     Quiet,
     Set,

@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from specdec_cli.commands import options
+from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.commands.starting import NUMPY_MIB, check_room
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.launch.world import Place
@@ -70,7 +71,7 @@ def report(
             f"-o {output} is one page, and --format asks for {formats}",
             "name a folder with -o, or leave --format out",
         )
-    options.set_up_logging(quiet=quiet, verbose=verbose)
+    set_up_logging(quiet=quiet, verbose=verbose)
     if len(folders) > 1:
         if is_page or (formats is not None and "vllm" in chosen):
             raise UsageError(

@@ -14,16 +14,16 @@ from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.acceptance.base import AcceptanceRule, NoForecast
 from specdec_cli.acceptance.rejection import Rejection
-from specdec_cli.core.batch import Span
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine import prefill
 from specdec_cli.engine.graphs import Outcome, Rounds
-from specdec_cli.engine.metrics import Moment, RunClock, summarise
+from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.rounds import RoundCache
-from specdec_cli.engine.run import Emission, PrefillStep, Request, Run, RunResult
+from specdec_cli.engine.run import Emission, Request, Run, RunResult
 from specdec_cli.engine.scheduler import Scheduler
 from specdec_cli.errors import RunError
 from specdec_cli.lengths.base import LengthPolicy
@@ -42,9 +42,9 @@ class Engine:
     prefill_chunk: most tokens of one prefill pass. is_captured: run rounds as CUDA graphs.
     runs_ahead: launch a round before the previous one has been read, for devices that run
     asynchronously. parallel: the ranks that the target is split over. prompts: what captures the
-    models' prefill passes; None where they run as they are. Engines may share a target
-    and its cache if they run one at a time. hidden_layers: those that a shared target returns in
-    this one's runs; None for a target of its own, which returns what it was told to.
+    models' prefill passes; None where they run as they are. Engines may share a target and its
+    cache if they run one at a time. hidden_layers: those that a shared target returns in this
+    engine's runs; None for a target of its own, which returns what it was told to.
     """
 
     def __init__(
@@ -219,9 +219,13 @@ class Engine:
         for seq in run.scheduler.admit():
             if seq.admitted_at is None:
                 seq.admitted_at, seq.queued_seconds = started, started - run.started_at
-        if not run.rounds.in_flight and any(missing := self._missing(run)):
-            self._prefill(run, *missing, started)
-            return []
+        if not run.rounds.in_flight:
+            chunk = prefill.next_chunk(run, self.proposer, self.prefill_chunk)
+            if chunk is not None:
+                prefill.feed(run, chunk, self.target, self.proposer, started)
+                if not self.runs_ahead:
+                    prefill.settle(run)
+                return []
         if run.rounds.in_flight:
             run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
         else:
@@ -230,7 +234,7 @@ class Engine:
             run.rounds.load(seqs, run.params.seed)
         is_first = not run.rounds.in_flight
         run.rounds.launch(self._next_k(run))
-        self._end_prefill(run)  # the host prepared the round meanwhile
+        prefill.settle(run)  # the host prepared the round meanwhile
         # The host stays one round behind a device that runs asynchronously.
         return [] if is_first and run.rounds.runs_ahead else self._collect(run)
 
@@ -279,87 +283,6 @@ class Engine:
         self.target.cache.clear()
         if self.proposer is not None:
             self.proposer.clear()
-
-    def _missing(self, run: Run) -> tuple[list[Span], list[Span]]:
-        """One prefill chunk: the target's spans, and the proposer's.
-
-        The last token of each sequence is left to the first round. That round can so propose the
-        very first output token, as in transformers' assisted generation. A proposer also lacks
-        tokens after rounds that proposed nothing. One that reads the target's hidden states takes
-        in what the target takes in, as there are no others.
-        """
-        budget, reads = self.prefill_chunk, self._reads_hidden(run)
-        targets: list[Span] = []
-        proposers: list[Span] = []
-        for seq in run.scheduler.running:
-            end = len(seq.tokens) - 1
-            proposes = self.proposer is not None and run.scheduler.proposal_len(seq) > 0
-            start, found = seq.target_kv, targets
-            if start >= end and proposes and not reads and self._is_behind(seq):
-                start, found = seq.draft_kv, proposers
-            if (length := min(budget, end - start)) <= 0:
-                continue
-            found.append(Span(seq, start, start + length))
-            if (proposes or reads) and found is targets:
-                proposers.append(targets[-1])
-            budget -= length
-        return targets, proposers
-
-    def _reads_hidden(self, run: Run) -> bool:
-        """Whether the run's proposer reads the target's hidden states."""
-        return run.k > 0 and self.proposer is not None and bool(self.proposer.feature_layers)
-
-    def _is_behind(self, seq: Sequence) -> bool:
-        assert self.proposer is not None
-        return len(seq.tokens) - seq.draft_kv > self.proposer.max_lag
-
-    def _prefill(self, run: Run, targets: list[Span], proposers: list[Span], start: float) -> None:
-        """Feed a chunk from `_missing`. start: when the step began, seconds on the host's clock.
-
-        On a device that runs asynchronously the host goes on at once, and prepares what follows.
-        """
-        features = None
-        if targets:
-            features = self.target.prefill(targets, with_hidden=self._reads_hidden(run))
-        halfway = end = Moment(self.target.device)
-        if proposers and self.proposer is not None:
-            self.proposer.prefill(proposers, features)
-            end = Moment(self.target.device)
-        for span in targets:
-            span.seq.target_kv = span.stop
-        for span in proposers:
-            span.seq.draft_kv = span.stop
-        run.clock.num_prefills += 1
-        run.clock.prefill_host_seconds += time.perf_counter() - start
-        queued = PrefillStep(
-            begun=start,
-            halfway=halfway,
-            end=end,
-            seqs=list({span.seq for span in (*targets, *proposers)}),
-            waiting=[seq for seq in run.scheduler.running if seq.first_token_at is None],
-        )
-        self._end_prefill(run)  # of the step before, which ran until now
-        run.prefill = queued
-        if not self.runs_ahead:
-            self._end_prefill(run)
-
-    def _end_prefill(self, run: Run) -> None:
-        """Wait for the prefill passes in flight, if any, and count their time."""
-        if (step := run.prefill) is None:
-            return
-        run.prefill = None
-        of_draft = step.halfway.seconds_until(step.end)
-        now = time.perf_counter()
-        seconds = now - max(step.begun, run.prefilled_at)
-        of_draft = min(of_draft, seconds)
-        run.prefilled_at = now
-        run.rounds.begin_after(now)
-        run.clock.prefill_seconds += seconds
-        for seq in step.seqs:
-            seq.prefill_seconds += seconds / len(step.seqs)
-        for seq in step.waiting:
-            seq.target_prefill_seconds += seconds - of_draft
-            seq.draft_prefill_seconds += of_draft
 
     def _apply(self, run: Run, done: Outcome, live: list[int]) -> list[Emission]:
         """Append the decided tokens, move both cache lengths, finish or trim each sequence.

@@ -325,6 +325,15 @@ def _analytic_alpha(forecasts: Forecasts) -> float | None:
     return sum(overlaps) / len(overlaps) if overlaps else None
 
 
+def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
+    """The indices among `prompts` of each category, all rising; empty for fewer than two."""
+    found: dict[str, list[int]] = {}
+    for index in sorted(prompts):
+        if (name := samples[index].category) is not None:
+            found.setdefault(name, []).append(index)
+    return dict(sorted(found.items())) if len(found) > 1 else {}
+
+
 def _per_category(
     samples: Samples, baseline: Samples, k: int, seed: int
 ) -> dict[str, CategoryMetrics]:

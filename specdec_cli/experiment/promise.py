@@ -57,7 +57,7 @@ def check_line(check: Mapping[str, Any]) -> str:
 
 
 def lossless_in_words(summary: Mapping[str, Any] | None) -> str | None:
-    """What a run shows of losslessness, and the promise; None for runs that do not say.
+    """A line on losslessness in a run, and on the promise; None for runs that do not say.
 
     summary: a document of `sweep-k` or `compare-tp`.
     """

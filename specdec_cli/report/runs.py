@@ -181,7 +181,7 @@ def side_by_side(folders: Sequence[Path]) -> SideBySide:
 
 
 def warnings_of(whole: SideBySide) -> list[str]:
-    """What the runs warned of, each with its name."""
+    """Warnings of the runs, each with the run's name."""
     return [
         f"{name}: {notice.message}"
         for name, run in zip(whole.names, whole.runs, strict=True)

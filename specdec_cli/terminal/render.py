@@ -272,7 +272,7 @@ def summary_table(
 
 
 def _parts(metrics: Metrics) -> str:
-    """What the first token's time was spent on, in the mean."""
+    """The mean parts of the time to the first token."""
     parts = metrics.ttft_parts_ms or {}
     shown = [
         f"{what} {parts[name]:.1f}"

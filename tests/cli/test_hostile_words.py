@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands import options, starting, status
+from specdec_cli.commands import starting, status
+from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.errors import SetupError
 from specdec_cli.report.export import _cell
 from tests.launch.helpers import marked
@@ -105,7 +106,7 @@ def test_warnings_are_short_and_inert(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_records_of_libraries_are_short_and_inert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging, "_logRecordFactory", logging.LogRecord)
-    options.set_up_logging(quiet=False, verbose=False)
+    set_up_logging(quiet=False, verbose=False)
     lines = StringIO()
     handler = logging.StreamHandler(lines)
     handler.setFormatter(logging.Formatter("%(message)s"))

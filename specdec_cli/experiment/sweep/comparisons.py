@@ -8,7 +8,7 @@ from itertools import combinations
 from typing import Any
 
 from specdec_cli.experiment.factors import Measure, interval_of, ratio_of
-from specdec_cli.experiment.points import Samples, measured_speed
+from specdec_cli.experiment.points import Samples, measured_speed, prompts_by_category
 from specdec_cli.experiment.records import (
     Arm,
     CategoryComparison,
@@ -66,14 +66,8 @@ def _by_category(
     arm: Point, other: Point, prompts: Iterable[int], samples: Mapping[Key, Samples], seed: int
 ) -> dict[str, CategoryComparison]:
     ours, theirs = samples[Key.of(arm)], samples[Key.of(other)]
-    by_name: dict[str, list[int]] = {}
-    for index in sorted(prompts):
-        if (name := ours[index].category) is not None:
-            by_name.setdefault(name, []).append(index)
-    if len(by_name) < 2:
-        return {}
     found = {}
-    for name, chosen in sorted(by_name.items()):
+    for name, chosen in prompts_by_category(ours, prompts).items():
         speeds = (measured_speed([of[i] for i in chosen]) for of in (ours, theirs))
         ratio = next(speeds).over(next(speeds))
         found[name] = CategoryComparison(num_prompts=len(chosen), **_figures(ratio, seed))

@@ -31,14 +31,14 @@ OFTEN_OFF_BY = 2.0  # `docs/sweep.md` has the runs that it was compared with
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """What a device does in a second: bytes it reads, and operations of products."""
+    """Rates of a device: bytes that it reads in a second, and operations of its products."""
 
     bytes: float
     operations: float
 
 
 def speeds_of(device: torch.device, dtype: torch.dtype) -> Speeds:
-    """Measured in some hundredths of a second."""
+    """The rates of `device` in this dtype, measured in some hundredths of a second."""
     many = _PROBE_BYTES // 4 * (16 if device.type == "cuda" else 1)
     numbers = torch.ones(many // 1024, 1024, dtype=torch.float32, device=device)
     vector = torch.ones(1024, dtype=torch.float32, device=device)

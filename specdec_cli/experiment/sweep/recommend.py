@@ -7,7 +7,7 @@ from typing import Any
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.disturbed import doubt_in_words
 from specdec_cli.experiment.factors import choose
-from specdec_cli.experiment.points import Samples
+from specdec_cli.experiment.points import Samples, prompts_by_category
 from specdec_cli.experiment.records import Key, Point
 from specdec_cli.experiment.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains
@@ -48,15 +48,11 @@ def recommend_by_category(
     """`recommend` for the prompts of each category; nothing for fewer than two, or predictions."""
     if gains.is_predicted or not gains.points:
         return {}
-    of_one, prompts = samples[Key.of(gains.points[0])], sorted(gains.prompts)
-    places: dict[str, list[int]] = {}
-    for place, index in enumerate(prompts):
-        if (name := of_one[index].category) is not None:
-            places.setdefault(name, []).append(place)
-    if len(places) < 2:
-        return {}
+    prompts = sorted(gains.prompts)
+    place_of = {index: place for place, index in enumerate(prompts)}
     found = {}
-    for name, rows in sorted(places.items()):
+    for name, chosen in prompts_by_category(samples[Key.of(gains.points[0])], prompts).items():
+        rows = [place_of[index] for index in chosen]
         points = [
             p.model_copy(update={"speedup": own.speedup, "speedup_ci": own.speedup_ci})
             for p in gains.points
@@ -66,7 +62,7 @@ def recommend_by_category(
         part = Gains(
             points,
             measured={key: replace(m, columns=m.columns[rows]) for key, m in whole.items()},
-            prompts=frozenset(prompts[row] for row in rows),
+            prompts=frozenset(chosen),
             why_none="no point could be compared with k = 0",
         )
         found[name] = recommend(points, part, seed, disturbed)
@@ -128,7 +124,7 @@ class _Choice:
 
     @property
     def _basis(self) -> str:
-        """What predictions rest on."""
+        """The measurements that predictions rest on."""
         if not self.gains.is_predicted:
             return ""
         parts = self.gains.num_parts
