@@ -1,10 +1,13 @@
 """fp32 greedy output equals transformers' greedy `generate`, token for token."""
 
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from specdec_cli.engine.loop import Engine
 from tests.support import (
     FAMILIES,
     VOCAB,
@@ -36,34 +39,50 @@ SETTINGS = [
 ]
 
 
+Known = Callable[..., tuple[Path, Path, list[list[int]]]]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> Known:
+    """Two checkpoints of a family, and transformers' texts of the first, made once."""
+
+    @cache
+    def of(
+        family: str, count: int, new_tokens: int, device: torch.device
+    ) -> tuple[Path, Path, list[list[int]]]:
+        folder = tmp_path_factory.mktemp(family)
+        target = save_tiny(folder / "target", family, seed=0)
+        unrelated = save_tiny(folder / "draft", family, seed=1)
+        oracle = reference(target, device=device)
+        want = [greedy_reference(oracle, p, new_tokens) for p in prompts(count)]
+        return target, unrelated, want
+
+    return of
+
+
 @pytest.mark.parametrize(("family", "batch_size"), SETTINGS)
-def test_family(family: str, batch_size: int, device: torch.device, tmp_path: Path) -> None:
-    compare(family, batch_size, (0, 1, 3, 6), prompts(6), 24, device, tmp_path)
+def test_family(family: str, batch_size: int, device: torch.device, known: Known) -> None:
+    target, unrelated, want = known(family, 6, 24, device)
+    engine = make_engine(target, unrelated, batch_size=batch_size, device=device)
+    compare(engine, (0, 1, 3, 6), want)
+    # The same model as draft accepts everything, which catches cache bugs cheaply.
+    engine = make_engine(target, target, batch_size=batch_size, device=device)
+    compare(engine, (0, 1, 3, 6), want, accepts_all=True)
 
 
 @pytest.mark.parametrize("family", OTHERS)
-def test_other_families(family: str, device: torch.device, tmp_path: Path) -> None:
-    compare(family, 2, (3,), prompts(3), 10, device, tmp_path)
+def test_other_families(family: str, device: torch.device, known: Known) -> None:
+    target, unrelated, want = known(family, 3, 10, device)
+    compare(make_engine(target, unrelated, batch_size=2, device=device), (3,), want)
+    engine = make_engine(target, target, batch_size=2, device=device)
+    compare(engine, (3,), want, accepts_all=True)
 
 
 def compare(
-    family: str,
-    batch_size: int,
-    ks: tuple[int, ...],
-    asked: list[list[int]],
-    new_tokens: int,
-    device: torch.device,
-    folder: Path,
+    engine: Engine, ks: tuple[int, ...], want: list[list[int]], accepts_all: bool = False
 ) -> None:
-    target = save_tiny(folder / "target", family, seed=0)
-    unrelated = save_tiny(folder / "draft", family, seed=1)
-    oracle = reference(target, device=device)
-    want = [greedy_reference(oracle, p, new_tokens) for p in asked]
-    for draft in (unrelated, target):
-        engine = make_engine(target, draft, batch_size=batch_size, device=device)
-        for k in ks:
-            seqs = decode(engine, asked, k, max_new_tokens=new_tokens)
-            assert [s.output_ids for s in seqs] == want, f"k={k}"
-            if draft is target and k:
-                # The same model as draft accepts everything, which catches cache bugs cheaply.
-                assert all(s.accepted_per_round == s.proposed_per_round for s in seqs)
+    for k in ks:
+        seqs = decode(engine, prompts(len(want)), k, max_new_tokens=len(want[0]))
+        assert [s.output_ids for s in seqs] == want, f"k={k}"
+        if accepts_all:
+            assert all(s.accepted_per_round == s.proposed_per_round for s in seqs)

@@ -2,13 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import triton.language as tl
+from interpreter import make_faster
 from torch import Tensor
-from triton.runtime import interpreter
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -46,31 +44,9 @@ def poisoned_empty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def language_patched_once_a_launch() -> Iterator[None]:
-    """Patch triton.language once a launch. The interpreter does it at the launch and again at each
-    call of a device function, which takes a third of the time of these tests."""
-    if not hasattr(interpreter, "_LangPatchScope"):  # another release of triton
-        yield
-        return
-    patch_lang = interpreter._patch_lang
-    patched: set[tuple[bool, bool]] = set()
-
-    def patch_once(fn: Callable[..., Any]) -> Any:
-        names = fn.__globals__.values()
-        which = (any(v is tl for v in names), any(v is tl.core for v in names))
-        if which in patched:
-            return None  # only a launch, which comes first, reads it
-        patched.add(which)
-        scope = patch_lang(fn)
-        restore = scope.restore
-
-        def restore_all() -> None:
-            patched.clear()
-            restore()
-
-        scope.restore = restore_all
-        return scope
-
+def faster_interpreter() -> Iterator[None]:
+    """Without a device the kernels of these tests run in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_patch_lang", patch_once)
+        if not torch.cuda.is_available():
+            make_faster(patch)
         yield

@@ -1,0 +1,141 @@
+"""Triton's interpreter in less than half the time, with the same results.
+
+It spends nearly all of its time on objects that describe types. Each patch keeps what a function
+returns for the same arguments, or leaves out what nothing reads.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import triton.language as tl
+from triton.runtime import interpreter
+
+INTEGERS = frozenset(tl.dtype.SINT_TYPES + tl.dtype.UINT_TYPES)
+Key = tuple[Any, ...]
+
+
+def make_faster(patch: pytest.MonkeyPatch) -> None:
+    """Patch the interpreter, if this release of Triton has the functions that are known here."""
+    names = ("_LangPatchScope", "_patch_attr", "_patch_builtin", "_patch_lang", "_get_np_dtype")
+    if not all(hasattr(interpreter, name) for name in names):
+        return
+    # Without `debug` a launch computes whether integers overflow, and then asserts nothing.
+    builder = interpreter.interpreter_builder
+    if not builder.options.debug:
+        patch.setattr(builder, "options", replace(builder.options, sanitize_overflow=False))
+    patch.setattr(interpreter, "_get_np_dtype", kept_dtypes(interpreter._get_np_dtype))
+    patch.setattr(tl.block_type, "__init__", kept_blocks(tl.block_type.__init__))
+    patch.setattr(tl.tensor, "__init__", kept_shapes(tl.tensor.__init__))
+    patch.setattr(tl.dtype, "__eq__", equal_at_once(tl.dtype.__eq__))
+    patch.setattr(tl.dtype, "is_int", lambda self: self.name in INTEGERS)
+    patch.setattr(interpreter, "_patch_attr", patch_without_wrapper)
+    patch.setattr(interpreter, "_patch_builtin", kept_builtins())
+    patch.setattr(interpreter, "_patch_lang", once_a_launch(interpreter._patch_lang))
+
+
+def kept_dtypes(numpy_dtype: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    found: dict[str, Any] = {}
+
+    def kept(of: Any) -> Any:
+        scalar = of.element_ty if type(of) is tl.block_type else of
+        if type(scalar) is not tl.dtype:
+            return numpy_dtype(of)
+        if scalar.name not in found:
+            found[scalar.name] = numpy_dtype(of)
+        return found[scalar.name]
+
+    return kept
+
+
+def kept_blocks(init: Callable[..., None]) -> Callable[..., None]:
+    """A block's type is never changed, so its parts serve all blocks of its dtype and shape."""
+    made: dict[Key, dict[str, Any]] = {}
+
+    def init_block(self: Any, element_ty: Any, shape: Any) -> None:
+        if type(element_ty) is not tl.dtype:
+            return init(self, element_ty, shape)
+        key = (element_ty.name, *shape)
+        if key not in made:
+            init(self, element_ty, shape)
+            made[key] = dict(vars(self))
+        vars(self).update(made[key])
+
+    return init_block
+
+
+def kept_shapes(init: Callable[..., None]) -> Callable[..., None]:
+    made: dict[Key, Key] = {}
+
+    def init_tensor(self: Any, handle: Any, type: Any) -> None:
+        key = (*type.shape,) if type.is_block() else ()
+        if key not in made:
+            init(self, handle, type)
+            made[key] = (self.shape, self.numel)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = made[key]
+
+    return init_tensor
+
+
+def equal_at_once(equal: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    def equal_dtypes(self: Any, other: Any) -> bool:
+        if type(other) is tl.dtype:
+            return bool(self.name == other.name)
+        return equal(self, other)
+
+    return equal_dtypes
+
+
+def patch_without_wrapper(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+    """Call a builtin past its wrapper, which only checks that `_semantic` is given."""
+    function = getattr(member, "__wrapped__", member)
+
+    def with_semantic(*args: Any, **kwargs: Any) -> Any:
+        kwargs["_semantic"] = interpreter.interpreter_semantic
+        return function(*args, **kwargs)
+
+    scope.set_attr(obj, name, with_semantic)
+
+
+def kept_builtins() -> Callable[..., None]:
+    """List a module's members once. One that is patched already is no builtin any more."""
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtins(pkg: Any, builder: Any, scope: Any) -> None:
+        if pkg not in names:
+            names[pkg] = [n for n, m in inspect.getmembers(pkg) if tl.core.is_builtin(m)]
+        for name in names[pkg]:
+            member = getattr(pkg, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(pkg, name, member, builder, scope)
+
+    return patch_builtins
+
+
+def once_a_launch(patch_lang: Callable[..., Any]) -> Callable[..., Any]:
+    """Patch triton.language once a launch. The interpreter does it at the launch and again at each
+    call of a device function."""
+    sees: dict[Any, tuple[bool, bool]] = {}
+    patched: set[tuple[bool, bool]] = set()
+
+    def patch_once(fn: Callable[..., Any]) -> Any:
+        if fn not in sees:
+            values = list(fn.__globals__.values())
+            sees[fn] = (any(v is tl for v in values), any(v is tl.core for v in values))
+        if sees[fn] in patched:
+            return None  # only a launch, which comes first, reads it
+        patched.add(sees[fn])
+        scope = patch_lang(fn)
+        restore = scope.restore
+
+        def restore_all() -> None:
+            patched.clear()
+            restore()
+
+        scope.restore = restore_all
+        return scope
+
+    return patch_once
