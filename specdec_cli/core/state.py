@@ -11,7 +11,6 @@ import torch
 
 from specdec_cli.core.types import Sequence
 
-_MASK = 0xFFFFFFFF
 _FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five others
 
 
@@ -90,7 +89,7 @@ class BatchState:
         for held, empty in (
             ([len(s.tokens) for s in seqs], 1),
             ([s.max_tokens for s in seqs], 0),
-            ([s.index & _MASK for s in seqs], 0),
+            ([s.noise_key for s in seqs], 0),
             (rows, 0),
             ([s.draft_kv for s in seqs], 0),
         ):

@@ -38,8 +38,17 @@ def width_busy_with(numbers: float) -> int:
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
 
 
+def padded_rows(count: int, most: int) -> int:
+    """Rows of logits that a padded pass computes for so many sequences: a power of 4, or `most`."""
+    rows = 1 if count else 0
+    while rows < count:
+        rows *= 4
+    return min(rows, most)
+
+
 class Results(NamedTuple):
-    """logits: [B, V] of each sequence's last token. hidden: [W, F]. None for what is not wanted."""
+    """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. None for what is
+    not wanted."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -156,13 +165,14 @@ class PromptPasses:
         *,
         given: Tensor | None = None,
         shift: int = 0,
-        with_logits: bool = False,
+        num_logits: int = 0,
     ) -> Results:
         """A pass over `spans`. Its results are valid until the next one; rows past those of the
         spans mean nothing.
 
         kind: handed to the body. given: [T, ...] further input of each token. shift: as in
-        `PackedInputs.fill`.
+        `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
+        tokens need logits.
         """
         count = sum(span.length for span in spans)
         width = width_of(count)
@@ -172,7 +182,8 @@ class PromptPasses:
             if self._given is None:
                 self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
             self._given[:count].copy_(given)
-        key = (width, kind, with_logits)
+        num_rows = padded_rows(num_logits, self.inputs.num_sequences)
+        key = (width, kind, num_rows)
         if (made := self._captured.get(key)) is not None:
             graph, results = made
             graph.replay()
@@ -180,7 +191,7 @@ class PromptPasses:
 
         def run() -> Results:
             rows = None if self._given is None else self._given[:width]
-            found = self._body(self.inputs.batch(width, with_logits), kind, rows)
+            found = self._body(self.inputs.batch(width, num_rows), kind, rows)
             return Results(self._keep("logits", found.logits), self._keep("hidden", found.hidden))
 
         results = run()

@@ -28,7 +28,7 @@ from rich.text import Text
 
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.experiment.records import Sample
-from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
 
@@ -152,7 +152,7 @@ class Sums:
 
     def add(self, sample: Sample) -> None:
         self.prompts += 1
-        self.tokens += len(sample.token_ids)
+        self.tokens += decoded_tokens(sample)
         self.seconds += decode_seconds(sample)
         self.drafts += len(sample.accepted_per_round)
         self.accepted += sum(sample.accepted_per_round)
@@ -336,5 +336,5 @@ def print_summary(
         return
     out.print()
     out.print(summary_table(metrics, baseline, remarks=remarks, **look))
-    if baseline is not None:
+    if baseline is not None and baseline.decode_tokens_per_second:
         out.print(verdict_line(metrics, baseline))

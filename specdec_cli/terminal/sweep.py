@@ -25,7 +25,7 @@ from specdec_cli.experiment.records import (
     Point,
     Sample,
 )
-from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.stats import FEWEST, among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
@@ -108,7 +108,7 @@ class LiveTable(Watcher):
         self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         if sample.could_run:
-            self._spent[key][sample.index] = len(sample.token_ids), decode_seconds(sample)
+            self._spent[key][sample.index] = decoded_tokens(sample), decode_seconds(sample)
         self._progress.advance(self._task)
 
     def points(self, points: Sequence[Point]) -> None:

@@ -70,7 +70,7 @@ def test_padding_changes_nothing(case: str, device: torch.device, tmp_path: Path
         for chunks in PASSES:
             fed = spans(seqs, chunks)
             want = plain.forward(fed, [1] * len(fed))
-            got = passes(fed, STATES, with_logits=True)
+            got = passes(fed, STATES, num_logits=len(fed))
             assert want.hidden is not None and got.hidden is not None and got.logits is not None
             count = sum(span.length for span in fed)
             assert len(got.hidden) == width_of(count) > count - 1
