@@ -160,8 +160,9 @@ class Metrics(Acceptance, Times):
     output tokens over all sequence-rounds, those without proposals too; absent in folders of
     earlier versions. num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They
     count as rounds without proposals, but not as engine rounds, and decode_tokens_per_second
-    leaves them out; absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on, see
-    `core.types.Sequence`; absent where a prompt has no first token, and in earlier versions.
+    leaves them out; absent if there are none. ttft_parts_ms: means of what the time to the first
+    token was spent on, see `core.types.Sequence`; absent where a prompt has no first token, and in
+    earlier versions.
     """
 
     peak_memory_bytes: Count | None = None

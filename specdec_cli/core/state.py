@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
@@ -99,6 +100,23 @@ class BatchState:
         self.seed.fill_(seed)
         self.block_tables.zero_()
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
+
+    def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
+        """Append a token to the sequences in some slots, which may end them.
+
+        tokens: int64 [R], on the device; the host need not know them. eos_ids: int64 [E].
+        """
+        at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        at = at.to(self.device, non_blocking=True)
+        placed = torch.zeros_like(self.length).index_copy_(0, at, tokens)
+        others = self.active.index_fill(0, at, False)
+        none = torch.zeros_like(placed)
+        self.active.logical_xor_(others)
+        ops.advance(
+            *(placed[:, None], none, none, self.tail, self.length, self.limit, self.active),
+            *(eos_ids, torch.empty(self.num_slots, 3, dtype=torch.int64, device=self.device)),
+        )
+        self.active.logical_or_(others)
 
     def grow(self, added: list[tuple[int, int, list[int]]]) -> None:
         """Enter new blocks: (slot, first column, block ids)."""

@@ -229,19 +229,29 @@ class Engine:
                 if not self.runs_ahead:
                     decided += prefill.settle(run)
                 return self._take(run, decided)
-            if run.prefill is not None and run.prefill.drawn is not None:
-                return self._take(run, prefill.settle(run))  # the round has to know the tokens
-        if run.rounds.in_flight:
-            run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
-        else:
-            seqs = run.scheduler.reserve()
-            run.rounds = self._rounds_for(run, len(seqs))
-            run.rounds.load(seqs, run.params.seed)
+            if prefill.must_settle(run):
+                return self._take(run, prefill.settle(run))
         is_first = not run.rounds.in_flight
+        if is_first:
+            self._load(run)
+        else:
+            run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
         run.rounds.launch(self._next_k(run))
-        prefill.settle(run)  # the host prepared the round meanwhile
+        emissions = self._take(run, prefill.settle(run))  # the host prepared the round meanwhile
         # The host stays one round behind a device that runs asynchronously.
-        return [] if is_first and run.rounds.runs_ahead else self._collect(run)
+        if not (is_first and run.rounds.runs_ahead):
+            emissions += self._collect(run)
+        return emissions
+
+    def _load(self, run: Run) -> None:
+        """Put the running sequences into slots, with tokens that are still on the device."""
+        if run.drawn is not None:
+            run.scheduler.extend_ahead(1)
+        seqs = run.scheduler.reserve()
+        run.rounds = self._rounds_for(run, len(seqs))
+        run.rounds.load(seqs, run.params.seed)
+        if run.drawn is not None:
+            run.rounds.append(run.drawn.seqs, run.drawn.on_device)
 
     @staticmethod
     def _rounds_for(run: Run, count: int) -> Rounds:

@@ -121,15 +121,13 @@ def metrics_of(
     rounds = clock.num_rounds or 1
     from_prefill = sum(s.num_tokens_from_prefill for s in done)
     seconds = clock.prefill_seconds + clock.decode_seconds
-    means: dict[str, Any] = {
-        f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()
-    }
+    means = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
     if shares := sum(len(s.proposed_per_round) + s.rounds_without_proposal for s in done):
         means["tokens_per_round"] = num_output_tokens / shares
     if clock.distinct_experts is not None:
         means["distinct_experts"] = clock.distinct_experts / rounds
     if from_prefill:
-        means["num_tokens_from_prefill"] = from_prefill
+        others["num_tokens_from_prefill"] = from_prefill
     return Metrics(
         k=k,
         num_prompts=len(done),

@@ -106,8 +106,7 @@ def feed(
 
 def _has_token(run: Run, seq: Sequence) -> bool:
     """Whether a sequence's first token is decided, though the host may not have read it yet."""
-    in_flight = run.prefill.drawn if run.prefill is not None else None
-    return seq.first_token_at is not None or (in_flight is not None and seq in in_flight.seqs)
+    return seq.first_token_at is not None or (run.drawn is not None and seq in run.drawn.seqs)
 
 
 def _draw(run: Run, seqs: list[Sequence], logits: torch.Tensor) -> Drawn:
@@ -126,7 +125,17 @@ def _draw(run: Run, seqs: list[Sequence], logits: torch.Tensor) -> Drawn:
     tokens = decide_next(run.rounds.parts, logits, sent[2, 0], index, length)
     on_host = torch.empty(len(seqs), dtype=torch.int64, pin_memory=is_cuda)
     on_host.copy_(tokens, non_blocking=True)
-    return Drawn(seqs, on_host)
+    return Drawn(seqs, tokens, on_host)
+
+
+def must_settle(run: Run) -> bool:
+    """True if the host has to know the tokens that passes in flight decide before it launches a
+    round: all of them may be the last, or there may be no room for a round after them."""
+    if run.drawn is None:
+        return False
+    drawn, scheduler = set(run.drawn.seqs), run.scheduler
+    ends = (s in drawn and len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
+    return all(ends) or scheduler.is_short(1)
 
 
 def settle(run: Run) -> list[tuple[Sequence, int]]:
@@ -148,7 +157,7 @@ def settle(run: Run) -> list[tuple[Sequence, int]]:
         seq.draft_prefill_seconds += of_draft
     if step.drawn is None:
         return []
-    return list(zip(step.drawn.seqs, step.drawn.tokens.tolist(), strict=True))
+    return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=True))
 
 
 def _reads_hidden(run: Run, proposer: Proposer | None) -> bool:

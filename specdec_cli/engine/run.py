@@ -41,11 +41,15 @@ class Emission:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The next token of each of `seqs`, decided by a prefill pass: int64 [R] on the host, valid
-    when the pass has ended; -1 if the logits were not finite."""
+    """The next token of each of `seqs`, decided by a prefill pass.
+
+    on_device, on_host: int64 [R], -1 where logits were not finite. What is on the host is valid
+    when the pass has ended.
+    """
 
     seqs: list[Sequence]
-    tokens: torch.Tensor
+    on_device: torch.Tensor
+    on_host: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,11 @@ class Run:
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """Tokens that prefill passes in flight decide."""
+        return self.prefill.drawn if self.prefill is not None else None
 
 
 @dataclass(frozen=True, slots=True)

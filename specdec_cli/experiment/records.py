@@ -51,8 +51,9 @@ class Sample(Record):
     target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Shares
     add up over prompts to the engine's time, rounds and stages. error: the reason a prompt could
     not run, if `finish_reason` is "error". num_tokens_from_prefill: as in `Metrics`; the prompt's
-    `rounds_without_proposal` count them, times and shares of rounds do not. ttft_parts_ms: a list by part. distinct_experts: as in
-    `Metrics`, over the prompt's own rounds, one a repeat; None where none are counted.
+    `rounds_without_proposal` count them, times and shares of rounds do not. ttft_parts_ms: a list
+    by part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None
+    where none are counted.
     """
 
     target_tp: Count | None = None
