@@ -13,6 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from pydantic_core import PydanticCustomError
 
 STAGES = ("draft", "broadcast", "verify", "sample")  # of a round, in their order
+# The parts of the time to a first token, in words.
+TTFT_PARTS = {
+    "target_prefill": "target's prefill",
+    "draft_prefill": "draft's prefill",
+    "first_round": "first round",
+    "queue": "queued before",
+}
 _MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 
 

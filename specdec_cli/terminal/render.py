@@ -26,7 +26,7 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES, Metrics
+from specdec_cli.core.figures import STAGES, TTFT_PARTS, Metrics
 from specdec_cli.experiment.records import Sample
 from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.stats import among_rounds
@@ -265,26 +265,23 @@ def summary_table(
     times = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages)
     table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
-        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", f"ms (median){_parts(metrics)}")
+        parts = first_token_parts(metrics)
+        median = f"ms (median){f': {parts}' if parts else ''}"
+        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", median)
     for remark in remarks:
         table.add_row("note", "", remark)
     return table
 
 
-def _parts(metrics: Metrics) -> str:
-    """The mean parts of the time to the first token."""
+def first_token_parts(metrics: Metrics) -> str:
+    """The mean parts of the time to the first token in words; those under 0.05 ms are left out."""
     parts = metrics.ttft_parts_ms or {}
     shown = [
         f"{what} {parts[name]:.1f}"
-        for name, what in (
-            ("target_prefill", "target's prefill"),
-            ("draft_prefill", "draft's"),
-            ("first_round", "first round"),
-            ("queue", "queued before"),
-        )
+        for name, what in TTFT_PARTS.items()
         if parts.get(name, 0.0) >= 0.05
     ]
-    return f": {', '.join(shown)}" if shown else ""
+    return ", ".join(shown)
 
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:

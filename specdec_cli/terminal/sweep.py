@@ -200,10 +200,30 @@ def print_results(document: Mapping[str, Any]) -> None:
         tied = _tied(best, with_draft=with_draft)
         which = "recommended: " if best["k"] else ""
         render.say(f"{where}{which}{best['reason']}{tied}", out)
+        line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
+        if line is not None:
+            render.say(f"{where}{line}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         render.say(about_tokens, out)
     if (check := document.get("lossless_check")) is not None:
         render.say(check_line(check), out)
+
+
+def _first_token_line(
+    points: Sequence[Point], batch_size: int, best: Mapping[str, Any], *, with_draft: bool
+) -> str | None:
+    """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
+    point; None for folders of earlier versions."""
+    arm = best if best["k"] else best.get("fastest") or best
+    shown = []
+    for p in points:
+        is_named = p.is_baseline or (p.k, p.draft) == (arm["k"], arm["draft"])
+        if p.batch_size != batch_size or not is_named or (m := p.metrics) is None:
+            continue
+        if (parts := render.first_token_parts(m)) and m.ttft_ms.mean is not None:
+            name = one_line(in_words(p.k, p.draft, with_draft=with_draft))
+            shown.append(f"{m.ttft_ms.mean:.1f} ms at {name} ({parts})")
+    return f"first token, means: {'; '.join(shown)}" if shown else None
 
 
 def results_table(

@@ -183,6 +183,9 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
+    for batch_size in (1, 2):
+        line = rf"batch size {batch_size}: first token, means: .* at k = 0 \(target's prefill .*\);"
+        assert re.search(rf"{line} .* at k = 1 \(.*draft's prefill .*first round", result.out)
     # Without a warm-up a first run may be so slow that others look impossibly fast.
     told = [line for line in result.err.splitlines() if "is impossible" not in line]
     assert told == [
