@@ -1087,6 +1087,7 @@ def test_an_edited_sample_is_refused(
         ({"decode_seconds": []}, "decode_seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
         ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
+        ({"num_tokens_from_prefill": 10**6}, "num_tokens_from_prefill exceeds"),
     ]:
         text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
         (folder / "samples.jsonl").write_text(text)

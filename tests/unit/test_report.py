@@ -857,6 +857,9 @@ def test_what_a_first_token_waits_for(sweep: Content, tmp_path: Path) -> None:
     ] + ["queued beforems"]
     assert [row[2:] for row in rows] == [["3", "19.0", "11.5", "2.5", "4.5", "5.5"]]
     assert "## The first token" in markdown(content, [], "")
+    plain, row = csv_rows(content, "points.csv")
+    assert {part: float(row[f"ttft_{part}_ms"]) for part in spent} == spent
+    assert plain["ttft_queue_ms"] == "" and "ttft_queue_ms" not in csv_rows(sweep, "points.csv")[0]
 
 
 def test_rates_for_vllm_never_rise(tmp_path: Path) -> None:
