@@ -15,6 +15,18 @@ from specdec_cli.core.types import Sequence
 _FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five others
 
 
+def slot_counts(batch_size: int) -> list[int]:
+    """The numbers of slots that rounds are captured for, each a quarter of the next.
+
+    At the end of a run few sequences are left, and rounds of few slots are cheaper. More numbers
+    would be slow to compile.
+    """
+    counts = [batch_size]
+    while counts[0] > 1:
+        counts.insert(0, -(-counts[0] // 4))
+    return counts
+
+
 @dataclass(slots=True, eq=False)
 class Texts:
     """The tokens of sequences, for proposers that look them up; rounds append to them.

@@ -15,6 +15,7 @@ from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.state import slot_counts
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.profile import (
@@ -24,7 +25,6 @@ from specdec_cli.engine.profile import (
     available_memory,
     total_memory,
 )
-from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
@@ -92,7 +92,9 @@ def _prompt_graphs_bytes(
     chunk = _prefill_tokens(plan, need)
     largest = width_of(chunk) or WIDTHS[-1]
     fused = [m for m in modules if m.spec.role not in plan.compiled and is_fusable(m.module)]
-    found, count = method.in_prefill * largest // chunk, WIDTHS.index(largest) + 1
+    found = method.in_prefill * largest // chunk
+    # Those of a width differ in their rows of logits; few widths need them all.
+    count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     for model in fused:
         width = min(largest, busy_width(model.module))
         rows = _drawn(model, need)

@@ -106,7 +106,7 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and after each round with the round's tokens.
+        is called with such requests at once, and with tokens as they are read.
         """
         run = self.start(requests, k, params)
         refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch, Span
 from specdec_cli.core.packed import PackedInputs
+from specdec_cli.core.state import slot_counts
 
 WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
@@ -36,14 +37,6 @@ def width_busy_with(numbers: float) -> int:
     """Tokens from which on passes through layers of so many numbers gain nothing from a graph. They
     would only compute their padding."""
     return max((w for w in WIDTHS if w * numbers <= _WHILE_QUEUED), default=WIDTHS[0])
-
-
-def padded_rows(count: int, most: int) -> int:
-    """Rows of logits that a padded pass computes for so many sequences: a power of 4, or `most`."""
-    rows = 1 if count else 0
-    while rows < count:
-        rows *= 4
-    return min(rows, most)
 
 
 class Results(NamedTuple):
@@ -182,7 +175,9 @@ class PromptPasses:
             if self._given is None:
                 self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
             self._given[:count].copy_(given)
-        num_rows = padded_rows(num_logits, self.inputs.num_sequences)
+        # As many rows as a round has: its kernels are compiled.
+        most = self.inputs.num_sequences
+        num_rows = next(n for n in (0, *slot_counts(most)) if n >= num_logits)
         key = (width, kind, num_rows)
         if (made := self._captured.get(key)) is not None:
             graph, results = made

@@ -12,7 +12,6 @@ from specdec_cli.engine.run import Request
 from specdec_cli.models.prompt_passes import (
     WIDTHS,
     PromptGraphs,
-    padded_rows,
     width_busy_with,
     width_of,
 )
@@ -114,10 +113,6 @@ def test_widths() -> None:
     # An 8B's layer, one of a 1B's, one of a 70B's, and a tiny one.
     assert [width_busy_with(n) for n in (218e6, 61e6, 856e6, 4e4)] == [1024, 2048, 256, 2048]
     assert all(width % 16 == 0 for width in WIDTHS), "kernels are compiled again for others"
-
-
-def test_rows_of_logits() -> None:
-    assert [padded_rows(n, 20) for n in (0, 1, 2, 4, 5, 16, 17, 20)] == [0, 1, 4, 4, 16, 16, 20, 20]
 
 
 @pytest.mark.parametrize(("k", "num_sequences"), [(3, 3), (3, 2), (0, 3)])
