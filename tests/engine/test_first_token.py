@@ -94,9 +94,19 @@ def test_every_step_of_a_run(chunk: int, num_blocks: int) -> None:
     assert (sum(s.num_preemptions for s in run.seqs) > 0) == (num_blocks == 16)
 
 
+def test_blocks_that_end_with_the_prompts() -> None:
+    """Both prompts fill their blocks and one is left: the host has to read the tokens, and to
+    preempt a sequence before the round."""
+    prompts = [random_prompt(8, i) for i in range(2)]
+    engine = plain_engine(True, batch_size=2, num_blocks=6)
+    seqs = decode(engine, prompts, 0, max_new_tokens=4)
+    assert texts(seqs) == [continuation(target_rule, p, 4) for p in prompts]
+    assert [s.num_preemptions for s in seqs] == [0, 1]
+    assert [s.num_tokens_from_prefill for s in seqs] == [1, 2]
+
+
 @pytest.mark.parametrize("num_blocks", [400, 16, 14])
 def test_rounds_that_follow_before_it_is_read(num_blocks: int) -> None:
-    """With few blocks the host waits for the token, to know what is needed next."""
     results = []
     for runs_ahead in (False, True):
         engine = plain_engine(runs_ahead, batch_size=3, num_blocks=num_blocks, prefill_chunk=7)
