@@ -3,9 +3,10 @@
 Prompts are random ids, all of them queued at once. Prints one Markdown row per shape, medians over
 repeats: milliseconds from the request to the first token of every prompt (least to most), the part
 of it in prefill passes, the number of these passes, the host's milliseconds for each, the floor of
-the passes and the ratio to it. What is left is the first round, whose scoring pass feeds each
-prompt's last token. With k = 0 only the target is fed, else the draft or the head as well. With
---uncaptured a row follows each in which no pass is a CUDA graph.
+the passes and the ratio to it. With k = 0 only the target is fed, and prefill decides each first
+token. Else the draft or the head is fed as well, and the first round is left, whose scoring pass
+feeds each prompt's last token. With --uncaptured a row follows each in which no pass is a CUDA
+graph.
 
 The floor counts matrix products alone: of each model, the longer one of reading all weights once at
 the bandwidth of a device copy, and of multiplying each token by each matrix. A CPU has none of
@@ -121,7 +122,7 @@ def profile(once: Callable[[], Timing]) -> str:
     total = sum(map(spent, rows)) / 1e3
     lines = [
         f"first token {timing.first_token:.2f} ms, prefill {timing.prefill:.2f} ms in "
-        f"{timing.passes} passes, while profiled; kernels {total:.2f} ms, first round included"
+        f"{timing.passes} passes, while profiled; kernels {total:.2f} ms, a first round's too"
     ]
     lines += [f"{spent(e):10.1f} us {e.count:6d} x  {e.key[:100]}" for e in rows[:45]]
     return "\n".join(lines) + "\n"

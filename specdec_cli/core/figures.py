@@ -13,6 +13,13 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, InstanceOf, 
 from pydantic_core import PydanticCustomError
 
 STAGES = ("draft", "broadcast", "verify", "sample")  # of a round, in their order
+# The parts of the time to a first token, in words.
+TTFT_PARTS = {
+    "target_prefill": "target's prefill",
+    "draft_prefill": "draft's prefill",
+    "first_round": "first round",
+    "queue": "queued before",
+}
 _MOST = 2**63  # what a column of numbers can hold; Python's own whole numbers have no end
 
 
@@ -158,13 +165,17 @@ class Metrics(Acceptance, Times):
     points only. distinct_experts: experts that a round's scoring pass reads in a layer, the mean
     over rounds and over layers with experts; absent where none are counted. tokens_per_round:
     output tokens over all sequence-rounds, those without proposals too; absent in folders of
-    earlier versions. ttft_parts_ms: means of what the time to the first token was spent on, see
-    `core.types.Sequence`; absent where a prompt has no first token, and in earlier versions.
+    earlier versions. num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They
+    count as rounds without proposals, but not as engine rounds, and decode_tokens_per_second
+    leaves them out; absent if there are none. ttft_parts_ms: means of what the time to the first
+    token was spent on, see `core.types.Sequence`; absent where a prompt has no first token, and in
+    earlier versions.
     """
 
     peak_memory_bytes: Count | None = None
     distinct_experts: Figure = None
     tokens_per_round: Figure = None
+    num_tokens_from_prefill: Count = 0
     ttft_parts_ms: dict[str, float] | None = None
 
     @model_validator(mode="after")

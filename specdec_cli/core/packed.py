@@ -76,10 +76,10 @@ class PackedInputs:
             self._copied = self._copied or torch.cuda.Event()
             self._copied.record()
 
-    def batch(self, width: int, with_logits: bool) -> ForwardBatch:
+    def batch(self, width: int, num_logits: int) -> ForwardBatch:
         """The pass over the first `width` tokens. It reads nothing on the host.
 
-        with_logits: of each sequence's last token, [B] rows; otherwise of none.
+        num_logits: the number of sequences, from the first one on, whose last tokens need logits.
         """
         positions = self.positions[:width]
         tables = self.block_tables
@@ -97,8 +97,8 @@ class PackedInputs:
             logit_rows=self._no_rows,
             plan=None,
         )
-        if with_logits:
-            batch.logit_rows = last_rows(batch)
+        if num_logits:
+            batch.logit_rows = last_rows(batch)[:num_logits]
         return batch
 
 

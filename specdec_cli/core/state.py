@@ -8,11 +8,23 @@ from dataclasses import dataclass, field
 from typing import Self
 
 import torch
+from specdec_kernels import ops
 
 from specdec_cli.core.types import Sequence
 
-_MASK = 0xFFFFFFFF
 _FIELDS = 7  # numbers of each slot: two of `tail`, and one of each of five others
+
+
+def slot_counts(batch_size: int) -> list[int]:
+    """The numbers of slots that rounds are captured for, each a quarter of the next.
+
+    At the end of a run few sequences are left, and rounds of few slots are cheaper. More numbers
+    would be slow to compile.
+    """
+    counts = [batch_size]
+    while counts[0] > 1:
+        counts.insert(0, -(-counts[0] // 4))
+    return counts
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +102,7 @@ class BatchState:
         for held, empty in (
             ([len(s.tokens) for s in seqs], 1),
             ([s.max_tokens for s in seqs], 0),
-            ([s.index & _MASK for s in seqs], 0),
+            ([s.noise_key for s in seqs], 0),
             (rows, 0),
             ([s.draft_kv for s in seqs], 0),
         ):
@@ -100,6 +112,23 @@ class BatchState:
         self.seed.fill_(seed)
         self.block_tables.zero_()
         self.grow([(b, 0, s.block_table) for b, s in enumerate(seqs)])
+
+    def append(self, slots: list[int], tokens: torch.Tensor, eos_ids: torch.Tensor) -> None:
+        """Append a token to the sequences in some slots, which may end them.
+
+        tokens: int64 [R], on the device; the host need not know them. eos_ids: int64 [E].
+        """
+        at = torch.tensor(slots, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        at = at.to(self.device, non_blocking=True)
+        placed = torch.zeros_like(self.length).index_copy_(0, at, tokens)
+        others = self.active.index_fill(0, at, False)
+        none = torch.zeros_like(placed)
+        self.active.logical_xor_(others)
+        ops.advance(
+            *(placed[:, None], none, none, self.tail, self.length, self.limit, self.active),
+            *(eos_ids, torch.empty(self.num_slots, 3, dtype=torch.int64, device=self.device)),
+        )
+        self.active.logical_or_(others)
 
     def grow(self, added: list[tuple[int, int, list[int]]]) -> None:
         """Enter new blocks: (slot, first column, block ids)."""

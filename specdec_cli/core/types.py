@@ -53,6 +53,7 @@ class Sequence:
     proposed_per_round: list[int] = field(default_factory=list)  # rounds with k_i >= 1 only
     accepted_per_round: list[int] = field(default_factory=list)
     rounds_without_proposal: int = 0
+    num_tokens_from_prefill: int = 0  # each counts as a round without proposals, but took none
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -68,6 +69,11 @@ class Sequence:
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def noise_key(self) -> int:
+        """The part of `index` that keys random numbers."""
+        return self.index & 0xFFFFFFFF
 
     @property
     def num_new_tokens(self) -> int:

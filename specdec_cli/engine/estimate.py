@@ -15,6 +15,7 @@ from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.state import slot_counts
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.profile import (
@@ -24,7 +25,6 @@ from specdec_cli.engine.profile import (
     available_memory,
     total_memory,
 )
-from specdec_cli.engine.rounds import slot_counts
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
@@ -57,10 +57,13 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     chunk = _prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
     modules, method = [m for m in plan.modules if m in plan.held], _method_bytes(plan, need)
-    each = [_prefill_bytes(m, m.spec.role in plan.compiled, chunk, is_cuda) for m in modules]
+    each = [
+        _prefill_bytes(m, m.spec.role in plan.compiled, chunk, _drawn(m, need), is_cuda)
+        for m in modules
+    ]
     each.append(method.in_prefill)
     if plan.captures_prompts:
-        each.append(_prompt_graphs_bytes(plan, chunk, modules, method))
+        each.append(_prompt_graphs_bytes(plan, need, modules, method))
     # On CUDA one model's freed blocks are seldom of a size that the other can use.
     prefill = sum(each) if is_cuda else max(each)
     if plan.no_cuda_graphs is not None:
@@ -76,17 +79,27 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     return PassBytes(prefill, graphs + method.held)
 
 
+def _drawn(model: Description, need: CacheNeed) -> int:
+    """Rows of logits of a prefill pass, which decides first tokens in plain decoding."""
+    return need.batch_size if model.spec.role == "target" else 0
+
+
 def _prompt_graphs_bytes(
-    plan: Plan, chunk: int, modules: list[Description], method: MethodBytes
+    plan: Plan, need: CacheNeed, modules: list[Description], method: MethodBytes
 ) -> int:
     """Memory of captured prefill passes: their pool, inputs and results at fixed addresses, and the
     graphs. They are measured with the passes."""
+    chunk = _prefill_tokens(plan, need)
     largest = width_of(chunk) or WIDTHS[-1]
     fused = [m for m in modules if m.spec.role not in plan.compiled and is_fusable(m.module)]
-    found, count = method.in_prefill * largest // chunk, WIDTHS.index(largest) + 1
+    found = method.in_prefill * largest // chunk
+    # Those of a width differ in their rows of logits; few widths need them all.
+    count = WIDTHS.index(largest) + 1 + len(slot_counts(need.batch_size))
     for model in fused:
         width = min(largest, busy_width(model.module))
-        found += _prefill_bytes(model, False, width, is_cuda=True) + 2 * _hidden_bytes(model, width)
+        rows = _drawn(model, need)
+        kept = 2 * _hidden_bytes(model, width) + rows * model.vocab_size * model.dtype.itemsize
+        found += _prefill_bytes(model, False, width, rows, is_cuda=True) + kept
     return found + _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
 
 
@@ -332,13 +345,16 @@ def _mlp_numbers(model: Description, tokens: int, streams: int, family: Family) 
     return found
 
 
-def _prefill_bytes(model: Description, is_compiled: bool, tokens: int, is_cuda: bool) -> int:
-    """Bytes that the largest pass without logits takes."""
+def _prefill_bytes(
+    model: Description, is_compiled: bool, tokens: int, logit_rows: int, is_cuda: bool
+) -> int:
+    """Bytes that the largest prefill pass takes."""
     if not is_cuda or is_compiled or not is_fusable(model.module):
-        return _pass_bytes(model, is_compiled, tokens, 0)
+        return _pass_bytes(model, is_compiled, tokens, logit_rows)
     layer = _fused_layer(model, tokens)
-    # The allocator does not reuse attention's blocks for the MLP, so both count.
+    # The allocator does not reuse attention's blocks for the MLP, so both count, as logits do.
     numbers = tokens * (layer.common + layer.gathered + layer.mlp)
+    numbers += logit_rows * model.vocab_size * (1 if model.parallel.size == 1 else 3)
     return _hidden_bytes(model, tokens) + numbers * model.dtype.itemsize
 
 

@@ -124,9 +124,21 @@ class Rounds:
         self.seqs = list(seqs)
         self.state.load(seqs, seed)
 
+    def append(self, seqs: list[Sequence], tokens: torch.Tensor) -> None:
+        """Append a token to each of `seqs`, which were loaded; int64 [R] on the device.
+
+        The host can read and apply the tokens later. No round may be in flight.
+        """
+        place = self._places()
+        self.state.append([place[id(seq)] for seq in seqs], tokens, self.parts.eos_ids)
+
+    def _places(self) -> dict[int, int]:
+        """The slot of each sequence, by its identity."""
+        return {id(seq): slot for slot, seq in enumerate(self.seqs)}
+
     def grow(self, added: list[tuple[Sequence, list[int]]]) -> None:
         """Enter blocks that were added to the end of sequences' tables."""
-        place = {id(seq): slot for slot, seq in enumerate(self.seqs)}
+        place = self._places()
         self.state.grow([(place[id(s)], len(s.block_table) - len(new), new) for s, new in added])
 
     def stop(self, seq: Sequence) -> None:

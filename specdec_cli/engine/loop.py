@@ -106,7 +106,7 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and after each round with the round's tokens.
+        is called with such requests at once, and with tokens as they are read.
         """
         run = self.start(requests, k, params)
         refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
@@ -212,7 +212,10 @@ class Engine:
         )
 
     def step(self, run: Run) -> list[Emission]:
-        """Advance by one round, or fill the caches of newly admitted sequences."""
+        """Advance by one round, or fill the caches of newly admitted sequences.
+
+        Returns the tokens that were read meanwhile.
+        """
         started = time.perf_counter()
         if self._must_settle(run):
             return self._collect(run)
@@ -222,21 +225,33 @@ class Engine:
         if not run.rounds.in_flight:
             chunk = prefill.next_chunk(run, self.proposer, self.prefill_chunk)
             if chunk is not None:
-                prefill.feed(run, chunk, self.target, self.proposer, started)
+                decided = prefill.feed(run, chunk, self.target, self.proposer, started)
                 if not self.runs_ahead:
-                    prefill.settle(run)
-                return []
-        if run.rounds.in_flight:
-            run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
-        else:
-            seqs = run.scheduler.reserve()
-            run.rounds = self._rounds_for(run, len(seqs))
-            run.rounds.load(seqs, run.params.seed)
+                    decided += prefill.settle(run)
+                return self._take(run, decided)
+            if prefill.must_settle(run):
+                return self._take(run, prefill.settle(run))
         is_first = not run.rounds.in_flight
+        if is_first:
+            self._load(run)
+        else:
+            run.rounds.grow(run.scheduler.extend_ahead(run.k + 1))
         run.rounds.launch(self._next_k(run))
-        prefill.settle(run)  # the host prepared the round meanwhile
+        emissions = self._take(run, prefill.settle(run))  # the host prepared the round meanwhile
         # The host stays one round behind a device that runs asynchronously.
-        return [] if is_first and run.rounds.runs_ahead else self._collect(run)
+        if not (is_first and run.rounds.runs_ahead):
+            emissions += self._collect(run)
+        return emissions
+
+    def _load(self, run: Run) -> None:
+        """Put the running sequences into slots, with tokens that are still on the device."""
+        if run.drawn is not None:
+            run.scheduler.extend_ahead(1)
+        seqs = run.scheduler.reserve()
+        run.rounds = self._rounds_for(run, len(seqs))
+        run.rounds.load(seqs, run.params.seed)
+        if run.drawn is not None:
+            run.rounds.append(run.drawn.seqs, run.drawn.on_device)
 
     @staticmethod
     def _rounds_for(run: Run, count: int) -> Rounds:
@@ -278,6 +293,15 @@ class Engine:
         self.costs.add(run.rounds.num_slots, done.k, done.seconds)
         return self._apply(run, done, live)
 
+    def _take(self, run: Run, decided: list[tuple[Sequence, int]]) -> list[Emission]:
+        """Append the tokens that prefill passes decided. Each counts as a round without proposals,
+        but in no time of rounds."""
+        _check_finite([token for _, token in decided])
+        for seq, _ in decided:
+            seq.rounds_without_proposal += 1
+            seq.num_tokens_from_prefill += 1
+        return [self._append(run, seq, [token], 0, run.prefilled_at) for seq, token in decided]
+
     def _clear_caches(self) -> None:
         """Clear cached values that are not finite: padding reads them, and 0 * NaN is NaN."""
         self.target.cache.clear()
@@ -300,12 +324,11 @@ class Engine:
             seq.target_kv = n + accepted
             if k and self.proposer is not None:
                 seq.draft_kv = self.proposer.kv_after(n, k, accepted)
-            keep = self._finish_reason(run, seq, tokens)
-            seq.tokens.extend(tokens[:keep])
-            kept = min(accepted, keep)
+            emission = self._append(run, seq, tokens, accepted, done.read_at)
+            emissions.append(emission)
             if k:
                 seq.proposed_per_round.append(k)
-                seq.accepted_per_round.append(kept)
+                seq.accepted_per_round.append(emission.num_accepted)
             else:
                 seq.rounds_without_proposal += 1
             seq.decode_seconds += done.seconds / len(live)
@@ -315,17 +338,27 @@ class Engine:
             if done.distinct_experts is not None:
                 share = done.distinct_experts / len(live)
                 seq.experts_share = (seq.experts_share or 0.0) + share
-            seq.first_token_at = seq.first_token_at or done.read_at
-            emissions.append(Emission(seq, tokens[:keep], kept))
-            if seq.finish_reason is not None:
-                seq.finished_at = done.read_at
-                run.scheduler.finish(seq)
-                if seq.finish_reason == "stop":
-                    # Only the host sees stop strings; its blocks may go to others now.
-                    run.rounds.stop(seq)
-            elif not run.rounds.runs_ahead:
-                run.scheduler.trim(seq)
         return emissions
+
+    def _append(
+        self, run: Run, seq: Sequence, tokens: list[int], accepted: int, at: float
+    ) -> Emission:
+        """Append decided tokens to a sequence, and finish or trim it.
+
+        accepted: how many of them were proposals. at: when the host read them.
+        """
+        keep = self._finish_reason(run, seq, tokens)
+        seq.tokens.extend(tokens[:keep])
+        seq.first_token_at = seq.first_token_at or at
+        if seq.finish_reason is not None:
+            seq.finished_at = at
+            run.scheduler.finish(seq)
+            if seq.finish_reason == "stop" and run.rounds.in_flight:
+                # Only the host sees stop strings; its blocks may go to others now.
+                run.rounds.stop(seq)
+        elif not run.rounds.runs_ahead:
+            run.scheduler.trim(seq)
+        return Emission(seq, tokens[:keep], min(accepted, keep))
 
     def _finish_reason(self, run: Run, seq: Sequence, tokens: list[int]) -> int:
         """Decide whether `tokens` end the sequence; returns how many of them to keep."""
@@ -369,7 +402,7 @@ class Engine:
 
 def _check_finite(counts: list[int]) -> None:
     """Raise `RunError` if a count is negative, which marks logits that are not finite."""
-    if (worst := min(counts)) < 0:
+    if (worst := min(counts, default=0)) < 0:
         raise RunError(
             f"the {'draft' if worst == -2 else 'target'} produced logits that are not finite "
             "(NaN or infinity)",

@@ -54,12 +54,13 @@ def measure_rank(
     # The largest captured prefill passes, which a full chunk may be too long for.
     most = max(len(request.token_ids) for request in requests)
     widths = [] if engine.prompts is None else engine.prompts.largest
-    captured = sorted({min(width, most - 1) for width in widths})
+    left = _left_to_a_round(plan.k)
+    captured = sorted({min(width, most - left) for width in widths})
 
     def run() -> None:
         engine.run(requests, plan.k, params)
         for length in captured:
-            engine.run([Request(0, (0,) * (length + 1))], plan.k, params)
+            engine.run([Request(0, (0,) * (length + left))], plan.k, params)
 
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)
@@ -78,15 +79,20 @@ def rehearsal(need: CacheNeed, prefill_chunk: int) -> tuple[list[Request], int]:
     """A full batch whose prompts fill one prefill chunk, or as much of it as the longest sequence
     allows; and the number of blocks that the batch takes."""
     longest_prompt = max(1, need.longest - need.k - 2)  # a round of all proposals still has room
-    left = prefill_chunk
+    left, unfed = prefill_chunk, _left_to_a_round(need.k)
     lengths = []
     for _ in range(need.batch_size):
-        fed = min(left, longest_prompt - 1)
+        fed = min(left, longest_prompt - unfed)
         left -= fed
-        lengths.append(fed + 1)  # a prompt's last token is left to the first round
+        lengths.append(max(1, fed + unfed))
     ahead = 4 * (need.k + 1)
     blocks = sum(-(-(length + ahead) // need.block_size) + 1 for length in lengths)
     return [Request(i, (0,) * length) for i, length in enumerate(lengths)], blocks + 1
+
+
+def _left_to_a_round(k: int) -> int:
+    """Tokens of a prompt that prefill leaves to the first round."""
+    return 1 if k else 0
 
 
 def weight_bytes(models: Models) -> tuple[int, int]:

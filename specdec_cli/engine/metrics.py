@@ -80,6 +80,8 @@ class Counts(Protocol):
     @property
     def rounds_without_proposal(self) -> int: ...
     @property
+    def num_tokens_from_prefill(self) -> int: ...
+    @property
     def num_preemptions(self) -> int: ...
 
 
@@ -117,12 +119,15 @@ def metrics_of(
 ) -> Metrics:
     """The metrics of prompts that could run. others: figures that do not follow from the rest."""
     rounds = clock.num_rounds or 1
+    from_prefill = sum(s.num_tokens_from_prefill for s in done)
     seconds = clock.prefill_seconds + clock.decode_seconds
     means = {f"{stage}_ms": spent / rounds for stage, spent in clock.stage_ms.items()}
     if shares := sum(len(s.proposed_per_round) + s.rounds_without_proposal for s in done):
         means["tokens_per_round"] = num_output_tokens / shares
     if clock.distinct_experts is not None:
         means["distinct_experts"] = clock.distinct_experts / rounds
+    if from_prefill:
+        others["num_tokens_from_prefill"] = from_prefill
     return Metrics(
         k=k,
         num_prompts=len(done),
@@ -136,7 +141,9 @@ def metrics_of(
         decode_seconds=clock.decode_seconds,
         output_tokens_per_second=num_output_tokens / seconds if seconds else 0.0,
         decode_tokens_per_second=(
-            num_output_tokens / clock.decode_seconds if clock.decode_seconds else 0.0
+            (num_output_tokens - from_prefill) / clock.decode_seconds
+            if clock.decode_seconds
+            else 0.0
         ),
         **means | others | acceptance_of(done, k).as_dict(),
     )

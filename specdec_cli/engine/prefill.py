@@ -1,41 +1,56 @@
 """Prefill: fills the caches of sequences, a chunk of tokens in one pass of each model.
 
-On a device that runs asynchronously the host does not wait for a chunk. It prepares the next one,
-or the first round, and counts the chunk's time afterwards.
+In plain decoding the pass that feeds a prompt's last token also decides the first output token. On
+a device that runs asynchronously the host does not wait for a chunk. It prepares the next one, or
+the first round, and counts the chunk's time afterwards.
 """
 
 import time
 from dataclasses import dataclass
 
+import torch
+
 from specdec_cli.core.batch import Span
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.metrics import Moment
-from specdec_cli.engine.run import PrefillStep, Run
+from specdec_cli.engine.round import decide_next
+from specdec_cli.engine.run import Drawn, PrefillStep, Run
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """The spans of one step: those that the target is fed, and those of the proposer."""
+    """The spans of one step: those that the target is fed, and those of the proposer.
+
+    ending: the first spans of the target, as many as feed the last token of a sequence.
+    """
 
     targets: list[Span]
     proposers: list[Span]
+
+    @property
+    def ending(self) -> list[Span]:
+        return [span for span in self.targets if span.stop == len(span.seq.tokens)]
 
 
 def next_chunk(run: Run, proposer: Proposer | None, budget: int) -> Chunk | None:
     """What the caches of the running sequences lack, at most `budget` tokens; None for nothing.
 
-    The last token of each sequence is left to the first round. That round can so propose the very
-    first output token, as in transformers' assisted generation. A proposer also lacks tokens after
-    rounds that proposed nothing. One that reads the target's hidden states takes in what the target
-    takes in, as there are no others.
+    If the run proposes, the last token of each sequence is left to the first round. That round can
+    so propose the very first output token, as in transformers' assisted generation. In plain
+    decoding the last token is fed too, unless it alone is missing: then a round takes it.
+
+    A proposer also lacks tokens after rounds that proposed nothing. One that reads the target's
+    hidden states takes in what the target takes in, as there are no others.
     """
     reads = _reads_hidden(run, proposer)
     targets: list[Span] = []
     proposers: list[Span] = []
     for seq in run.scheduler.running:
         end = len(seq.tokens) - 1
+        if run.k == 0 and seq.target_kv < end:
+            end += 1
         proposes = proposer is not None and run.scheduler.proposal_len(seq) > 0
         start, found = seq.target_kv, targets
         if start >= end and proposes and not reads and _is_behind(proposer, seq):
@@ -51,14 +66,21 @@ def next_chunk(run: Run, proposer: Proposer | None, budget: int) -> Chunk | None
 
 def feed(
     run: Run, chunk: Chunk, target: PagedModel, proposer: Proposer | None, begun: float
-) -> None:
-    """Queue the passes over a chunk, then wait for those of the chunk before.
+) -> list[tuple[Sequence, int]]:
+    """Queue the passes over a chunk, then wait for those of the chunk before; returns their tokens.
 
     begun: when the step began, seconds on the host's clock.
     """
-    features = None
+    features = drawn = None
     if chunk.targets:
-        features = target.prefill(chunk.targets, with_hidden=_reads_hidden(run, proposer))
+        ending = chunk.ending if run.k == 0 else []
+        assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
+        logits, features = target.prefill(
+            chunk.targets, with_hidden=_reads_hidden(run, proposer), num_logits=len(ending)
+        )
+        if ending:
+            assert logits is not None
+            drawn = _draw(run, [span.seq for span in ending], logits)
     halfway = end = Moment(target.device)
     if chunk.proposers and proposer is not None:
         proposer.prefill(chunk.proposers, features)
@@ -74,16 +96,52 @@ def feed(
         halfway=halfway,
         end=end,
         seqs=list({span.seq for span in (*chunk.targets, *chunk.proposers)}),
-        waiting=[seq for seq in run.scheduler.running if seq.first_token_at is None],
+        waiting=[seq for seq in run.scheduler.running if not _has_token(run, seq)],
+        drawn=drawn,
     )
-    settle(run)
+    decided = settle(run)
     run.prefill = queued
+    return decided
 
 
-def settle(run: Run) -> None:
-    """Wait for the passes in flight, if any, and count their time."""
+def _has_token(run: Run, seq: Sequence) -> bool:
+    """Whether a sequence's first token is decided, though the host may not have read it yet."""
+    return seq.first_token_at is not None or (run.drawn is not None and seq in run.drawn.seqs)
+
+
+def _draw(run: Run, seqs: list[Sequence], logits: torch.Tensor) -> Drawn:
+    """Decide the next token of each of `seqs`, whose tokens the target has all been fed.
+
+    logits: [R, V], a row a sequence.
+    """
+    device = logits.device
+    is_cuda = device.type == "cuda"
+    # Rows of 16 bytes: Triton compiles a kernel again for an address that it knows less of.
+    spare = [0] * (len(seqs) % 2)
+    rows = [[s.noise_key for s in seqs] + spare, [len(s.tokens) for s in seqs] + spare]
+    rows.append([run.params.seed] + [0] * (len(rows[0]) - 1))
+    sent = torch.tensor(rows, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
+    index, length = sent[:2, : len(seqs)]
+    tokens = decide_next(run.rounds.parts, logits, sent[2, 0], index, length)
+    on_host = torch.empty(len(seqs), dtype=torch.int64, pin_memory=is_cuda)
+    on_host.copy_(tokens, non_blocking=True)
+    return Drawn(seqs, tokens, on_host)
+
+
+def must_settle(run: Run) -> bool:
+    """True if the host has to know the tokens that passes in flight decide before it launches a
+    round: all of them may be the last, or there may be no room for a round after them."""
+    if run.drawn is None:
+        return False
+    drawn, scheduler = set(run.drawn.seqs), run.scheduler
+    ends = (s in drawn and len(s.tokens) + 1 >= s.max_tokens for s in scheduler.running)
+    return all(ends) or scheduler.is_short(1)
+
+
+def settle(run: Run) -> list[tuple[Sequence, int]]:
+    """Wait for the passes in flight, if any, and count their time; returns what they decided."""
     if (step := run.prefill) is None:
-        return
+        return []
     run.prefill = None
     of_draft = step.halfway.seconds_until(step.end)
     now = time.perf_counter()
@@ -97,6 +155,9 @@ def settle(run: Run) -> None:
     for seq in step.waiting:
         seq.target_prefill_seconds += seconds - of_draft
         seq.draft_prefill_seconds += of_draft
+    if step.drawn is None:
+        return []
+    return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=True))
 
 
 def _reads_hidden(run: Run, proposer: Proposer | None) -> bool:

@@ -10,21 +10,9 @@ import torch
 from specdec_kernels.compile_ahead import compile_ahead
 
 from specdec_cli.core.kv_cache import BlockAllocator
-from specdec_cli.core.state import BatchState, Texts
+from specdec_cli.core.state import BatchState, Texts, slot_counts
 from specdec_cli.engine.graphs import Rounds
 from specdec_cli.engine.round import Record, RoundParts, run_round
-
-
-def slot_counts(batch_size: int) -> list[int]:
-    """The numbers of slots that rounds are captured for, each a quarter of the next.
-
-    At the end of a run few sequences are left, and rounds of few slots are cheaper. More numbers
-    would be slow to compile.
-    """
-    counts = [batch_size]
-    while counts[0] > 1:
-        counts.insert(0, -(-counts[0] // 4))
-    return counts
 
 
 @dataclass(slots=True, eq=False)

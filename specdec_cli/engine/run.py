@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.detokenize import StopFinder
@@ -26,7 +28,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """Tokens that one round added to one sequence; the first `num_accepted` were proposals.
+    """Tokens that one round, or a prefill pass, added to one sequence; the first `num_accepted`
+    were proposals.
 
     A sequence that could not run has an emission without tokens.
     """
@@ -37,11 +40,25 @@ class Emission:
 
 
 @dataclass(frozen=True, slots=True)
+class Drawn:
+    """The next token of each of `seqs`, decided by a prefill pass.
+
+    on_device, on_host: int64 [R], -1 where logits were not finite. What is on the host is valid
+    when the pass has ended.
+    """
+
+    seqs: list[Sequence]
+    on_device: torch.Tensor
+    on_host: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillStep:
     """Passes over a chunk of prompts that were queued and whose time is not known yet.
 
     begun: when the step began, seconds on the host's clock. halfway, end: of the target's passes
-    and of all. seqs: those that took part. waiting: those without a first token.
+    and of all. seqs: those that took part. waiting: those without a first token. drawn: None if the
+    passes decided nothing.
     """
 
     begun: float
@@ -49,6 +66,7 @@ class PrefillStep:
     end: Moment
     seqs: list[Sequence]
     waiting: list[Sequence]
+    drawn: Drawn | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +89,11 @@ class Run:
     last: LastRounds = field(default_factory=LastRounds)
     seqs: list[Sequence] = field(default_factory=list)
     stop_finders: dict[int, StopFinder] = field(default_factory=dict)
+
+    @property
+    def drawn(self) -> Drawn | None:
+        """Tokens that prefill passes in flight decide."""
+        return self.prefill.drawn if self.prefill is not None else None
 
 
 @dataclass(frozen=True, slots=True)

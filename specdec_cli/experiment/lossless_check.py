@@ -20,6 +20,7 @@ from specdec_cli.launch.world import World
 
 PROMPTS = 4  # whose texts are written for the check, where the run's own cannot be compared
 _MOST_LOOKED_AT = 32  # divergences; each takes two passes over a text
+_WIDEST = 256  # tokens of a second pass; each has a row of logits
 _NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
 
 
@@ -61,7 +62,9 @@ class LosslessCheck:
             gap = None
             if len(self._parted) < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
                 tokens = [*text.prompt, *text.plain[:at]]
-                alone, wide = (engine.logits_after(tokens, w) for w in (1, width))
+                # The pass over a prompt decides the first token of plain decoding.
+                most = width if at else max(width, min(len(tokens), _WIDEST))
+                alone, wide = (engine.logits_after(tokens, w) for w in (1, most))
                 self._noise = max(self._noise, float((alone - wide).abs().max()))
                 lower = min(float(alone[text.tokens[at]]), float(alone[text.plain[at]]))
                 gap = float(alone.max()) - lower

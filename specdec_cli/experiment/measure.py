@@ -164,6 +164,7 @@ def sample_of(
         peak_memory_bytes=peak_memory_bytes,
         **given(
             error=seq.error,
+            num_tokens_from_prefill=seq.num_tokens_from_prefill or None,
             distinct_experts=experts if are_counted else None,
             ttft_parts_ms={n: [p[n] for p in parts] for n in parts[0]} if parts else None,
         ),

@@ -5,7 +5,7 @@ from typing import Any
 
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.records import Sample
-from specdec_cli.experiment.repeats import decode_seconds, rounds_of, usual_mean
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens, rounds_of, usual_mean
 
 
 def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, Any]:
@@ -14,8 +14,9 @@ def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, 
     seconds = list(map(decode_seconds, own))
     shares = [usual_mean(s, s.round_share) for s in own]
     verify = [usual_mean(s, s.stage_ms.get("verify", [])) for s in own]
-    speed = stats.speed([len(s.token_ids) for s in own], seconds)
-    rounds = stats.speed([len(s.token_ids) for s in own], list(map(rounds_of, own)))
+    tokens = list(map(decoded_tokens, own))
+    speed = stats.speed(tokens, seconds)
+    rounds = stats.speed(tokens, list(map(rounds_of, own)))
     marginal, conditional = [], []
     for place in range(1, k + 1):
         accepted = [sum(a >= place for a in s.accepted_per_round) for s in own]

@@ -27,7 +27,7 @@ from specdec_cli.experiment.records import (
     Sample,
     given,
 )
-from specdec_cli.experiment.repeats import decode_seconds, rounds_of, usual_mean
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens, rounds_of, usual_mean
 from specdec_cli.experiment.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
@@ -380,7 +380,7 @@ def _gain(faster: SumRatio | None, k: int, seed: int, most: float) -> dict[str, 
 def _most_speedup(samples: Samples) -> float:
     """Tokens a round over all rounds, which no speed-up exceeds."""
     rounds = sum(map(rounds_of, samples.values()))
-    return sum(len(s.token_ids) for s in samples.values()) / rounds if rounds else float("inf")
+    return sum(map(decoded_tokens, samples.values())) / rounds if rounds else float("inf")
 
 
 def _break_even(samples: Samples, baseline: Samples, k: int, seed: int) -> BreakEven | None:
@@ -428,9 +428,9 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
 
 
 def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Output tokens per second of round time."""
+    """Output tokens that rounds decided, per second of round time."""
     chosen = list(samples)
-    return stats.speed([len(s.token_ids) for s in chosen], [decode_seconds(s) for s in chosen])
+    return stats.speed(list(map(decoded_tokens, chosen)), list(map(decode_seconds, chosen)))
 
 
 def without_errors(samples: Samples) -> dict[int, Sample]:

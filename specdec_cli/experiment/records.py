@@ -50,8 +50,10 @@ class Sample(Record):
 
     target_tp, draft_tp: in comparisons only. Lists of times have a number for each repeat. Shares
     add up over prompts to the engine's time, rounds and stages. error: the reason a prompt could
-    not run, if `finish_reason` is "error". ttft_parts_ms: a list by part. distinct_experts: as in
-    `Metrics`, over the prompt's own rounds, one a repeat; None where none are counted.
+    not run, if `finish_reason` is "error". num_tokens_from_prefill: as in `Metrics`; the prompt's
+    `rounds_without_proposal` count them, times and shares of rounds do not. ttft_parts_ms: a list
+    by part. distinct_experts: as in `Metrics`, over the prompt's own rounds, one a repeat; None
+    where none are counted.
     """
 
     target_tp: Count | None = None
@@ -75,6 +77,7 @@ class Sample(Record):
     stage_ms: dict[str, list[Time]]
     ttft_ms: list[Time]
     tpot_ms: list[Time]
+    num_tokens_from_prefill: Count = 0
     distinct_experts: list[Time] | None = None
     ttft_parts_ms: dict[str, list[Time]] | None = None
     error: Name | None = None
@@ -91,6 +94,8 @@ class Sample(Record):
             raise impossible("accepted_per_round and proposed_per_round differ in length")
         if any(a > p or p > self.k for p, a in zip(proposed, accepted, strict=True)):
             raise impossible("more was accepted than proposed, or more proposed than k")
+        if self.num_tokens_from_prefill > self.rounds_without_proposal:
+            raise impossible("num_tokens_from_prefill exceeds rounds_without_proposal")
         return self
 
 

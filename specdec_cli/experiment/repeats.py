@@ -30,6 +30,12 @@ def decode_seconds(sample: Sample) -> float:
     return usual_mean(sample, sample.decode_seconds)
 
 
+def decoded_tokens(sample: Sample) -> int:
+    """A prompt's output tokens that rounds decided, the tokens of `decode_seconds`."""
+    return len(sample.token_ids) - sample.num_tokens_from_prefill
+
+
 def rounds_of(sample: Sample) -> int:
-    """A prompt's rounds, with and without proposals."""
-    return len(sample.accepted_per_round) + sample.rounds_without_proposal
+    """A prompt's rounds, with and without proposals; those of `decode_seconds`."""
+    without = sample.rounds_without_proposal - sample.num_tokens_from_prefill
+    return len(sample.accepted_per_round) + without

@@ -113,16 +113,24 @@ class PagedModel:
         return self._run(found, with_hidden=with_hidden)
 
     @torch.inference_mode()
-    def prefill(self, spans: list[Span], *, with_hidden: bool = False) -> torch.Tensor | None:
-        """Feed `spans`; hidden states [T, L * H] if they are asked for, valid until the next call.
+    def prefill(
+        self, spans: list[Span], *, with_hidden: bool = False, num_logits: int = 0
+    ) -> Results:
+        """Feed `spans`; the results are valid until the next call.
 
-        No row reaches the vocabulary head.
+        num_logits: the number M of spans, from the first one on, whose last rows reach the
+        vocabulary head: logits [M, V]. Hidden states [T, L * H] if they are asked for.
         """
         if self._prompts is None or not self._prompts.fits(spans):
-            return self.forward(spans, [0] * len(spans), with_hidden=with_hidden).hidden
+            rows = [1] * num_logits + [0] * (len(spans) - num_logits)
+            return Results(*self.forward(spans, rows, with_hidden=with_hidden))
         layers = self.hidden_layers if with_hidden else ()
-        hidden = self._prompts(spans, layers).hidden
-        return None if hidden is None else hidden[: sum(span.length for span in spans)]
+        logits, hidden = self._prompts(spans, layers, num_logits=num_logits)
+        count = sum(span.length for span in spans)
+        return Results(
+            None if logits is None else logits[:num_logits],
+            None if hidden is None else hidden[:count],
+        )
 
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None

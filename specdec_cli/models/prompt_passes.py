@@ -18,6 +18,7 @@ from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch, Span
 from specdec_cli.core.packed import PackedInputs
+from specdec_cli.core.state import slot_counts
 
 WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
@@ -39,7 +40,8 @@ def width_busy_with(numbers: float) -> int:
 
 
 class Results(NamedTuple):
-    """logits: [B, V] of each sequence's last token. hidden: [W, F]. None for what is not wanted."""
+    """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. None for what is
+    not wanted."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
@@ -156,13 +158,14 @@ class PromptPasses:
         *,
         given: Tensor | None = None,
         shift: int = 0,
-        with_logits: bool = False,
+        num_logits: int = 0,
     ) -> Results:
         """A pass over `spans`. Its results are valid until the next one; rows past those of the
         spans mean nothing.
 
         kind: handed to the body. given: [T, ...] further input of each token. shift: as in
-        `PackedInputs.fill`.
+        `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
+        tokens need logits.
         """
         count = sum(span.length for span in spans)
         width = width_of(count)
@@ -172,7 +175,10 @@ class PromptPasses:
             if self._given is None:
                 self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
             self._given[:count].copy_(given)
-        key = (width, kind, with_logits)
+        # As many rows as a round has: its kernels are compiled.
+        most = self.inputs.num_sequences
+        num_rows = next(n for n in (0, *slot_counts(most)) if n >= num_logits)
+        key = (width, kind, num_rows)
         if (made := self._captured.get(key)) is not None:
             graph, results = made
             graph.replay()
@@ -180,7 +186,7 @@ class PromptPasses:
 
         def run() -> Results:
             rows = None if self._given is None else self._given[:width]
-            found = self._body(self.inputs.batch(width, with_logits), kind, rows)
+            found = self._body(self.inputs.batch(width, num_rows), kind, rows)
             return Results(self._keep("logits", found.logits), self._keep("hidden", found.hidden))
 
         results = run()

@@ -7,6 +7,7 @@ from specdec_cli.experiment.promise import lossless_in_words
 from specdec_cli.experiment.records import Point
 from specdec_cli.report import findings, tables
 from specdec_cli.report.findings import Best
+from specdec_cli.report.first_tokens import first_tokens
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import Table
 from specdec_cli.report.vllm import deployment
@@ -42,6 +43,7 @@ class Content:
             "comparisons": tables.comparisons(run),
             "rounds": tables.times_of_a_round(run),
             "latencies": tables.latencies(run),
+            "first_tokens": first_tokens(run),
             "predictions": tables.predictions(run),
             "categories": tables.categories(run, shown, of_shown) if shown is not None else None,
         }

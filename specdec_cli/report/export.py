@@ -33,7 +33,10 @@ def csv_tables(run: ReportedRun) -> dict[str, str]:
 
 
 # Tables in LaTeX, by name of the file.
-LATEX = ("results", "break_even", "comparisons", "categories", "predictions", "rounds", "latencies")
+LATEX = (
+    *("results", "break_even", "comparisons", "categories", "predictions", "rounds", "latencies"),
+    "first_tokens",
+)
 _TEX = {
     "\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
     "–": "--", "×": r"$\times$", "…": r"\ldots{}",
@@ -114,6 +117,7 @@ def markdown(content: Content, plots: Sequence[Plot], folder: str) -> str:
         "categories": "categories",
         "predictions": "predictions",
         "latencies": "",
+        "first_tokens": "",
     }
     for name, picture in order.items():
         table = content.tables[name]

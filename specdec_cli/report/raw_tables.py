@@ -1,6 +1,6 @@
 """Tables for other programs: full names, and figures as recorded."""
 
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import STAGES, TTFT_PARTS
 from specdec_cli.experiment.records import CategoryComparison, Comparison, Point
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import PERCENTILES, Column, Table, Value, counts_experts
@@ -35,6 +35,7 @@ def raw_points(run: ReportedRun) -> Table:
     if counts_experts(run):
         names = (*names, "distinct_experts")
     spreads = [(name, p) for name in ("ttft_ms", "tpot_ms") for p in ("mean", *PERCENTILES)]
+    parts = [name for name in TTFT_PARTS if any(_part(p, name) is not None for p in run.points)]
     setting: tuple[str, ...] = ("draft", "k", "batch_size")
     if run.is_comparison:
         setting = ("target_tp", "draft_tp", "batch_size", "k")
@@ -53,6 +54,7 @@ def raw_points(run: ReportedRun) -> Table:
         "break_even_tokens_per_round_hi",
         *names,
         *(f"{name.removesuffix('_ms')}_{p}_ms" for name, p in spreads),
+        *(f"ttft_{name}_ms" for name in parts),
     )
     rows = [
         (
@@ -66,10 +68,17 @@ def raw_points(run: ReportedRun) -> Table:
             *(getattr(point.break_even, "tokens_per_round_ci", None) or (None, None)),
             *(point.number(name) for name in names),
             *(point.number(name, p) for name, p in spreads),
+            *(_part(point, name) for name in parts),
         )
         for point in run.points
     ]
     return Table("points", "", tuple(map(Column, titles)), tuple(rows))
+
+
+def _part(point: Point, name: str) -> float | None:
+    """A part of the mean time to the first token; None where it was not recorded."""
+    metrics = point.metrics
+    return (metrics.ttft_parts_ms or {}).get(name) if metrics is not None else None
 
 
 def raw_comparisons(run: ReportedRun) -> Table:

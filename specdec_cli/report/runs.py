@@ -12,7 +12,7 @@ from typing import Any
 
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.records import Point, Sample
-from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
@@ -24,9 +24,11 @@ _SEED = 0
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A prompt's output at a point. seconds: of its rounds, without outlying repeats."""
+    """A prompt's output at a point. num_decoded: its tokens that rounds decided. seconds: of these
+    rounds, without outlying repeats."""
 
     tokens: tuple[int, ...]
+    num_decoded: int
     seconds: float
 
 
@@ -195,7 +197,7 @@ def ratio_of(one: Shown, other: Shown) -> Ratio | None:
     if not common:
         return None
     speeds = (
-        stats.speed([len(of[p].tokens) for p in common], [of[p].seconds for p in common])
+        stats.speed([of[p].num_decoded for p in common], [of[p].seconds for p in common])
         for of in (one.timed, other.timed)
     )
     found = next(speeds).over(next(speeds))
@@ -259,7 +261,9 @@ def _timed(run: ReportedRun) -> dict[tuple[Any, ...], dict[Prompt, Timed]]:
         seen = counts[place][ids]
         if not sample.could_run or sample.index in seen:
             continue
-        found[place][ids, len(seen)] = Timed(tuple(sample.token_ids), decode_seconds(sample))
+        written = tuple(sample.token_ids)
+        timed = Timed(written, decoded_tokens(sample), decode_seconds(sample))
+        found[place][ids, len(seen)] = timed
         seen.add(sample.index)
     return found
 

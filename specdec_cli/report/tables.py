@@ -67,7 +67,7 @@ def cell(value: Value, column: Column) -> str:
 Cell = tuple[Column, Callable[[Point], Value]]  # a column, and its value for a point
 
 
-def _by_point(
+def by_point(
     texts: tuple[str, str, str], run: ReportedRun, points: Iterable[Point], cells: Iterable[Cell]
 ) -> Table:
     """A table with a row for each point, after the columns that name it.
@@ -116,7 +116,7 @@ def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
-    table = _by_point(("results", "Every point", note), run, shown, cells)
+    table = by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
     return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
 
@@ -146,7 +146,7 @@ def break_even(run: ReportedRun) -> Table | None:
     )
     if any(_even(p).is_predicted for p in points):
         note += " Costs of points that were not measured are those of the time curve."
-    return _by_point(("break_even", "Break-even", note), run, points, cells)
+    return by_point(("break_even", "Break-even", note), run, points, cells)
 
 
 def _even(point: Point) -> BreakEven:
@@ -238,7 +238,7 @@ def times_of_a_round(run: ReportedRun) -> Table:
     if counts_experts(run):
         cells.append(_figure("experts", 1, "a layer", "distinct_experts"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return _by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
+    return by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
 
 
 def counts_experts(run: ReportedRun) -> bool:
@@ -250,7 +250,7 @@ def latencies(run: ReportedRun) -> Table:
     cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
     cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return _by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
+    return by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
 
 
 def _is_ok(point: Point) -> bool:
@@ -276,7 +276,7 @@ def predictions(run: ReportedRun) -> Table | None:
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
         f"measured, less one.{residuals_in_words(run)}"
     )
-    return _by_point(("predictions", "Predicted and measured", note), run, points, cells)
+    return by_point(("predictions", "Predicted and measured", note), run, points, cells)
 
 
 def _method(points: Sequence[Point]) -> str:

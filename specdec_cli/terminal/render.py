@@ -26,9 +26,9 @@ from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES, Metrics
+from specdec_cli.core.figures import STAGES, TTFT_PARTS, Metrics
 from specdec_cli.experiment.records import Sample
-from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.stats import among_rounds
 from specdec_cli.text import inert
 
@@ -152,7 +152,7 @@ class Sums:
 
     def add(self, sample: Sample) -> None:
         self.prompts += 1
-        self.tokens += len(sample.token_ids)
+        self.tokens += decoded_tokens(sample)
         self.seconds += decode_seconds(sample)
         self.drafts += len(sample.accepted_per_round)
         self.accepted += sum(sample.accepted_per_round)
@@ -265,26 +265,23 @@ def summary_table(
     times = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages)
     table.add_row("round", f"{metrics.round_ms:.2f}", f"ms: {times}")
     if metrics.ttft_ms.p50 is not None:
-        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", f"ms (median){_parts(metrics)}")
+        parts = first_token_parts(metrics)
+        median = f"ms (median){f': {parts}' if parts else ''}"
+        table.add_row("first token", f"{metrics.ttft_ms.p50:.1f}", median)
     for remark in remarks:
         table.add_row("note", "", remark)
     return table
 
 
-def _parts(metrics: Metrics) -> str:
-    """The mean parts of the time to the first token."""
+def first_token_parts(metrics: Metrics) -> str:
+    """The mean parts of the time to the first token in words; those under 0.05 ms are left out."""
     parts = metrics.ttft_parts_ms or {}
     shown = [
         f"{what} {parts[name]:.1f}"
-        for name, what in (
-            ("target_prefill", "target's prefill"),
-            ("draft_prefill", "draft's"),
-            ("first_round", "first round"),
-            ("queue", "queued before"),
-        )
+        for name, what in TTFT_PARTS.items()
         if parts.get(name, 0.0) >= 0.05
     ]
-    return f": {', '.join(shown)}" if shown else ""
+    return ", ".join(shown)
 
 
 def summary_line(metrics: Metrics, remarks: Sequence[str] = ()) -> str:
@@ -336,5 +333,5 @@ def print_summary(
         return
     out.print()
     out.print(summary_table(metrics, baseline, remarks=remarks, **look))
-    if baseline is not None:
+    if baseline is not None and baseline.decode_tokens_per_second:
         out.print(verdict_line(metrics, baseline))

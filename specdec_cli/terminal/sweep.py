@@ -25,7 +25,7 @@ from specdec_cli.experiment.records import (
     Point,
     Sample,
 )
-from specdec_cli.experiment.repeats import decode_seconds
+from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.stats import FEWEST, among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
@@ -108,7 +108,7 @@ class LiveTable(Watcher):
         self._shown = key.batch_size
         self._sums.setdefault(key, render.Sums()).add(sample)
         if sample.could_run:
-            self._spent[key][sample.index] = len(sample.token_ids), decode_seconds(sample)
+            self._spent[key][sample.index] = decoded_tokens(sample), decode_seconds(sample)
         self._progress.advance(self._task)
 
     def points(self, points: Sequence[Point]) -> None:
@@ -200,10 +200,30 @@ def print_results(document: Mapping[str, Any]) -> None:
         tied = _tied(best, with_draft=with_draft)
         which = "recommended: " if best["k"] else ""
         render.say(f"{where}{which}{best['reason']}{tied}", out)
+        line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
+        if line is not None:
+            render.say(f"{where}{line}", out)
     if (about_tokens := tokens_line(document["tokens"])) is not None:
         render.say(about_tokens, out)
     if (check := document.get("lossless_check")) is not None:
         render.say(check_line(check), out)
+
+
+def _first_token_line(
+    points: Sequence[Point], batch_size: int, best: Mapping[str, Any], *, with_draft: bool
+) -> str | None:
+    """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
+    point; None for folders of earlier versions."""
+    arm = best if best["k"] else best.get("fastest") or best
+    shown = []
+    for p in points:
+        is_named = p.is_baseline or (p.k, p.draft) == (arm["k"], arm["draft"])
+        if p.batch_size != batch_size or not is_named or (m := p.metrics) is None:
+            continue
+        if (parts := render.first_token_parts(m)) and m.ttft_ms.mean is not None:
+            name = one_line(in_words(p.k, p.draft, with_draft=with_draft))
+            shown.append(f"{m.ttft_ms.mean:.1f} ms at {name} ({parts})")
+    return f"first token, means: {'; '.join(shown)}" if shown else None
 
 
 def results_table(

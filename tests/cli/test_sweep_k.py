@@ -157,15 +157,21 @@ def test_points_follow_from_samples(whole: tuple[Path, dict[str, Any]]) -> None:
         repeats = (s["decode_seconds"] for s in found if s["k"] == k)
         return sum(fmean(t for t in both if t <= 1.5 * min(both)) for both in repeats)
 
+    # Plain decoding's prefill decides the first token of each of the four prompts.
+    early = dict.fromkeys(range(3), 0)
+    for sample in found:
+        early[sample["k"]] += sample.get("num_tokens_from_prefill", 0)
+    assert early == {0: 4, 1: 0, 2: 0}
+    tokens = sum(len(s["token_ids"]) for s in found if s["k"] == 0)
     for point in whole[1]["points"]:
         metrics, k = point["metrics"], point["k"]
         assert metrics["decode_seconds"] == pytest.approx(seconds(k))
-        assert gain(point) == pytest.approx(seconds(0) / seconds(k))
+        share_of_rounds = (tokens - early[0]) / (tokens - early[k])
+        assert gain(point) == pytest.approx(seconds(0) / seconds(k) / share_of_rounds)
         own = [s for s in found if s["k"] == k]
         assert metrics["num_drafts"] == sum(len(s["accepted_per_round"]) for s in own)
-        assert metrics["num_rounds"] == metrics["num_drafts"] + sum(
-            s["rounds_without_proposal"] for s in own
-        )
+        without = sum(s["rounds_without_proposal"] for s in own)
+        assert metrics["num_rounds"] == metrics["num_drafts"] + without - early[k]
 
 
 def test_json_and_table(capsys: Capture) -> None:
@@ -177,6 +183,9 @@ def test_json_and_table(capsys: Capture) -> None:
     assert result.err.count("demo:draft, batch 2, k=") == 2  # one line per point
     result = specdec(capsys, *options, "-q")
     assert result.code == 0 and "tokens a round" in result.out and "batch size 2: " in result.out
+    for batch_size in (1, 2):
+        line = rf"batch size {batch_size}: first token, means: .* at k = 0 \(target's prefill .*\);"
+        assert re.search(rf"{line} .* at k = 1 \(.*draft's prefill .*first round", result.out)
     # Without a warm-up a first run may be so slow that others look impossibly fast.
     told = [line for line in result.err.splitlines() if "is impossible" not in line]
     assert told == [
@@ -1078,6 +1087,7 @@ def test_an_edited_sample_is_refused(
         ({"decode_seconds": []}, "decode_seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
         ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
+        ({"num_tokens_from_prefill": 10**6}, "num_tokens_from_prefill exceeds"),
     ]:
         text = "".join(json.dumps(one) + "\n" for one in [first | change, *rest])
         (folder / "samples.jsonl").write_text(text)

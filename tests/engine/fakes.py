@@ -23,6 +23,7 @@ from specdec_cli.engine.run import Run
 from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.models.paged import PassOutput
+from specdec_cli.models.prompt_passes import Results
 from tests.support import CPU, VOCAB
 
 Rule = Callable[[list[int]], int]  # the token that follows a prefix
@@ -106,13 +107,19 @@ class FakeModel:
         self.prefill_sizes: list[int] = []
         self.fed: list[int] = []
 
-    def prefill(self, spans: list[Span], *, with_hidden: bool = False) -> None:
+    def prefill(
+        self, spans: list[Span], *, with_hidden: bool = False, num_logits: int = 0
+    ) -> Results:
         """Feed spans; the cache must hold the sequence's tokens before each span."""
         self.prefill_sizes.append(sum(s.length for s in spans))
         for span in spans:
             table = span.seq.block_table
             assert self.cache.read(table, span.start) == span.seq.tokens[: span.start]
             self.cache.write(table, span.start, span.seq.tokens[span.start : span.stop])
+        logits = torch.zeros(num_logits, VOCAB)
+        for row, span in zip(logits, spans, strict=False):
+            row[self.rule(self.cache.read(span.seq.block_table, span.stop))] = 1.0
+        return Results(logits)
 
     def forward_slots(
         self, what: Rectangle, state: BatchState, *, with_hidden: bool = False

@@ -30,10 +30,12 @@ def choices(model: Any, tokens: list[int]) -> list[torch.Tensor]:
 
 
 def rounds_of(seq: Sequence, k: int) -> list[slice]:
-    """The tokens that each round scored, when all proposals stood."""
+    """The tokens that each round scored, when all proposals stood. At k = 0 prefill decided the
+    first one."""
     assert seq.accepted_per_round == seq.proposed_per_round
-    lengths = seq.proposed_per_round + [0] * seq.rounds_without_proposal
-    spans, n = [], seq.num_prompt_tokens
+    assert seq.num_tokens_from_prefill == (k == 0)
+    lengths = seq.proposed_per_round + [0] * (seq.rounds_without_proposal - (k == 0))
+    spans, n = [], seq.num_prompt_tokens + (k == 0)
     for proposed in lengths:
         spans.append(slice(n - 1, n + proposed))
         n += proposed + 1

@@ -182,8 +182,10 @@ def test_counts_are_those_of_the_sequences(k: int, batch_size: int) -> None:
     assert metrics.num_rounds >= -(-6 // batch_size)
     if k == 0:
         assert a.mean_acceptance_length == 1.0 and a.num_drafts == 0
+    # With k = 0 prefill decides the first token of each prompt of more than one token.
+    assert metrics.num_tokens_from_prefill == (5 if k == 0 else 0)
     if batch_size == 1:
-        assert metrics.num_rounds == a.num_drafts + without
+        assert metrics.num_rounds == a.num_drafts + without - metrics.num_tokens_from_prefill
 
 
 def test_a_draft_right_for_two_of_four() -> None:
@@ -220,9 +222,8 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert 0 < stages <= metrics.round_ms
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
-    assert metrics.decode_tokens_per_second == pytest.approx(
-        metrics.num_output_tokens / metrics.decode_seconds
-    )
+    decoded = metrics.num_output_tokens - metrics.num_tokens_from_prefill
+    assert metrics.decode_tokens_per_second == pytest.approx(decoded / metrics.decode_seconds)
 
 
 def test_shares_of_a_round_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

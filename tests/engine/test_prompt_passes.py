@@ -9,7 +9,12 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.run import Request
-from specdec_cli.models.prompt_passes import WIDTHS, PromptGraphs, width_busy_with, width_of
+from specdec_cli.models.prompt_passes import (
+    WIDTHS,
+    PromptGraphs,
+    width_busy_with,
+    width_of,
+)
 from tests.eagle3 import Head, save_head
 from tests.engine.test_eagle3 import FakeTarget, paged_head
 from tests.engine.test_families import BLOCK, STATES, TOLERANCE
@@ -70,7 +75,7 @@ def test_padding_changes_nothing(case: str, device: torch.device, tmp_path: Path
         for chunks in PASSES:
             fed = spans(seqs, chunks)
             want = plain.forward(fed, [1] * len(fed))
-            got = passes(fed, STATES, with_logits=True)
+            got = passes(fed, STATES, num_logits=len(fed))
             assert want.hidden is not None and got.hidden is not None and got.logits is not None
             count = sum(span.length for span in fed)
             assert len(got.hidden) == width_of(count) > count - 1
@@ -110,10 +115,12 @@ def test_widths() -> None:
     assert all(width % 16 == 0 for width in WIDTHS), "kernels are compiled again for others"
 
 
-@pytest.mark.parametrize("num_sequences", [3, 2])
-def test_engines_write_the_same(num_sequences: int, device: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("k", "num_sequences"), [(3, 3), (3, 2), (0, 3)])
+def test_engines_write_the_same(
+    k: int, num_sequences: int, device: torch.device, tmp_path: Path
+) -> None:
     """Prompts in chunks, which join while others decode; passes over more sequences than there is
-    room for are left as they are."""
+    room for are left as they are. In plain decoding they decide first tokens."""
     target = save_tiny(tmp_path / "target", "llama")
     draft = save_tiny(tmp_path / "draft", "qwen3", seed=1)
     prompts = [seq.tokens for seq in sequences()] * 2
@@ -129,7 +136,8 @@ def test_engines_write_the_same(num_sequences: int, device: torch.device, tmp_pa
             made = PromptGraphs(24, num_sequences, 64, device, is_cuda)
             engine.target.capture_prompts(made)
             engine.proposer.model.capture_prompts(made)  # type: ignore[union-attr]
-        result = engine.run(requests, 3, params)
+        result = engine.run(requests, k, params)
+        assert (result.metrics.num_tokens_from_prefill > 0) == (k == 0)
         if is_padded:
             assert engine.target._prompts.inputs.positions.any(), "no pass was padded"
         found.append([(s.tokens, s.accepted_per_round) for s in result.seqs])

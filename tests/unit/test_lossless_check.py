@@ -52,6 +52,13 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
     assert bool(failed_check(found)) is not passed
 
 
+@pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])
+def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, width: int) -> None:
+    engine, check, prompt = Fixed(0.1), LosslessCheck("bfloat16"), [7] * length
+    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: Text(prompt, [1, 0], [0, 0])})
+    assert engine.asked == [(prompt, 1), (prompt, width)]
+
+
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
     found, engine = checked("bfloat16", 1.0, [0, 0, 0])
     assert found["passed"] and engine.asked == []

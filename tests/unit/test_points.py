@@ -175,6 +175,32 @@ def test_break_even_is_where_speeds_are_equal() -> None:
     assert predicted.alpha == pytest.approx(0.55)
 
 
+def test_tokens_of_prefill_are_in_no_speed() -> None:
+    """Plain decoding's first token takes no round: speeds and costs are those of the other eleven.
+    A text of one token has no speed, and nothing is compared with it."""
+    fast = {i: sample(i, [(1, 1)] * 6, 0.6 + i / 100) for i in range(4)}
+    plain = {
+        i: sample(i, [], 1.1 + i / 50, round_share=[11.0], num_tokens_from_prefill=1)
+        for i in range(4)
+    }
+    base, point = points_of({Key("d", 4, 0): plain, Key("d", 4, 1): fast})
+    metrics = metrics_of(base)
+    assert metrics.num_output_tokens == metrics.num_rounds_without_proposal == 48
+    assert (metrics.num_rounds, metrics.num_tokens_from_prefill) == (44, 4)
+    assert metrics.decode_tokens_per_second == pytest.approx(44 / 4.52)
+    assert metrics.round_ms == pytest.approx(4.52e3 / 44) and metrics.tokens_per_round == 1.0
+    assert point.speedup == pytest.approx(48 / 2.46 / (44 / 4.52))
+    assert point.break_even is not None
+    assert point.break_even.tokens_per_round == pytest.approx(2.46 / 24 / (4.52 / 44))
+    assert "num_tokens_from_prefill" not in metrics_of(point).as_dict()
+    nothing = {"token_ids": [5], "rounds_without_proposal": 1, "num_tokens_from_prefill": 1}
+    nothing |= {"round_share": [0.0]}
+    ended = {i: sample(i, [], 0.0, **nothing) for i in range(4)}
+    base, point = points_of({Key("d", 4, 0): ended, Key("d", 4, 1): fast})
+    assert metrics_of(base).decode_tokens_per_second == 0.0
+    assert (point.speedup, point.speedup_ci, point.break_even) == (None, None, None)
+
+
 def test_a_mean_length_lies_between_one_and_k_plus_one() -> None:
     samples = {
         Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(3)},

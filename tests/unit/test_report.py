@@ -844,6 +844,24 @@ def test_latencies_are_those_of_their_titles(sweep: Content) -> None:
     assert row["per token p50"] == point.metrics.tpot_ms.p50 != point.metrics.ttft_ms.p50
 
 
+def test_what_a_first_token_waits_for(sweep: Content, tmp_path: Path) -> None:
+    assert sweep.tables["first_tokens"] is None, "its folder is of an earlier version"
+    points = sweep_points(ks=(0, 3), batch_sizes=(1,), drafts=ONE_DRAFT)
+    spent = {"queue": 5.5, "target_prefill": 11.5, "draft_prefill": 2.5, "first_round": 4.5}
+    points[1]["metrics"]["ttft_parts_ms"] = spent
+    content = read(write_folder(tmp_path, points))
+    header, *rows = Page(html(content)).tables["table-first_tokens"]
+    assert header[3:] == [
+        f"{name}ms"
+        for name in ("first token", "target's prefill", "draft's prefill", "first round")
+    ] + ["queued beforems"]
+    assert [row[2:] for row in rows] == [["3", "19.0", "11.5", "2.5", "4.5", "5.5"]]
+    assert "## The first token" in markdown(content, [], "")
+    plain, row = csv_rows(content, "points.csv")
+    assert {part: float(row[f"ttft_{part}_ms"]) for part in spent} == spent
+    assert plain["ttft_queue_ms"] == "" and "ttft_queue_ms" not in csv_rows(sweep, "points.csv")[0]
+
+
 def test_rates_for_vllm_never_rise(tmp_path: Path) -> None:
     """In rounds of several lengths a later place may be accepted more often than an earlier one."""
     points = sweep_points(ks=(0, 3), batch_sizes=(1,), drafts=ONE_DRAFT)

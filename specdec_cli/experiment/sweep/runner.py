@@ -275,12 +275,13 @@ class Sweep:
     def _cost(self, loop: MeasuringLoop, unit: Job, key: Key, part: int) -> None:
         """Measure one part of the time curve at one k, on the prompts of a unit."""
         m = loop.run(key, unit, unit.plan.params).metrics
+        without = m.num_rounds_without_proposal - m.num_tokens_from_prefill
         stages: dict[str, Any] = {f"{s}_ms": m.stage_ms(s) * m.num_rounds for s in STAGES}
         self.records.add(
             CurvePart(
                 **asdict(key),
                 part=part,
-                sequence_rounds=m.num_drafts + m.num_rounds_without_proposal,
+                sequence_rounds=m.num_drafts + without,
                 rounds=m.num_rounds,
                 decode_seconds=m.decode_seconds,
                 **stages,

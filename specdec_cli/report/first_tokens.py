@@ -1,0 +1,31 @@
+"""The table of what the time to the first token is spent on."""
+
+from functools import partial
+
+from specdec_cli.core.figures import TTFT_PARTS
+from specdec_cli.experiment.records import Point
+from specdec_cli.report.folder import ReportedRun
+from specdec_cli.report.tables import Cell, Column, Table, Value, by_point
+
+_NOTE = (
+    "Means over prompts. The queue is the wait for a slot, which the time to the first token does "
+    "not contain. Prefill counts all passes that a prompt waits for, other prompts' too. The first "
+    "round is the rest. In plain decoding prefill decides the first token, and no round is needed."
+)
+
+
+def first_tokens(run: ReportedRun) -> Table | None:
+    """The parts of the time to the first token; None for folders of earlier versions."""
+    points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
+    if not points:
+        return None
+    cells: list[Cell] = [
+        (Column("first token", 1, "ms"), lambda p: p.number("ttft_ms", "mean")),
+        *((Column(title, 1, "ms"), partial(_part, name)) for name, title in TTFT_PARTS.items()),
+    ]
+    return by_point(("first_tokens", "The first token", _NOTE), run, points, cells)
+
+
+def _part(name: str, point: Point) -> Value:
+    assert point.metrics is not None and point.metrics.ttft_parts_ms is not None
+    return point.metrics.ttft_parts_ms.get(name)
