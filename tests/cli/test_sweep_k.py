@@ -414,12 +414,12 @@ def test_folders_that_were_moved(capsys: Capture, tmp_path: Path) -> None:
 def test_a_slurm_task_takes_its_share(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("ID", "5"), ("COUNT", "3"), ("MIN", "1"), ("STEP", "2")):
+    for name, value in (("ID", "7"), ("COUNT", "3"), ("MIN", "3"), ("STEP", "2")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     result = specdec(capsys, *SWEEP, "--dry-run", "--json")
     assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
     monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "0")
-    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 5, which is no shard of an array of 3")
+    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 7, which is no shard of an array of 3")
 
 
 def test_dry_run_loads_no_weights(
@@ -767,7 +767,7 @@ def test_what_if(capsys: Capture) -> None:
         p["metrics"]["draft_acceptance_rate"] for p in json.loads(length.out)["points"][1:]
     ] == [1.0] * 3
     few = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-rates", "0.5")
-    assert few.code == 2
+    assert few.code == 2 and "(3) rates, has 1" in few.err
 
 
 def test_random_weights_are_warned_about(capsys: Capture) -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance, for_k
+from specdec_cli.acceptance.registry import for_k
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
