@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -36,6 +37,7 @@ from scripts.proofs.faults.check import misfits, modules_without  # noqa: E402
 from scripts.proofs.faults.fault import Fault, all_faults  # noqa: E402
 
 LIMIT_S = 240.0  # a fault may make a loop endless: it is found then
+LIMIT_BYTES = 12 * 2**30  # of addresses, most of which imports map: a fault may fill the memory
 # What tests import besides the code. A forked process has them at once.
 HEAVY = (
     *("torch", "torch.distributed", "torch._dynamo", "triton.language", "numpy", "pytest"),
@@ -100,6 +102,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
     """Run pytest in this forked process, to its end."""
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'kernels'}"
+    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, resource.RLIM_INFINITY))
     sys.dont_write_bytecode = True
     sys.path[:] = [str(tree), str(tree / "kernels"), *(p for p in sys.path if p != str(ROOT))]
 

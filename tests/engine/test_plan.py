@@ -95,6 +95,12 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
             plan(load_recipe(None, sets | dummy | more))
 
 
+def test_no_text_is_longer_than_the_model_allows() -> None:
+    for wanted, found in ((None, 2048), (100, 100), (10**6, 2048)):
+        sets = {"cache.max_model_len": wanted, "run.device": "cpu"}
+        assert plan(load_recipe("demo", sets)).max_model_len == found
+
+
 def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     target = tiny_model(tmp_path / "target")
     draft = save_tiny(tmp_path / "draft", "llama")

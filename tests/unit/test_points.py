@@ -1,5 +1,6 @@
 """Points from samples: their intervals, and the recommended point."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from specdec_cli.experiment.points import (
     speedup,
 )
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, not_measured
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
@@ -206,6 +207,38 @@ def test_a_mean_length_lies_in_its_interval() -> None:
         assert point.mean_acceptance_length_ci is not None
         low, high = point.mean_acceptance_length_ci
         assert low <= metrics_of(point).mean_acceptance_length <= high
+
+
+def test_intervals_lie_around_their_figures() -> None:
+    """A figure is the geometric mean of its ends, which no rate's interval has above 1."""
+    rounds = [[(3, (i + n) % 4) for n in range(5)] + [(2, i % 3)] for i in range(12)]
+    samples = {
+        Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(12)},
+        Key("d", 4, 3): {i: sample(i, found, 0.4 + i / 50) for i, found in enumerate(rounds)},
+    }
+    _, point = points_of(samples)
+    m = metrics_of(point)
+    pairs = [
+        (m.decode_tokens_per_second, point.decode_tokens_per_second_ci),
+        (m.round_ms, point.round_ms_ci),
+        *zip(m.acceptance_rate_per_pos, point.acceptance_rate_per_pos_ci, strict=True),
+        *zip(
+            m.conditional_acceptance_rate_per_pos,
+            point.conditional_acceptance_rate_per_pos_ci,
+            strict=True,
+        ),
+    ]
+    for value, ends in pairs:
+        assert ends is not None and math.sqrt(ends[0] * ends[1]) == pytest.approx(value)
+
+
+def test_samples_that_cannot_be_are_told() -> None:
+    with pytest.raises(ValueError, match="more proposed than k"):
+        sample(0, [(3, 1)], 1.0, k=2)
+    last = sample(3, [(3, 1)], 1.0)
+    assert not_measured(last, 4, 1) is None
+    assert not_measured(last, 3, 1) == "its index is 3, of 3 prompts"
+    assert not_measured(last, 4, 2) == "seconds has not 2 numbers, one a repeat"
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:
