@@ -1076,6 +1076,7 @@ def test_an_edited_sample_is_refused(
         ({"index": 77}, "its index is 77, of "),
         ({"finish_reason": "banana"}, "its finish_reason is banana"),
         ({"decode_seconds": []}, "decode_seconds has not "),
+        ({"seconds": [], "decode_seconds": [], "round_share": []}, "seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
         ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
     ]:

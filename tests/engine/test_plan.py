@@ -101,6 +101,11 @@ def test_no_text_is_longer_than_the_model_allows() -> None:
         assert plan(load_recipe("demo", sets)).max_model_len == found
 
 
+def test_plain_decoding_proposes_nothing() -> None:
+    found = plan(load_recipe(None, {"target.model": "demo:target", "run.device": "cpu"}))
+    assert (found.k, found.proposer) == (0, None)
+
+
 def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     target = tiny_model(tmp_path / "target")
     draft = save_tiny(tmp_path / "draft", "llama")

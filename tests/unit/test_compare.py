@@ -242,7 +242,9 @@ def test_what_failed_is_a_row_and_no_baseline(
     assert rows[1, 1].speedup_vs_equal_tp is None and rows[1, 1].status == "ok"
     assert rows[None, 1].status == "ok"
     print_results({"points": records.points, **found})
-    assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in said
+    assert re.search(r"(?m)^ *2 +2 +8 +oom", said), "in the table too"
 
 
 def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:

@@ -24,6 +24,7 @@ from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, not_me
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.sweep_records import SweepClock
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit
 from specdec_cli.terminal import sweep as view
 from tests.report_helpers import sample_record
@@ -239,6 +240,17 @@ def test_samples_that_cannot_be_are_told() -> None:
     assert not_measured(last, 4, 1) is None
     assert not_measured(last, 3, 1) == "its index is 3, of 3 prompts"
     assert not_measured(last, 4, 2) == "seconds has not 2 numbers, one a repeat"
+
+
+def test_points_are_compared_on_prompts_that_all_could_run() -> None:
+    samples = {
+        Key("d", 4, k): {i: sample(i, [(k, 1)] * 6 if k else [], 1.0 + i - k / 8) for i in range(5)}
+        for k in (0, 1, 3)
+    }
+    failed = {"finish_reason": "error", "error": "too long", "token_ids": []}
+    samples[Key("d", 4, 3)][2] = sample(2, [(3, 1)], 1.0, **failed)
+    assert measured_gains(points_of(samples), samples).prompts == {0, 1, 3, 4}
+    assert SweepClock(rounds=6.0, measuring=8.0).as_dict()["share_outside_rounds"] == 0.25
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:
