@@ -195,7 +195,7 @@ def test_live_table() -> None:
 
 def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     view = LiveTable(9)
-    for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5)):
+    for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5), (2, 5, 9.0)):
         record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
         view.sample(Key("d", 4, k), Record.model_validate(record))
     table = view._render().renderables[0]

@@ -18,7 +18,8 @@ from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, pla
 from specdec_cli.engine.profile import CacheNeed
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.base import RoundSize
+from specdec_cli.methods.eagle3 import METHOD, Eagle3
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
@@ -382,3 +383,8 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     features, q = 3 * 6 * 3 * 64, 2 * 3 * 5 * 97
     assert with_head.graphs - without.graphs > 2 * 2 * (features + q)
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
+    # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
+    size = RoundSize(3, 5, 100, 99, 97, False, True, True, found.draft)
+    drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
+    assert found.draft is not None
+    assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)

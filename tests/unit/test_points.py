@@ -20,14 +20,21 @@ from specdec_cli.experiment.points import (
     speedup,
 )
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, not_measured
+from specdec_cli.experiment.records import (
+    CategoryMetrics,
+    CurvePart,
+    Key,
+    Point,
+    Sample,
+    not_measured,
+)
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from specdec_cli.experiment.sweep.sweep_records import SweepClock
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit
 from specdec_cli.terminal import sweep as view
-from tests.report_helpers import sample_record
+from tests.report_helpers import sample_record, sweep_points
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float, /, **changes: Any) -> Sample:
@@ -251,6 +258,15 @@ def test_points_are_compared_on_prompts_that_all_could_run() -> None:
     samples[Key("d", 4, 3)][2] = sample(2, [(3, 1)], 1.0, **failed)
     assert measured_gains(points_of(samples), samples).prompts == {0, 1, 3, 4}
     assert SweepClock(rounds=6.0, measuring=8.0).as_dict()["share_outside_rounds"] == 0.25
+
+
+def test_a_category_of_three_prompts_has_an_interval() -> None:
+    points = sweep_points((0, 1), (1,))
+    row = next(p["per_category"]["qa"] for p in points if p["k"]) | {"speedup": 2.0}
+    row["speedup_ci"] = [1.5, 2.5]
+    for count, told in ((2, "2.00 (too few prompts)"), (3, "2.00 (1.50–2.50)")):
+        found = CategoryMetrics.model_validate(row | {"num_prompts": count})
+        assert view._speedup(found) == told
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:

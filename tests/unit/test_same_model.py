@@ -83,6 +83,11 @@ def test_fingerprint(tmp_path: Path) -> None:
     same = fingerprint(original, "auto")
     assert fingerprint(copied, "auto") == same
     assert fingerprint(copied, "dummy") != same
+    ends = copied / "generation_config.json"
+    (kept := copied / "kept").write_bytes(ends.read_bytes() if ends.exists() else b"{}")
+    ends.write_text('{"eos_token_id": 7}')  # other ids end a text
+    assert fingerprint(copied, "auto") != same
+    kept.replace(ends)
     random = fingerprint(copied, "dummy")
     weights = copied / "model.safetensors"
     content = bytearray(weights.read_bytes())
