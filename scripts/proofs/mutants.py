@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -103,6 +103,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'kernels'}"
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, resource.RLIM_INFINITY))
+    current_process()._config["daemon"] = False  # unlike a pool's, since tests start processes
     sys.dont_write_bytecode = True
     sys.path[:] = [str(tree), str(tree / "kernels"), *(p for p in sys.path if p != str(ROOT))]
 

@@ -1,5 +1,7 @@
 """EAGLE-3 heads as a recipe names them: planned, loaded, measured and run."""
 
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import cycle
@@ -368,6 +370,15 @@ def test_estimates_are_near_on_a_cpu(pair: Pair, temperature: float) -> None:
     assert mine.draft_weight_bytes == guess.draft_weight_bytes
     assert mine.activation_bytes < 4 * guess.activation_bytes
     assert guess.activation_bytes < 4 * mine.activation_bytes
+
+
+def test_a_head_runs_in_its_targets_dtype(pair: Pair, tmp_path: Path) -> None:
+    """The dtype in its config is that of training."""
+    folder = shutil.copytree(pair.folder, tmp_path / "head")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "bfloat16"}))
+    draft = planned(pair.target, folder, 3).draft
+    assert draft is not None and draft.dtype == torch.float32
 
 
 def test_what_a_round_holds_is_counted(pair: Pair) -> None:
