@@ -37,7 +37,7 @@ from scripts.proofs.faults.check import misfits, modules_without  # noqa: E402
 from scripts.proofs.faults.fault import Fault, all_faults  # noqa: E402
 
 LIMIT_S = 240.0  # a fault may make a loop endless: it is found then
-LIMIT_BYTES = 12 * 2**30  # of addresses, most of which imports map: a fault may fill the memory
+LIMIT_BYTES = 8 * 2**30  # of data: a fault may fill the memory
 # What tests import besides the code. A forked process has them at once.
 HEAVY = (
     *("torch", "torch.distributed", "torch._dynamo", "triton.language", "numpy", "pytest"),
@@ -102,7 +102,7 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
     """Run pytest in this forked process, to its end."""
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'kernels'}"
-    resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, resource.RLIM_INFINITY))
     current_process()._config["daemon"] = False  # unlike a pool's, since tests start processes
     sys.dont_write_bytecode = True
     sys.path[:] = [str(tree), str(tree / "kernels"), *(p for p in sys.path if p != str(ROOT))]
