@@ -1,11 +1,12 @@
 """Plants one-line faults into a copy of the code, and reports those that no test near them finds.
 
-    python scripts/proofs/mutants.py [--only 'specdec_cli/engine/*'] [--jobs 1] [--list]
+    python scripts/proofs/mutants.py [--only 'specdec_cli/engine/*'] [--jobs 1] [--list] [--check]
 
 The faults are in `scripts/proofs/faults`, a file a room of the code. Each names tests, of which
 those run that CI runs. One of them has to fail with the fault, and has to pass without it.
 Results are kept in a file by fault, code and tests, so that a run that was ended goes on, and a
-changed test runs again. Exits 1 if a fault survives or cannot be planted.
+changed test runs again. Exits 1 if a fault survives or cannot be planted. --check runs no tests:
+it names modules without a fault, and faults that no longer fit the code.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import resource
 import shutil
 import signal
 import statistics
@@ -24,16 +26,18 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
-from multiprocessing import get_context
+from multiprocessing import current_process, get_context
 from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.proofs.faults.check import misfits, modules_without  # noqa: E402
 from scripts.proofs.faults.fault import Fault, all_faults  # noqa: E402
 
 LIMIT_S = 240.0  # a fault may make a loop endless: it is found then
+LIMIT_BYTES = 8 * 2**30  # of data: a fault may fill the memory
 # What tests import besides the code. A forked process has them at once.
 HEAVY = (
     *("torch", "torch.distributed", "torch._dynamo", "triton.language", "numpy", "pytest"),
@@ -98,6 +102,8 @@ def _be_pytest(tree: Path, tests: Sequence[str], failed: Path) -> NoReturn:
     """Run pytest in this forked process, to its end."""
     os.chdir(tree)
     os.environ["PYTHONPATH"] = f"{tree}{os.pathsep}{tree / 'kernels'}"
+    resource.setrlimit(resource.RLIMIT_DATA, (LIMIT_BYTES, resource.RLIM_INFINITY))
+    current_process()._config["daemon"] = False  # unlike a pool's, since tests start processes
     sys.dont_write_bytecode = True
     sys.path[:] = [str(tree), str(tree / "kernels"), *(p for p in sys.path if p != str(ROOT))]
 
@@ -178,9 +184,16 @@ def main() -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="names, such as '*/engine/*'")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--list", action="store_true", help="only show the faults")
+    parser.add_argument("--check", action="store_true", help="only hold the list against the code")
     results = Path(tempfile.gettempdir(), "mutants.jsonl")
     parser.add_argument("--results", type=Path, default=results)
     args = parser.parse_args()
+    if args.check:
+        every = all_faults()
+        lacking = [f"{module}: no fault" for module in modules_without(every, ROOT)]
+        for told in (found := [*lacking, *misfits(every, ROOT)]):
+            print(told)
+        return 1 if found else 0
     faults = [f for f in all_faults() if fnmatch(f.name, args.only)]
     if args.list:
         for fault in faults:

@@ -194,6 +194,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         "143",
     ):
         assert code in text
+    assert "compare-tp-ranks" not in text, "which users do not start"
 
 
 def test_help_honours_columns_and_no_color() -> None:

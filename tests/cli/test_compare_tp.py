@@ -5,6 +5,7 @@ Ranks take seconds to start, so few comparisons are run and each serves several 
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -331,6 +332,10 @@ def test_dry_run_starts_nothing(capsys: Capture) -> None:
     pairs = {(p["target_tp"], p["draft_tp"]): p["status"] for p in result.document["pairs"]}
     assert pairs == {(1, 1): "ok", (1, 2): "skipped", (2, 1): "ok", (2, 2): "ok"}
     assert result.document["num_samples"] == 3 * 2 * (1 + 2)
+    low, high = result.document["seconds_range"]
+    assert 0 < low < result.document["seconds"] < high
+    lines = result.document["text"].splitlines()
+    assert re.match(r"time: about \d+ s, usually right within a factor of 2; ", lines[-1])
 
 
 def test_drafts_have_the_degrees_that_divide_those_of_the_target() -> None:

@@ -87,3 +87,7 @@ def test_what_cannot_go_on(
         assert "holds a run with other settings: " + key in result.err
     assert (tmp_path / "samples.jsonl").read_text() == before
     assert "holds the results of an earlier run" in generate(capsys, *GIVEN, "-o", tmp_path).err
+    samples = tmp_path / "samples.jsonl"
+    samples.write_text(before.replace('"seconds": [', '"seconds": [1.0, ', 1))
+    edited = generate(capsys, *GIVEN, "-o", tmp_path, "--resume")
+    assert edited.code == 5 and "seconds has not 1 numbers, one a repeat" in edited.err

@@ -66,7 +66,7 @@ def test_too_little_memory_for_imports_is_one_line(command: str, mebibytes: int)
     assert [line.partition(":")[0] for line in said] == ["error", "hint"]
 
 
-def test_the_room_for_imports_is_told() -> None:
+def test_the_room_for_imports_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     starting.check_room("x", 2**40)
     resource.setrlimit(resource.RLIMIT_AS, (2**50, hard))
@@ -78,6 +78,10 @@ def test_the_room_for_imports_is_told() -> None:
             starting.check_room("x", 2**40)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (held + 2**27, hard))
+    with pytest.raises(SetupError, match="x needs 256 MiB"):  # and the process's own count
+        starting.check_room("x", 256)
 
 
 def test_a_library_that_cannot_be_imported(

@@ -313,6 +313,12 @@ def test_bad_options(
     assert words in result.err and result.err.startswith("error: ")
 
 
+def test_a_list_of_too_many_values(capsys: pytest.CaptureFixture[str]) -> None:
+    many = ",".join(map(str, range(1, 1002)))
+    result = profile(capsys, "demo", "--block-size", many, "--estimate", "--context", "8")
+    assert result.code == 2 and "the lists make 1001 combinations" in result.err
+
+
 @pytest.mark.parametrize(
     ("text", "count"),
     [("80GiB", 80 * 2**30), ("141GB", 141 * 10**9), ("1.5g", 3 * 2**29), ("4096", 4096)],

@@ -61,6 +61,7 @@ def test_validate(capsys: Capture, tmp_path: Path) -> None:
     assert main(["recipe", "validate", str(bad[0]), "demo", str(bad[1])]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(": ")[1] for line in lines[:2]] == [f"{path}:2" for path in bad]
+    assert main(["recipe", "validate", str(bad[0])]) == 2
 
 
 def test_schema(capsys: Capture) -> None:

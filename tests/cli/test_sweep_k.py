@@ -204,7 +204,7 @@ def test_live_table() -> None:
 
 def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
     view = LiveTable(9)
-    for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5)):
+    for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5), (2, 5, 9.0)):
         record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
         view.sample(Key("d", 4, k), Record.model_validate(record))
     table = view._render().renderables[0]
@@ -423,12 +423,12 @@ def test_folders_that_were_moved(capsys: Capture, tmp_path: Path) -> None:
 def test_a_slurm_task_takes_its_share(
     capsys: Capture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("ID", "5"), ("COUNT", "3"), ("MIN", "1"), ("STEP", "2")):
+    for name, value in (("ID", "7"), ("COUNT", "3"), ("MIN", "3"), ("STEP", "2")):
         monkeypatch.setenv(f"SLURM_ARRAY_TASK_{name}", value)
     result = specdec(capsys, *SWEEP, "--dry-run", "--json")
     assert json.loads(result.out)["sweep"]["shard"] == [2, 3]
     monkeypatch.setenv("SLURM_ARRAY_TASK_STEP", "0")
-    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 5, which is no shard of an array of 3")
+    refused(specdec(capsys, *SWEEP, "--dry-run"), 2, "is 7, which is no shard of an array of 3")
 
 
 def test_dry_run_loads_no_weights(
@@ -776,7 +776,7 @@ def test_what_if(capsys: Capture) -> None:
         p["metrics"]["draft_acceptance_rate"] for p in json.loads(length.out)["points"][1:]
     ] == [1.0] * 3
     few = specdec(capsys, *SWEEP, *options, "--synthetic-acceptance-rates", "0.5")
-    assert few.code == 2
+    assert few.code == 2 and "(3) rates, has 1" in few.err
 
 
 def test_random_weights_are_warned_about(capsys: Capture) -> None:
@@ -1085,6 +1085,7 @@ def test_an_edited_sample_is_refused(
         ({"index": 77}, "its index is 77, of "),
         ({"finish_reason": "banana"}, "its finish_reason is banana"),
         ({"decode_seconds": []}, "decode_seconds has not "),
+        ({"seconds": [], "decode_seconds": [], "round_share": []}, "seconds has not "),
         ({"round_share": [-5.0] * len(first["round_share"])}, "round_share is damaged"),
         ({"stage_ms": {"draft": [1e308] * 2}}, "stage_ms.draft is damaged"),
         ({"num_tokens_from_prefill": 10**6}, "num_tokens_from_prefill exceeds"),

@@ -1,5 +1,7 @@
 """EAGLE-3 heads as a recipe names them: planned, loaded, measured and run."""
 
+import json
+import shutil
 from collections import Counter
 from dataclasses import replace
 from itertools import cycle
@@ -18,7 +20,8 @@ from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, pla
 from specdec_cli.engine.profile import CacheNeed
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.base import RoundSize
+from specdec_cli.methods.eagle3 import METHOD, Eagle3
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
@@ -369,6 +372,15 @@ def test_estimates_are_near_on_a_cpu(pair: Pair, temperature: float) -> None:
     assert guess.activation_bytes < 4 * mine.activation_bytes
 
 
+def test_a_head_runs_in_its_targets_dtype(pair: Pair, tmp_path: Path) -> None:
+    """The dtype in its config is that of training."""
+    folder = shutil.copytree(pair.folder, tmp_path / "head")
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"torch_dtype": "bfloat16"}))
+    draft = planned(pair.target, folder, 3).draft
+    assert draft is not None and draft.dtype == torch.float32
+
+
 def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     """On a GPU, beside the target alone: hidden states, distributions and the head's passes."""
     keys = {"target.model": str(pair.target), "draft.model": str(pair.folder)}
@@ -382,3 +394,8 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     features, q = 3 * 6 * 3 * 64, 2 * 3 * 5 * 97
     assert with_head.graphs - without.graphs > 2 * 2 * (features + q)
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
+    # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
+    size = RoundSize(3, 5, 100, 99, 97, False, True, True, found.draft)
+    drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
+    assert found.draft is not None
+    assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)

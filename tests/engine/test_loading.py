@@ -22,7 +22,7 @@ from specdec_cli.models.config import dtype_of
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_place
+from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.models.tokenizer import ByteTokenizer, check_same_vocabulary, load_tokenizer
 from tests.support import (
     CPU,
@@ -88,6 +88,9 @@ def rewrite(folder: Path, change: dict[str, torch.Tensor | None]) -> None:
 
 def test_missing_folder(tmp_path: Path) -> None:
     assert "no such model folder" in refusal(tmp_path / "absent").message
+    for name in ("./absent", "models/llama/absent"):  # nothing on the hub is called so
+        with pytest.raises(SetupError, match="no such model folder"):
+            local_place(name)
 
 
 def test_folder_without_config(tmp_path: Path) -> None:

@@ -95,6 +95,30 @@ def test_what_cannot_be_had_is_refused(what: str, tmp_path: Path) -> None:
             plan(load_recipe(None, sets | dummy | more))
 
 
+def test_no_text_is_longer_than_the_model_allows() -> None:
+    for wanted, found in ((None, 2048), (100, 100), (10**6, 2048)):
+        sets = {"cache.max_model_len": wanted, "run.device": "cpu"}
+        assert plan(load_recipe("demo", sets)).max_model_len == found
+
+
+def test_plain_decoding_proposes_nothing() -> None:
+    found = plan(load_recipe(None, {"target.model": "demo:target", "run.device": "cpu"}))
+    assert (found.k, found.proposer) == (0, None)
+
+
+def test_a_rule_is_remarked_on_where_it_changes_text() -> None:
+    """Given rates are drawn in greedy decoding too."""
+    given = {"speculation.synthetic_acceptance_length": 2.0}
+    for rule, more, temperature, is_told in (
+        ("synthetic", given, 0.0, True),
+        ("typical", {}, 1.0, True),
+        ("rejection", {}, 1.0, False),
+    ):
+        sets = {"run.device": "cpu", "speculation.acceptance": rule, **more}
+        found = plan(load_recipe("demo", sets | {"sampling.temperature": temperature}))
+        assert (found.remark is not None) == is_told
+
+
 def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     target = tiny_model(tmp_path / "target")
     draft = save_tiny(tmp_path / "draft", "llama")

@@ -12,6 +12,7 @@ from specdec_cli.engine.run import Request
 from specdec_cli.models.prompt_passes import (
     WIDTHS,
     PromptGraphs,
+    Results,
     width_busy_with,
     width_of,
 )
@@ -113,6 +114,9 @@ def test_widths() -> None:
     # An 8B's layer, one of a 1B's, one of a 70B's, and a tiny one.
     assert [width_busy_with(n) for n in (218e6, 61e6, 856e6, 4e4)] == [1024, 2048, 256, 2048]
     assert all(width % 16 == 0 for width in WIDTHS), "kernels are compiled again for others"
+    passes = graphs().of(lambda *_: Results(), 4)
+    one = Span(sequences()[0], 0, 1)
+    assert passes.fits([one] * 5) and not passes.fits([one] * 6)
 
 
 @pytest.mark.parametrize(("k", "num_sequences"), [(3, 3), (3, 2), (0, 3)])

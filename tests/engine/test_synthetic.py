@@ -9,13 +9,15 @@ import pytest
 import torch
 from rich.console import Console
 
-from specdec_cli.acceptance.synthetic import SyntheticAcceptance, for_k
+from specdec_cli.acceptance.registry import for_k
+from specdec_cli.acceptance.synthetic import SyntheticAcceptance
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
-from specdec_cli.recipe import SpeculationSection
+from specdec_cli.experiment.preparing import for_engine
+from specdec_cli.recipe import SpeculationSection, load_recipe
 from specdec_cli.terminal.render import summary_table
 from tests.cli.generate_helpers import PROMPTS, generate, prompt_options
 from tests.engine.fakes import rounds_of
@@ -147,6 +149,11 @@ def test_a_mean_length_is_that_of_the_recipes_own_k() -> None:
     found = for_k(given, 4)
     assert found.synthetic_acceptance_rates == pytest.approx((0.5, 0.25, 0.125, 0.0625))
     assert found.synthetic_acceptance_length is None
+    recipe = load_recipe("demo", {"run.device": "cpu"})
+    recipe = recipe.model_copy(update={"speculation": given})
+    assert for_engine(recipe, 4, 1).speculation == found.model_copy(
+        update={"num_speculative_tokens": 4}
+    )
     rates = found.model_copy(update={"synthetic_acceptance_rates": (0.5, 0.25)})
     assert for_k(rates, 2).synthetic_acceptance_rates == (0.5, 0.25)
     with pytest.raises(UsageError, match="2 are given, and --k goes to 3"):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specdec_cli.launch.heartbeat import BUSY, PEERS, Beat, bytes_read
-from specdec_cli.launch.peer_watch import PeerWatch
+from specdec_cli.launch.peer_watch import PeerWatch, _here
 
 TIMEOUT_S = 8.0
 
@@ -115,3 +115,8 @@ def test_bytes_that_another_thread_reads_count_and_own_do_not(tmp_path: Path) ->
     assert bytes_read() - before >= 100_000
     over.set()
     thread.join()
+
+
+def test_a_beat_is_translated_to_this_ranks_clock() -> None:
+    found = _here(beat(1, at=10.0, idle=6.0), 100.0)
+    assert (found.at, found.moved_at) == (100.0, 94.0)

@@ -3,6 +3,8 @@
 import pytest
 
 from specdec_cli.errors import UsageError
+from specdec_cli.launch import rank
+from specdec_cli.launch.reports import End
 from specdec_cli.launch.seat import find_seat, first_host
 
 TORCHRUN = {
@@ -119,3 +121,17 @@ def test_ranks_need_a_place_to_meet() -> None:
 )
 def test_the_first_host_of_a_node_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_ranks_of_a_host_divide_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(rank, "num_cores", lambda: 8)
+    seat = find_seat(TORCHRUN)
+    assert seat is not None and rank._own_threads(seat) == 4
+
+
+def test_a_rank_that_a_signal_ended_was_stopped() -> None:
+    for code in (130, 143):
+        assert rank.how_it_ended(SystemExit(code), code, failed=True) is End.STOPPED
+    assert rank.how_it_ended(ValueError(), 1, failed=True) is End.FAILED

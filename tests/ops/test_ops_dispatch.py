@@ -12,7 +12,7 @@ from ops_helpers import (
     needs_cuda,
     paged_attention_reference,
 )
-from specdec_kernels import ops
+from specdec_kernels import dispatch, ops
 from specdec_kernels.dispatch import Kernel
 
 KERNELS = Path(__file__).parents[2] / "kernels"
@@ -65,6 +65,18 @@ def test_importing_the_package_is_light():
 
 def test_cpu_use_needs_no_triton():
     run_python(WITHOUT_TRITON)
+
+
+def test_the_first_tensor_decides_whatever_its_place(monkeypatch):
+    class OnDevice(torch.Tensor):
+        is_cuda = True
+
+    monkeypatch.setattr(dispatch, "HAS_CUDA", True)
+    kernel = Kernel(lambda *_, **__: "torch", "no_module:no_function")
+    kernel.on_cuda = lambda *_, **__: "triton"
+    here, there = torch.zeros(1), torch.zeros(1).as_subclass(OnDevice)
+    assert kernel(there, here) == kernel(2, there) == kernel(2, x=there) == "triton"
+    assert kernel(here, there) == kernel(2, x=here) == kernel() == "torch"
 
 
 def test_attention_on_cpu():

@@ -18,6 +18,7 @@ from specdec_cli.core.batch import (
 )
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
+from specdec_cli.models.padded import PaddedBatches
 
 CPU = torch.device("cpu")
 Case = tuple[list[Span], list[int], int]
@@ -152,3 +153,8 @@ def test_dtypes_are_what_the_kernels_take(seq: Sequence) -> None:
         assert getattr(batch, name).dtype == torch.int64, name
     for name in ("query_start", "context_lens", "block_tables"):
         assert getattr(batch, name).dtype == torch.int32, name
+
+
+def test_rows_of_a_rectangle() -> None:
+    starts, last = PaddedBatches()._rectangle(3, 4, CPU)
+    assert starts.tolist() == [0, 4, 8, 12] and last.tolist() == [3, 7, 11]

@@ -14,7 +14,7 @@ import pytest
 
 from specdec_cli.core.figures import Metrics
 from specdec_cli.engine.plan import Permissions
-from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment.compare.comparison_plan import (
     ComparisonPlan,
     plan_comparison,
@@ -25,13 +25,20 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords,
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
-from specdec_cli.experiment.compare.worker import PairTask
+from specdec_cli.experiment.compare.worker import PairTask, with_degrees
 from specdec_cli.experiment.generation import prepare
 from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.preparing import few_prompts
 from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
 from specdec_cli.experiment.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.settings_file import read_settings_file
+from specdec_cli.experiment.settings_file import (
+    earlier_environment,
+    keep_warning,
+    read_settings_file,
+    read_warnings,
+    write_settings,
+)
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt
@@ -235,7 +242,9 @@ def test_what_failed_is_a_row_and_no_baseline(
     assert rows[1, 1].speedup_vs_equal_tp is None and rows[1, 1].status == "ok"
     assert rows[None, 1].status == "ok"
     print_results({"points": records.points, **found})
-    assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "draft TP 2, batch size 8: oom: rank 1: out of memory" in said
+    assert re.search(r"(?m)^ *2 +2 +8 +oom", said), "in the table too"
 
 
 def spoil(records: ComparisonRecords, pair: Pair, batch_size: int, indices: Sequence[int]) -> None:
@@ -323,6 +332,19 @@ def test_of_two_records_of_one_prompt_the_last_counts(tmp_path: Path) -> None:
     assert records.of(Pair(2, 1), 1, 2) == {0: last} != {0: first}
 
 
+def test_a_folder_has_each_warning_once_and_its_own_environment(tmp_path: Path) -> None:
+    folder, notice = RunFolder(tmp_path), Notice("noise", "it was loud")
+    write_settings(folder, SETTINGS, [])
+    for _ in range(2):
+        keep_warning(folder, SETTINGS, notice)
+    assert [one.message for one in read_warnings(tmp_path)] == ["it was loud"]
+    assert earlier_environment(tmp_path, {"now": 1}) == {"now": 1}
+    (tmp_path / "environment.json").write_text('{"begun": 1}')
+    assert earlier_environment(tmp_path, {"now": 1}) == {"begun": 1}
+    (tmp_path / "summary.json").write_text('{"environment": {"measured": 1}}')
+    assert earlier_environment(tmp_path, {"now": 1}) == {"measured": 1}
+
+
 def test_settings_that_are_none_are_named(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text("[1]")
     with pytest.raises(SetupError, match=r"settings\.json: no settings"):
@@ -380,6 +402,7 @@ def test_diverging_tokens_are_found(tmp_path: Path) -> None:
     records.settings = replace(SETTINGS, dtype="bfloat16")
     narrow = tokens_of(records)
     assert not narrow["must_be_identical"] and "at most in 1 of 10" in (tokens_line(narrow) or "")
+    assert exit_code(planned({}), records, [], narrow) == 0
     sampled = SETTINGS.recipe | {"sampling": {"temperature": 0.7}}
     records.settings = replace(SETTINGS, recipe=sampled)
     assert tokens_of(records)["compared"] is False and tokens_line(tokens_of(records)) is None
@@ -443,6 +466,10 @@ def test_equal_degrees_are_run_first() -> None:
     settings = replace(SETTINGS, target_tps=(1, 4), draft_tps=(1, 2, 4))
     order = [p for p in settings.in_order if p.divides]
     assert order == [Pair(1, 1), Pair(4, 4), Pair(4, 1), Pair(4, 2)]
+    recipe = with_degrees(load_recipe("demo"), order[3])
+    assert recipe.draft is not None
+    found = recipe.target.tensor_parallel_size, recipe.draft.tensor_parallel_size
+    assert found == (4, 2)
 
 
 def test_batches_bound_the_prompts_of_a_batch_size() -> None:
@@ -494,6 +521,7 @@ def test_few_prompts_are_told_at_the_batch_size_that_has_fewest() -> None:
     found = plan_comparison(recipe, prompts, degrees, (32, 4), 2, Permissions())
     assert [found.settings.num_prompts(b) for b in (32, 4)] == [40, 8]
     said = "8 prompts are few: intervals are wide (--limit, --dataset)"
+    assert few_prompts(20) == [] != few_prompts(19)
     assert [one.message for one in warnings_of(found)] == [said]
     found = plan_comparison(recipe, prompts, degrees, (32, 4), None, Permissions())
     assert warnings_of(found) == []

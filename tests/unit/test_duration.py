@@ -1,14 +1,19 @@
-"""The forecast of a sweep's time, against rounds that were measured on a GPU."""
+"""Forecasts of the time of sweeps and comparisons, against rounds measured on a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from specdec_cli.engine.plan import plan
+from specdec_cli.experiment.compare.comparison_plan import comparison_seconds
+from specdec_cli.experiment.compare.pairs import Pair
+from specdec_cli.experiment.duration import Forecaster, Speeds, in_words
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.sweep.duration import Forecaster, Speeds, in_words, sweep_seconds
+from specdec_cli.experiment.sweep.sweep_plan import sweep_seconds
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe
 
@@ -50,8 +55,24 @@ def test_experts_are_read_as_far_as_tokens_choose_them() -> None:
     )
 
 
+def test_degrees_share_what_is_read_and_add_sums() -> None:
+    """Ranks on CPUs divide the machine's speed; each GPU has its own."""
+    cpu = job_of("bench-8b-1b-dummy", 1)
+    gpu = replace(cpu, plan=replace(cpu.plan, device=torch.device("cuda", 0)))
+    for job, ranks, one_sum in ((cpu, 4, 400e-6), (gpu, 1, 6e-6)):
+        target, draft = job.plan.target, job.plan.draft
+        assert draft is not None
+        alone, split = Forecaster(job, H200), Forecaster(job, H200, (4, 2))
+        for model, degree, layer_count in ((target, 4, 32), (draft, 2, 16)):
+            layers = layer_count * (250e-6 if job is cpu else 11e-6)
+            work = alone.pass_seconds(model, 1) - layers
+            found = split.pass_seconds(model, 1) - layers
+            assert found == pytest.approx(work * ranks / degree + layer_count * 2 * one_sum)
+
+
 def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec_cli.experiment.sweep.duration.speeds_of", lambda *_: H200)
+    for module in ("sweep.sweep_plan", "compare.comparison_plan"):
+        monkeypatch.setattr(f"specdec_cli.experiment.{module}.speeds_of", lambda *_: H200)
     job = job_of("demo", 8, run__repeats=2, run__warmup=0)
     keys = {Key("d", 1, 0): job, Key("d", 1, 2): job}
     start = 3.0 + sum(m.weight_bytes for m in job.plan.models) / 1e9
@@ -60,4 +81,11 @@ def test_a_sweep_takes_its_repeats_warm_up_and_curve(monkeypatch: pytest.MonkeyP
     curve = sum(found.run_seconds(key, 4, params) for key in keys)
     assert sweep_seconds(keys, has_curve=False) == pytest.approx(start + 2 * once)
     assert sweep_seconds(keys, has_curve=True) == pytest.approx(start + 2 * once + curve)
+    # Ranks of a comparison load models anew, for each pair that can run.
+    pairs = [Pair(1, 1), Pair(2, 1)]
+    values = {"batch_sizes": (1,), "draft": "d", "k": 2, "num_prompts": lambda _: 8}
+    compared: Any = SimpleNamespace(to_run=pairs, job=job, settings=SimpleNamespace(**values))
+    ranks = [Forecaster(job, H200, (pair.target_tp, pair.draft_tp)) for pair in pairs]
+    rounds = 2 * sum(one.run_seconds(key, 8, params) for one in ranks for key in keys)
+    assert comparison_seconds(compared) == pytest.approx(2 * start + rounds)
     assert [in_words(s) for s in (8.4, 600, 9000)] == ["8 s", "10 min", "2.5 h"]

@@ -184,6 +184,8 @@ def test_the_draft_tells_the_method(tmp_path: Path) -> None:
     model = save_tiny(tmp_path / "model", "llama")
     assert method_of(head) == method_of(head, speculation__method="eagle3") == "eagle3"
     assert method_of(model) == method_of("demo:draft") == "draft_model"
+    free = method_of(model, is_free=True, speculation__method="eagle3")
+    assert free == "draft_model", "an option's draft replaces the recipe's method"
     # A method that runs no draft stays, and so does any for a draft that cannot be read.
     assert method_of(head, speculation__method="ngram") == "ngram"
     assert method_of("/no/such/head") == method_of("no/such-head") == "draft_model"

@@ -9,6 +9,7 @@ import torch
 from specdec_cli.core.types import FinishReason, SamplingParams, Sequence
 from specdec_cli.experiment.generation import baseline, output_of
 from specdec_cli.prompts import Prompt
+from specdec_cli.terminal.sinks import PlainText
 
 WORDS = {0: "one", 1: "two", 2: "three"}
 
@@ -63,3 +64,12 @@ def test_a_run_is_done_even_if_its_baseline_has_no_memory(ranks: int) -> None:
     else:  # the other rank waits for this one
         with pytest.raises(torch.OutOfMemoryError):
             baseline(engine, job, outputs)
+
+
+def test_texts_come_in_the_order_of_their_prompts(capsys: pytest.CaptureFixture[str]) -> None:
+    job: Any = SimpleNamespace(prompts=[Prompt(i, "x") for i in (0, 1)])
+    sink = PlainText(job, None)
+    for index in (1, 0):
+        output: Any = SimpleNamespace(index=index, text=f"text {index}", error=None)
+        sink.output(output)
+    assert capsys.readouterr().out == ("==> prompt 0 <==\ntext 0\n==> prompt 1 <==\ntext 1\n")

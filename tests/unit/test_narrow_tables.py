@@ -11,7 +11,7 @@ from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
-from specdec_cli.terminal.render import summary_table, table_width
+from specdec_cli.terminal.render import summary_table, table_width, verdict_line
 from tests.report_helpers import (
     DRAFT,
     OTHER,
@@ -85,6 +85,11 @@ def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
         table = summary_table(metrics, None, tinted=False, is_split=is_split)
         stages = f"ms: draft 6.00, {sent}verify 20.00, sample 1.00"
         assert any(line.endswith(stages) for line in lines_of(table, 100))
+    fast, slow = (metrics.model_copy(update={"decode_tokens_per_second": s}) for s in (60.0, 40.0))
+    table = summary_table(fast, slow, tinted=False)
+    assert any(line.endswith("decoding (40.0 without a draft)") for line in lines_of(table, 100))
+    assert verdict_line(fast, slow) == "Speculation is 1.50x as fast as k = 0 here."
+    assert verdict_line(slow, fast).startswith("Speculation is slower here: 0.67x")
 
 
 def test_drafts_are_told_apart() -> None:

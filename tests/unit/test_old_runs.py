@@ -4,6 +4,7 @@ They are in `tests/old_runs`: the demo pair at k = 0 and 1, with 4 new tokens.
 """
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from specdec_cli.experiment.records import (
     read_records,
 )
 from specdec_cli.experiment.results import to_json
+from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.merge import merge_folders
+from specdec_cli.recipe import load_recipe
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
 from specdec_cli.report.tables import Column
@@ -105,3 +108,13 @@ def test_old_runs_are_reported_without_a_note(name: str, kind: str) -> None:
     # An interval of one or two prompts, which earlier versions had, is none.
     table = content.tables["results"]
     assert table is not None and table.rows[-1][table.columns.index(SPAN)] == "too few prompts"
+
+
+def test_settings_of_the_first_keys_are_as_they_were() -> None:
+    """Their digest decides whether such a folder can be resumed."""
+    old = json.loads((OLD / "sweep/settings.json").read_text())["settings"]["recipe"]
+    assert settings_values(load_recipe("demo"))["speculation"] == old["speculation"]
+
+
+def test_numbers_that_are_none_are_null() -> None:
+    assert json.loads(to_json({"x": [math.nan, math.inf, 1.5]})) == {"x": [None, None, 1.5]}

@@ -1,54 +1,50 @@
-"""The faults that `scripts/proofs/mutants.py` plants fit the code, and their tests exist."""
+"""The faults that `scripts/proofs/mutants.py` plants fit the code, and every module has one."""
 
-import ast
-from functools import cache
 from pathlib import Path
 
+import pytest
+
+from scripts.proofs.faults.check import misfits, modules_without
 from scripts.proofs.faults.fault import Fault, all_faults
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("specdec_cli", "kernels/specdec_kernels")
 
 
-@cache
-def functions(file: str) -> set[str]:
-    return {
-        node.name
-        for node in ast.parse((ROOT / file).read_text()).body
-        if isinstance(node, ast.FunctionDef)
-    }
+def test_every_fault_can_be_planted_and_has_its_tests() -> None:
+    assert not misfits(all_faults(), ROOT)
 
 
-def test_every_fault_can_be_planted() -> None:
-    """Its lines are in the file once, and Python can read the file with the others."""
-    for fault in all_faults():
-        ast.parse(fault.planted((ROOT / fault.file).read_text()), fault.name)
+def test_every_module_has_one() -> None:
+    """`python scripts/proofs/mutants.py --only '*/NAME.py:*'` tries a module's faults."""
+    assert not modules_without(all_faults(), ROOT)
 
 
-def test_their_tests_exist() -> None:
-    for fault in all_faults():
-        for test in fault.tests:
-            file, _, function = test.partition("::")
-            assert not function or function in functions(file), f"{fault.name}: {test}"
-
-
-def test_no_folder_of_the_code_is_without_one() -> None:
-    found = all_faults()
-    assert len(found) >= 150 and len({(f.file, f.old, f.new) for f in found}) == len(found)
-    planted = {Path(fault.file).parent for fault in found}
-    for package in PACKAGES:
-        for folder in {p.relative_to(ROOT).parent for p in (ROOT / package).rglob("*.py")}:
-            code = [p for p in (ROOT / folder).glob("*.py") if p.name != "__init__.py"]
-            assert not code or folder in planted, folder
+def test_what_is_missing_is_told(tmp_path: Path) -> None:
+    for name, text in {
+        "a.py": "def one() -> int:\n    x = 1\n    return x\n",
+        "b.py": "def two() -> int:\n    return 2\n",
+        "data.py": 'SIZE = 3\n\n\nclass Kind:\n    def of(self) -> None:\n        """Nothing."""\n',
+    }.items():
+        (tmp_path / "specdec_cli").mkdir(exist_ok=True)
+        (tmp_path / "specdec_cli" / name).write_text(text)
+    (tmp_path / "test_a.py").write_text("def test_one() -> None: ...\n")
+    file, tests = "specdec_cli/a.py", ("test_a.py::test_one",)
+    good = Fault("good", file, "    x = 1\n", "    x = 2\n", tests)
+    assert modules_without([good], tmp_path) == ["specdec_cli/b.py"]
+    bad = [
+        Fault("gone", "specdec_cli/c.py", "x\n", "y\n", tests),
+        Fault("moved", file, "    x = 3\n", "", tests),
+        Fault("broken", file, "    x = 1\n", "    x = \n", tests),
+        Fault("again", file, good.old, good.new, tests),
+        Fault("untested", file, "    return x\n", "    return 0\n", ("test_a.py::test_two",)),
+    ]
+    told = misfits([good, *bad], tmp_path)
+    assert [line.partition(":")[0] for line in told] == [fault.name for fault in bad]
 
 
 def test_lines_that_changed_are_told() -> None:
     fault = Fault("a.py:1", "a.py", "x = 1\n", "x = 2\n", ())
     assert fault.planted("y = 0\nx = 1\n") == "y = 0\nx = 2\n"
     for text in ("xx = 1\n", "x = 1\nx = 1\n"):
-        try:
+        with pytest.raises(ValueError, match=r"a\.py:1"):
             fault.planted(text)
-        except ValueError as problem:
-            assert "a.py:1" in str(problem)
-        else:
-            raise AssertionError(text)

@@ -1,5 +1,6 @@
 """Points from samples: their intervals, and the recommended point."""
 
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -19,13 +20,21 @@ from specdec_cli.experiment.points import (
     speedup,
 )
 from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample
+from specdec_cli.experiment.records import (
+    CategoryMetrics,
+    CurvePart,
+    Key,
+    Point,
+    Sample,
+    not_measured,
+)
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
+from specdec_cli.experiment.sweep.sweep_records import SweepClock
 from specdec_cli.experiment.sweep.time_curve import curve_parts, curve_point, curve_unit
 from specdec_cli.terminal import sweep as view
-from tests.report_helpers import sample_record
+from tests.report_helpers import sample_record, sweep_points
 
 
 def sample(index: int, rounds: list[tuple[int, int]], seconds: float, /, **changes: Any) -> Sample:
@@ -232,6 +241,58 @@ def test_a_mean_length_lies_in_its_interval() -> None:
         assert point.mean_acceptance_length_ci is not None
         low, high = point.mean_acceptance_length_ci
         assert low <= metrics_of(point).mean_acceptance_length <= high
+
+
+def test_intervals_lie_around_their_figures() -> None:
+    """A figure is the geometric mean of its ends, which no rate's interval has above 1."""
+    rounds = [[(3, (i + n) % 4) for n in range(5)] + [(2, i % 3)] for i in range(12)]
+    samples = {
+        Key("d", 4, 0): {i: sample(i, [], 1.0) for i in range(12)},
+        Key("d", 4, 3): {i: sample(i, found, 0.4 + i / 50) for i, found in enumerate(rounds)},
+    }
+    _, point = points_of(samples)
+    m = metrics_of(point)
+    pairs = [
+        (m.decode_tokens_per_second, point.decode_tokens_per_second_ci),
+        (m.round_ms, point.round_ms_ci),
+        *zip(m.acceptance_rate_per_pos, point.acceptance_rate_per_pos_ci, strict=True),
+        *zip(
+            m.conditional_acceptance_rate_per_pos,
+            point.conditional_acceptance_rate_per_pos_ci,
+            strict=True,
+        ),
+    ]
+    for value, ends in pairs:
+        assert ends is not None and math.sqrt(ends[0] * ends[1]) == pytest.approx(value)
+
+
+def test_samples_that_cannot_be_are_told() -> None:
+    with pytest.raises(ValueError, match="more proposed than k"):
+        sample(0, [(3, 1)], 1.0, k=2)
+    last = sample(3, [(3, 1)], 1.0)
+    assert not_measured(last, 4, 1) is None
+    assert not_measured(last, 3, 1) == "its index is 3, of 3 prompts"
+    assert not_measured(last, 4, 2) == "seconds has not 2 numbers, one a repeat"
+
+
+def test_points_are_compared_on_prompts_that_all_could_run() -> None:
+    samples = {
+        Key("d", 4, k): {i: sample(i, [(k, 1)] * 6 if k else [], 1.0 + i - k / 8) for i in range(5)}
+        for k in (0, 1, 3)
+    }
+    failed = {"finish_reason": "error", "error": "too long", "token_ids": []}
+    samples[Key("d", 4, 3)][2] = sample(2, [(3, 1)], 1.0, **failed)
+    assert measured_gains(points_of(samples), samples).prompts == {0, 1, 3, 4}
+    assert SweepClock(rounds=6.0, measuring=8.0).as_dict()["share_outside_rounds"] == 0.25
+
+
+def test_a_category_of_three_prompts_has_an_interval() -> None:
+    points = sweep_points((0, 1), (1,))
+    row = next(p["per_category"]["qa"] for p in points if p["k"]) | {"speedup": 2.0}
+    row["speedup_ci"] = [1.5, 2.5]
+    for count, told in ((2, "2.00 (too few prompts)"), (3, "2.00 (1.50–2.50)")):
+        found = CategoryMetrics.model_validate(row | {"num_prompts": count})
+        assert view._speedup(found) == told
 
 
 def test_the_order_of_prompts_changes_nothing() -> None:

@@ -144,6 +144,18 @@ def test_overrides_beat_the_recipe(write: Write) -> None:
     assert recipe.target.revision == "abc"
     other = load_recipe(source, {"target.model": "u"})
     assert other.target.revision is None, "a revision belongs to the model it was written for"
+    both = load_recipe(source, {"target.model": "u", "target.revision": "def"})
+    assert both.target.revision == "def"
+
+
+def test_limits_that_meet() -> None:
+    ends = {"speculation.ngram_max": 3, "speculation.ngram_min": 3}
+    assert load_recipe("demo-ngram", ends).speculation.ngram_min == 3
+    rates = {"speculation.acceptance": "synthetic", "speculation.num_speculative_tokens": 2}
+    rates |= {"speculation.synthetic_acceptance_rates": [0.5, 0.4]}
+    assert load_recipe("demo", rates).speculation.synthetic_acceptance_rates == (0.5, 0.4)
+    with pytest.raises(UsageError, match=r"num_speculative_tokens \(3\) rates, has 2"):
+        load_recipe("demo", rates | {"speculation.num_speculative_tokens": 3})
 
 
 def test_overriding_a_null_draft_makes_the_section(write: Write) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.report import write
 from specdec_cli.report.content import Content
 from specdec_cli.report.drawings.acceptance import draw_acceptance
 from specdec_cli.report.drawings.canvas import reach
@@ -638,6 +639,15 @@ def test_markdown(sweep: Content) -> None:
     # The same number of cells in every row of a table.
     header = next(line for line in text.splitlines() if line.startswith("| draft | batch"))
     assert {row.count("|") for row in rows[:1]} == {header.count("|")}
+
+
+def test_markdown_links_to_pictures_that_are_written(
+    sweep: Content, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write, "plots", lambda *_, **__: [Plot("a", "", "", "", {})])
+    write_report(sweep, tmp_path, ("html", "md"))
+    assert "](plots/" not in (tmp_path / "report.md").read_text()
+    assert write._encoded("a\ud800") == b"a\\ud800"  # a file's name may hold it
 
 
 # vLLM

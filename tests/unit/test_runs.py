@@ -9,6 +9,8 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.experiment import stats
+from specdec_cli.report.drawings.runs import draw_runs
+from specdec_cli.report.page import rows_of
 from specdec_cli.report.runs import Ratio, SideBySide, side_by_side
 from tests.report_helpers import DRAFT, RECIPE, sample_record, sweep_points, write_folder
 
@@ -18,6 +20,8 @@ TIMES = [1.0, 1.3, 0.8, 1.1, 0.9, 1.2]  # seconds of plain decoding, by prompt
 def folder(path: Path, factor: float, first: int = 0, **recipe: Mapping[str, Any]) -> Path:
     """A run whose rounds take `factor` times as long; its prompts are those from `first` on."""
     points = sweep_points(ks=(0, 2), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    for point in points:
+        point["metrics"]["decode_tokens_per_second"] /= factor
     samples = []
     for k, gain in ((0, 1.0), (2, 2.0)):
         for i, seconds in enumerate(TIMES[first:]):
@@ -46,6 +50,7 @@ def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
     first = folder(tmp_path / "a", 1.0)
     slow = folder(tmp_path / "b", 3.0, first=2, target={"model": "org/target-8b", "dtype": "x"})
     whole = side_by_side([first, slow])
+    assert side_by_side([slow, first]).headline == whole.headline, "the faster one is first"
     ratios = against_first(whole)
     assert ratios.keys() == {("b", 0), ("b", 2)}
     plain = ratios["b", 0]
@@ -67,6 +72,15 @@ def test_common_prompts_are_paired_whatever_their_index(tmp_path: Path) -> None:
     assert whole.headline.startswith(told)
     assert whole.differences["target.dtype"] == ["–", "x"]
     assert "speculation.method" not in whole.differences
+    assert rows_of({"a": {"b": {"c": 1}}}) == [("a.b.c", "1")]
+    # The picture has the ratio and its interval.
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    assert draw_runs(figure, whole)
+    (axis,) = figure.axes
+    row = next(i for i, t in enumerate(axis.get_yticklabels()) if "k = 2" in t.get_text())
+    (bar,) = axis.containers
+    (((low, _), (high, at)),) = bar.lines[2][0].get_segments()
+    assert (low, high, at) == pytest.approx((*ratios["b", 2].ends, row))
 
 
 def test_runs_without_a_common_prompt_are_shown_without_a_ratio(tmp_path: Path) -> None:

@@ -12,7 +12,11 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.errors import SetupError
 from specdec_cli.experiment.generation import draft_context_warning
-from specdec_cli.experiment.settings_diff import Difference, settings_difference
+from specdec_cli.experiment.settings_diff import (
+    Difference,
+    first_difference,
+    settings_difference,
+)
 from specdec_cli.models.fingerprint import fingerprint
 
 
@@ -50,6 +54,12 @@ def test_settings_difference(
     assert (there, now) == before
 
 
+def test_a_key_that_only_one_side_has_differs() -> None:
+    one, both = {"a": {"x": 1}}, {"a": {"x": 1, "y": 2}}
+    assert first_difference(one, both) == ("a.y", None, 2)
+    assert first_difference(both, one) == ("a.y", 2, None)
+
+
 def test_random_weights_are_told_by_the_setting_that_made_them() -> None:
     """Fingerprints differ too, although the folder has not changed."""
     there, now = settings("t", "1"), settings("t", "2")
@@ -73,6 +83,11 @@ def test_fingerprint(tmp_path: Path) -> None:
     same = fingerprint(original, "auto")
     assert fingerprint(copied, "auto") == same
     assert fingerprint(copied, "dummy") != same
+    ends = copied / "generation_config.json"
+    (kept := copied / "kept").write_bytes(ends.read_bytes() if ends.exists() else b"{}")
+    ends.write_text('{"eos_token_id": 7}')  # other ids end a text
+    assert fingerprint(copied, "auto") != same
+    kept.replace(ends)
     random = fingerprint(copied, "dummy")
     weights = copied / "model.safetensors"
     content = bytearray(weights.read_bytes())

@@ -91,6 +91,7 @@ def test_few_prompts_of_any_number_take_their_own_students_t(prompts: int) -> No
     assert found is not None
     reach = (found[1] - found[0]) / 2 / scipy.stats.sem(values)
     assert reach == pytest.approx(scipy.stats.t.ppf(0.975, df=prompts - 1), rel=1e-3)
+    assert stats.linear_interval(stats.speed(values, [1.0] * prompts)) == pytest.approx(found)
 
 
 def test_too_little_to_say() -> None:

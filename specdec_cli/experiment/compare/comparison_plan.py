@@ -16,8 +16,9 @@ from specdec_cli.errors import Notice, SetupError, UsageError
 from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
-from specdec_cli.experiment.compare.worker import with_degrees
+from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
+from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import (
     device_settings,
@@ -26,6 +27,7 @@ from specdec_cli.experiment.preparing import (
     no_template,
     with_weights,
 )
+from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.results import environment
 from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.run_settings import settings_values
@@ -206,6 +208,22 @@ def warnings_of(plan: ComparisonPlan) -> list[Notice]:
     return [*found, *plan.notices, *few_prompts(min(counts))]
 
 
+def comparison_seconds(plan: ComparisonPlan) -> float:
+    """The time of measuring all pairs, each of which starts ranks and loads both models."""
+    s, job = plan.settings, plan.job
+    speeds = speeds_of(job.plan.device, job.plan.target.dtype)
+    found = 0.0
+    for pair in plan.to_run:
+        forecaster = Forecaster(job, speeds, (pair.target_tp, pair.draft_tp))
+        found += start_seconds([job.plan])
+        for batch_size in s.batch_sizes:
+            count = s.num_prompts(batch_size)
+            for k in (0, s.k):
+                key = Key(s.draft, batch_size, k)
+                found += forecaster.point_seconds(key, count, WARM_UP_TOKENS)
+    return found
+
+
 def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
@@ -228,12 +246,15 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
+    line, seconds = forecast(comparison_seconds(plan))
+    text.append(line)
     return {
         "schema": "specdec.compare-tp.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
         "comparison": s.as_dict() | {"settings_hash": s.digest},
         "pairs": pairs,
         "num_samples": plan.num_samples,
+        **seconds,
         "warnings": list(warnings),
         "text": "\n".join(text),
     }

@@ -27,7 +27,7 @@ from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
 # Tokens of a warm-up: rounds are captured and kernels compiled in its first round.
-_WARM_UP_TOKENS = 32
+WARM_UP_TOKENS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _measure_size(
         found[key] |= {sample.index: sample for sample in of_pair}
 
     loop = MeasuringLoop(lambda _: engine, world, keep, partial(peak_memory, job.plan.device))
-    loop.warm_up(dict.fromkeys(keys, job), _WARM_UP_TOKENS)
+    loop.warm_up(dict.fromkeys(keys, job), WARM_UP_TOKENS)
     for number, unit in enumerate(units_of(job, engine.batch_size)):
         loop.measure(dict.fromkeys(keys, unit), number)
     return found

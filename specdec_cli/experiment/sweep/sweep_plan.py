@@ -1,17 +1,20 @@
 """The plan of a sweep: its settings, and a job for each draft. Loads no weights."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
+from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
+from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.run_settings import settings_values
-from specdec_cli.experiment.sweep.duration import OFTEN_OFF_BY, in_words, sweep_seconds
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
+from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import NONE, needs_draft
@@ -176,6 +179,22 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     return [*found, *plan.notices]
 
 
+def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
+    """The time of measuring all points. has_curve: whether a time curve is measured too."""
+    plans = [job.plan for job in jobs.values()]
+    speeds = speeds_of(plans[0].device, plans[0].target.dtype)
+    found = start_seconds(plans)
+    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
+    for key, job in jobs.items():
+        forecaster, count = forecasters[id(job)], len(job.prompts)
+        found += forecaster.point_seconds(key, count)
+        if has_curve:
+            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
+            some = max(1, round(parts * count))
+            found += forecaster.run_seconds(key, some, job.plan.params)
+    return found
+
+
 def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]:
     """The document of `--dry-run`; its `text` is for people."""
     s, run = plan.settings, plan.recipe.run
@@ -200,11 +219,8 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))
     by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    seconds = sweep_seconds(by_key, has_curve=max(s.ks) > 0)
-    text.append(
-        f"time: about {in_words(seconds)}, usually right within a factor of {OFTEN_OFF_BY:g}; "
-        "texts that end early take less"
-    )
+    line, seconds = forecast(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
+    text.append(line)
     return {
         "schema": "specdec.sweep-k.plan/1",
         "recipe": plan.recipe.model_dump(mode="json"),
@@ -215,8 +231,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
         "longest_prompt": longest,
         "repeats": run.repeats,
         "most_output_tokens_per_point": most,
-        "seconds": seconds,
-        "seconds_range": [seconds / OFTEN_OFF_BY, seconds * OFTEN_OFF_BY],
+        **seconds,
         "warnings": list(warnings),
         "text": "\n".join(text),
     }

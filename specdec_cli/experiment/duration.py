@@ -1,32 +1,36 @@
-"""A forecast of a sweep's time before anything is loaded, from bytes and tokens.
+"""A forecast of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
-The first two take what this device takes for them now; the third is a round figure.
+The first two take what this device takes for them now; the third is a round figure. Knows neither
+drafts in turn nor pairs of degrees.
 """
 
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from specdec_cli.core.types import SamplingParams
+from specdec_cli.engine.plan import Plan
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.methods.base import Draft
 
 # Seconds that a layer takes beside its reading and its products: in a captured round (measured on
 # an H200 with 135M, 1B and 8B: 10 to 12 microseconds), on the host of a GPU, and on a CPU.
 _LAYER_CAPTURED, _LAYER_LAUNCHED, _LAYER_CPU = 11e-6, 250e-6, 250e-6
+# Seconds of one sum over ranks, two of which end each layer: on GPUs (docs/performance.md), and of
+# processes over gloo on one host (0.3 to 0.8 milliseconds on two busy cores).
+_SUM_CUDA, _SUM_CPU = 6e-6, 400e-6
 # The chance that a proposal is accepted after those before it, of drafts and of n-grams.
 _ACCEPTED, _ACCEPTED_WITHOUT_DRAFT = 0.7, 0.55
 _START_CPU, _START_CUDA = 3.0, 30.0  # seconds until the first pass, beside reading weights
 _LOAD = 1e9  # bytes of weights read a second
 _PROBE_BYTES, _PROBE_SIDE, _PROBES = 64 * 2**20, 512, 3
-OFTEN_OFF_BY = 2.0  # `docs/sweep.md` has the runs that it was compared with
+# `docs/sweep.md` and `docs/compare-tp.md` have the runs that it was compared with.
+_OFTEN_OFF_BY = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +83,15 @@ class _Shape:
 
 @dataclass(frozen=True, slots=True)
 class Forecaster:
-    """Times of one job's runs, in seconds."""
+    """Times of one job's runs, in seconds.
+
+    degrees: the number of ranks that the target is split over, and the draft. The job's plan has
+    whole models, or the part of a rank, whose speed is its own: (1, 1).
+    """
 
     job: Job
     speeds: Speeds
+    degrees: tuple[int, int] = (1, 1)
     _shapes: dict[str, _Shape] = field(default_factory=dict, init=False)
 
     def pass_seconds(self, model: Draft, tokens: int) -> float:
@@ -90,14 +99,22 @@ class Forecaster:
         role = model.spec.role
         shape = self._shapes[role] = self._shapes.get(role) or _shape_of(model)
         products = 2 * shape.parameters * tokens / self.speeds.operations
-        return shape.bytes_read(tokens) / self.speeds.bytes + products + shape.layers * self._layer
+        work = shape.bytes_read(tokens) / self.speeds.bytes + products
+        degree = self.degrees[0 if role == "target" else 1]
+        # Ranks on CPUs divide the machine that was measured; each GPU has such speeds.
+        shared = 1 if self._is_cuda else self.degrees[0]
+        sums = 2 * (_SUM_CUDA if self._is_cuda else _SUM_CPU) if degree > 1 else 0.0
+        return work * shared / degree + shape.layers * (self._layer + sums)
+
+    @property
+    def _is_cuda(self) -> bool:
+        return self.job.plan.device.type == "cuda"
 
     @property
     def _layer(self) -> float:
-        plan = self.job.plan
-        if plan.device.type != "cuda":
+        if not self._is_cuda:
             return _LAYER_CPU
-        return _LAYER_CAPTURED if plan.no_cuda_graphs is None else _LAYER_LAUNCHED
+        return _LAYER_CAPTURED if self.job.plan.no_cuda_graphs is None else _LAYER_LAUNCHED
 
     def round_seconds(self, key: Key) -> float:
         """One round of a full batch."""
@@ -126,6 +143,14 @@ class Forecaster:
         rounds = sum(max(0, t) for t in texts) / self.tokens_a_round(key.k)
         return prefill + rounds / min(key.batch_size, num_prompts) * self.round_seconds(key)
 
+    def point_seconds(self, key: Key, num_prompts: int, most_warm_up: int | None = None) -> float:
+        """A point's warm-up and its repeats. most_warm_up: limit on new tokens of the warm-up."""
+        run, params = self.job.plan.recipe.run, self.job.plan.params
+        most = min(most_warm_up or params.max_new_tokens, params.max_new_tokens)
+        first = min(key.batch_size, num_prompts)
+        warm_up = self.run_seconds(key, first, replace(params, max_new_tokens=most))
+        return run.repeats * self.run_seconds(key, num_prompts, params) + run.warmup * warm_up
+
 
 def _shape_of(model: Draft) -> _Shape:
     size, layers = float(model.weight_bytes), len(getattr(model, "layers", ())) or 1
@@ -146,23 +171,22 @@ def _shape_of(model: Draft) -> _Shape:
     return _Shape(always, experts, share, (always + experts * share) / model.dtype.itemsize, layers)
 
 
-def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
-    """The time of measuring all points. has_curve: whether a time curve is measured too."""
-    first = next(iter(jobs.values())).plan
-    speeds = speeds_of(first.device, first.target.dtype)
-    run = first.recipe.run
-    is_cuda = first.device.type == "cuda"
-    models = {m.spec.name: m.weight_bytes for job in jobs.values() for m in job.plan.models}
-    found = (_START_CUDA if is_cuda else _START_CPU) + sum(models.values()) / _LOAD
-    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
-    for key, job in jobs.items():
-        forecaster, params, count = forecasters[id(job)], job.plan.params, len(job.prompts)
-        found += run.repeats * forecaster.run_seconds(key, count, params)
-        found += run.warmup * forecaster.run_seconds(key, min(key.batch_size, count), params)
-        if has_curve:
-            parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
-            found += forecaster.run_seconds(key, max(1, round(parts * count)), params)
-    return found
+def start_seconds(plans: Iterable[Plan]) -> float:
+    """The time until the first pass of processes that load these plans' models, each once."""
+    plans = list(plans)
+    models = {m.spec.name: m.weight_bytes for plan in plans for m in plan.models}
+    start = _START_CUDA if plans[0].device.type == "cuda" else _START_CPU
+    return start + sum(models.values()) / _LOAD
+
+
+def forecast(seconds: float) -> tuple[str, dict[str, Any]]:
+    """A dry run's line about its time, and the fields of its document."""
+    line = (
+        f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "
+        "texts that end early take less"
+    )
+    between = [seconds / _OFTEN_OFF_BY, seconds * _OFTEN_OFF_BY]
+    return line, {"seconds": seconds, "seconds_range": between}
 
 
 def in_words(seconds: float) -> str:
