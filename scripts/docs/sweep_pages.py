@@ -59,7 +59,7 @@ class Sweep:
     def recomputed(self) -> Iterator[tuple[Content, str]]:
         """The report's content and what the terminal shows, all computed anew from the samples."""
         with TemporaryDirectory() as scratch:
-            run, whole = Path(scratch) / "run", Path(scratch) / self.name
+            run, whole = Path(scratch) / "run", Path(scratch) / self.name.removesuffix("-sweep")
             shutil.copytree(self.folder / "run", run)
             for packed in run.glob("*.xz"):
                 packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
