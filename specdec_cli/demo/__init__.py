@@ -1,7 +1,7 @@
-"""The bundled demo pair: models, prompts, licences. Files only, but for their names.
+"""The bundled models, prompts and licences. Files only, but for their names.
 
-Recipes name them `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
-`demo:prompts`.
+Recipes name the demo pair `demo:target`, `demo:draft`, `demo:draft-distilled`, `demo:eagle3` and
+`demo:prompts`. `demo:smollm2-draft` and `demo:smollm2-eagle3` propose for SmolLM2-135M-Instruct.
 """
 
 from pathlib import Path

@@ -19,7 +19,7 @@ from specdec_cli.core.parallel import (
 )
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.profile import Allowance
-from specdec_cli.engine.sharing import check_shared
+from specdec_cli.engine.sharing import check_shared, not_held
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.methods.base import Draft, DraftPlace
 from specdec_cli.methods.registry import method_of
@@ -61,8 +61,9 @@ class Plan:
 
     draft: None if no draft model proposes. groups: this rank's place among those that share each
     model. On a rank that holds no part of the draft, `draft` still describes it and `groups.draft`
-    is None. shared_bytes: weights that are not loaded for the draft, because it borrows the
-    target's. compiled: roles of the models whose padded passes are compiled.
+    is None. shared: what a standalone draft borrows of the target, because the recipe says so or
+    its checkpoint lacks it. shared_bytes: of the weights that it so need not load. compiled: roles
+    of the models whose padded passes are compiled.
     """
 
     recipe: Recipe
@@ -72,6 +73,7 @@ class Plan:
     tokenizer: Tokenizer
     max_model_len: int
     groups: Groups = ONE_RANK
+    shared: tuple[str, ...] = ()
     shared_bytes: int = 0
     compiled: tuple[str, ...] = ()
 
@@ -88,13 +90,6 @@ class Plan:
         if needs_draft(method) and self.recipe.draft is not None:
             return self.recipe.draft.model
         return method if without_draft(method) else None
-
-    @property
-    def shared(self) -> tuple[str, ...]:
-        """The weights of the target that the draft borrows because the recipe says so."""
-        if self.draft is None or self.recipe.draft is None:
-            return ()
-        return tuple(dict.fromkeys(self.recipe.draft.share))
 
     @property
     def remark(self) -> str | None:
@@ -318,13 +313,16 @@ def _with_draft(plan: Plan, draft: Draft) -> Plan:
     assert section is not None
     share = tuple(dict.fromkeys(section.share))
     if isinstance(draft, Description):
+        share = share or not_held(draft)
         names = (target.spec.name, draft.spec.name)
         sizes = (target.vocab_size, draft.vocab_size)
-        # A folder of a config alone takes the target's tokenizer.
-        is_bare = draft.spec.load_format == "dummy" and not has_tokenizer(draft.place)
+        # A folder of a config alone, or without embeddings, takes the target's tokenizer.
+        is_part = draft.spec.load_format == "dummy" or "embeddings" in share
+        is_bare = is_part and not has_tokenizer(draft.place)
         own = plan.tokenizer if is_bare else _tokenizer(draft)
         check_same_vocabulary(plan.tokenizer, own, names, sizes)
-        return replace(plan, draft=draft, shared_bytes=check_shared(target, draft, share))
+        saved = check_shared(target, draft, share)
+        return replace(plan, draft=draft, shared=share, shared_bytes=saved)
     if share:
         raise UsageError(
             f"draft.share: {draft.spec.name} borrows what it lacks by itself",

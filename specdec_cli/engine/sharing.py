@@ -1,11 +1,16 @@
-"""Weights that a draft borrows from the target: embeddings and head."""
+"""Weights that a draft borrows from the target: embeddings and head.
+
+It borrows what the recipe says, or what its checkpoint does not hold.
+"""
 
 from typing import Any
 
 import torch
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.loader import Description
+from specdec_cli.models.weights import tensor_names
 
 
 def borrowed_weights(
@@ -26,6 +31,34 @@ def borrowed_weights(
     return found
 
 
+def not_held(draft: Description) -> tuple[str, ...]:
+    """What of `embeddings` and `lm_head` the draft's checkpoint does not hold.
+
+    Nothing for random weights, and where the names of the tensors are not known.
+    """
+    if draft.spec.load_format == "dummy" or is_gguf(draft.place):
+        return ()
+    held = tensor_names(draft.place)
+    if not held:
+        return ()
+    found = []
+    module = draft.module
+    names = {id(part): name for name, part in module.named_modules()}
+    is_tied = bool(module.config.tie_word_embeddings)
+    for what, part in (
+        ("embeddings", module.get_input_embeddings()),
+        ("lm_head", module.get_output_embeddings()),
+    ):
+        # Checkpoints of a bare model leave the prefix of its names out.
+        tail = ".".join(f"{names[id(part)]}.weight".split(".")[-2:])
+        if any(name == tail or name.endswith(f".{tail}") for name in held):
+            if is_tied:
+                return ()
+        else:
+            found.append(what)
+    return tuple(found)
+
+
 def check_shared(target: Description, draft: Description, share: tuple[str, ...]) -> int:
     """Bytes of the draft's weights that need not be loaded when it borrows the target's.
 
@@ -35,7 +68,8 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
         raise SetupError(
             f"draft.share: lm_head cannot be borrowed; the target's is split over "
             f"{target.parallel.size} ranks, and the draft runs on {draft.parallel.size}",
-            "take lm_head out of draft.share, or give both the same tensor_parallel_size",
+            "give both the same tensor_parallel_size, or take lm_head out of draft.share if the "
+            "draft has a head of its own",
         )
     own = dict(draft.module.named_parameters(remove_duplicate=False))
     borrowed = borrowed_weights(draft.module, target.module, share)
@@ -45,7 +79,7 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
             raise SetupError(
                 f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
                 f"{draft.spec.name} and {_shape(theirs)} in target {target.spec.name}",
-                f"shapes and dtypes must agree; take {what} out of draft.share",
+                f"shapes and dtypes must agree; a draft that has {what} needs no draft.share",
             )
     # A tied weight is still loaded if only one of its two uses is borrowed. A split head is a view
     # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.

@@ -21,7 +21,7 @@ from specdec_cli.experiment.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told
 _CERTAIN = 5.0  # standard errors: the largest of many splits is looked at
-_FEWEST = 8  # prompts in which a drift can be seen
+_FEWEST = 8  # batches of prompts in which a drift can be seen
 _WEIGHT = 0.01  # least share of a point's time that outliers take
 _DISAGREE = 0.05  # least relative difference of two repeats that is told
 _OFF = 0.03  # least relative error of a prediction that is told
@@ -43,23 +43,28 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     """A warning if rounds became slower or faster at some prompt and stayed so.
 
     Prompts are measured in the order of their indices, each at every point, so that the mean over
-    points of a round's time, each relative to its point's median, is the machine's.
+    points of a round's time, each relative to its point's median, is the machine's. Prompts that
+    are decoded together share their rounds: they are one observation, not many.
     """
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
-    if len(common) < _FEWEST:
+    plain = min(samples, key=lambda key: key.k)
+    together = plain.batch_size
+    count = len(common) // together
+    if count < _FEWEST:
         return []
     rows = []
     for of in samples.values():
-        times = np.log([_round_seconds(of[i]) for i in common])
-        rows.append(times - np.median(times))
+        times = np.log([_round_seconds(of[i]) for i in common[: count * together]])
+        batches = times.reshape(count, together).mean(axis=1)
+        rows.append(batches - np.median(batches))
     speeds = np.mean(rows, axis=0)
-    edge = max(2, len(common) // 8)
-    splits = [(_step(speeds, split), split) for split in range(edge, len(common) - edge + 1)]
-    (change, error), split = max(splits, key=lambda item: abs(item[0][0]) / item[0][1])
+    edge = max(2, count // 8)
+    splits = [(_step(speeds, split), split) for split in range(edge, count - edge + 1)]
+    (change, error), place = max(splits, key=lambda item: abs(item[0][0]) / item[0][1])
+    split = place * together
     slower = float(np.expm1(abs(change)))
     if slower < _DRIFT or abs(change) < _CERTAIN * error:
         return []
-    plain = min(samples, key=lambda key: key.k)
     before, after = (
         1e3 * fmean(_round_seconds(samples[plain][i]) for i in part)
         for part in (common[:split], common[split:])

@@ -148,13 +148,19 @@ def layers_held(place: Path) -> int | None:
     """
     if is_gguf(place):
         return layers_in(read_model(place))
-    names: Collection[str] = ()
-    with suppress(SetupError), ExitStack() as stack:
-        names = _index(place, _SAFE) or _index(place, _PICKLED) or ()
-        if not names and (file := place / _SAFE).is_file():
-            names = _open_safetensors(file, stack).keys()
+    names = tensor_names(place)
     found = filter(None, (re.search(r"(?:^|\.)(\d{1,9})\.", name) for name in names))
     return max((int(match[1]) + 1 for match in found), default=None)
+
+
+def tensor_names(folder: Path) -> Collection[str]:
+    """The names of the tensors in a folder; none where its index or file is damaged, or pickled."""
+    names: Collection[str] = ()
+    with suppress(SetupError), ExitStack() as stack:
+        names = _index(folder, _SAFE) or _index(folder, _PICKLED) or ()
+        if not names and (file := folder / _SAFE).is_file():
+            names = _open_safetensors(file, stack).keys()
+    return names
 
 
 def _open_safetensors(file: Path, stack: ExitStack) -> dict[str, Read]:

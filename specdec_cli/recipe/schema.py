@@ -78,7 +78,7 @@ class DraftSection(ModelSection):
     """The model that proposes tokens, on the first ranks of the target's."""
 
     share: tuple[Literal["embeddings", "lm_head"], ...] = Field(
-        default=(), description="what the draft borrows from the target"
+        default=(), description="what the draft borrows; by default, what its checkpoint lacks"
     )
 
 

@@ -76,6 +76,37 @@ def rewrite(folder: Path, dropped: str) -> None:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
+@pytest.mark.parametrize(
+    ("is_tied", "lacking", "borrowed"),
+    [
+        (True, ["model.embed_tokens.weight"], BOTH),
+        (False, ["model.embed_tokens.weight", "lm_head.weight"], BOTH),
+        (False, ["model.embed_tokens.weight"], BOTH[:1]),
+        (False, ["lm_head.weight"], BOTH[1:]),
+        (True, [], []),
+        (False, [], []),
+    ],
+)
+def test_a_draft_borrows_what_its_checkpoint_does_not_hold(
+    tmp_path: Path, is_tied: bool, lacking: list[str], borrowed: list[str]
+) -> None:
+    """Without a word in the recipe, and with the same memory as with it."""
+    target = save_tiny(tmp_path / "target", "llama")
+    changes = {"tie_word_embeddings": is_tied, "num_hidden_layers": 1}
+    draft = save_tiny(tmp_path / "draft", "llama", seed=1, **changes)
+    for name in lacking:
+        rewrite(draft, name)
+    found = planned(target, draft, [])
+    assert list(found.shared) == borrowed
+    if borrowed:
+        assert found.execution["shared"].startswith(", ".join(borrowed))
+        said = planned(target, draft, borrowed)
+        assert (found.shared, found.shared_bytes) == (said.shared, said.shared_bytes)
+    theirs, ours = (weights(module) for module in modules(build(found, 8)))
+    for what in BOTH:
+        assert (ours[what] is theirs[what]) == (what in borrowed)
+
+
 @pytest.mark.parametrize("family", ["gemma2", "gpt2"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("share", [BOTH[:1], BOTH[1:], BOTH], ids="+".join)

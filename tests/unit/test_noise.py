@@ -80,6 +80,25 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
     assert ("slower" in notice.message) == (factor > 1)
 
 
+@pytest.mark.parametrize(("together", "told"), [(8, []), (2, ["baseline_drift"])])
+def test_prompts_that_are_decoded_together_are_one_observation(
+    together: int, told: list[str]
+) -> None:
+    """Three batches say nothing of a machine; twelve do."""
+    times = quiet(3)
+    usual = samples_of(times)
+    for found in times.values():
+        for i in range(16, PROMPTS):
+            found[i] = [value * 1.3 for value in found[i]]
+    slower = samples_of(times)
+    for key, of in slower.items():
+        for i, one in of.items():
+            of[i] = one.model_copy(update={"round_share": usual[key][i].round_share})
+    batched = {Key(key.draft, together, key.k): of for key, of in slower.items()}
+    found_codes = [notice.code for notice in noise_in(batched)]
+    assert found_codes == told
+
+
 def test_an_outlying_repeat_and_repeats_that_disagree_are_told() -> None:
     times = quiet(4)
     times[KEYS[0]][5][1] *= 2.6

@@ -1,0 +1,103 @@
+"""Writes the reports of sweeps in docs, and their tables on pages, from the samples beside them.
+
+    python scripts/docs/sweep_pages.py [smollm2] [demo-sweep]
+
+Both sweeps ran on machines with nothing else to do:
+
+    specdec sweep-k smollm2-offline --chat --draft demo:smollm2-draft --draft demo:smollm2-eagle3
+      --draft ngram --prompt-file question.jsonl --sample stratified --limit 160 --k 2,4,6
+      --batch-size 1,32 --max-new-tokens 128 --set run.repeats=1 --set target.dtype=bfloat16
+      --set draft.dtype=bfloat16
+    specdec sweep-k demo --draft demo:draft --draft demo:eagle3 --draft ngram --k 1-6 --limit 80
+      --max-new-tokens 64 --set run.repeats=1
+
+question.jsonl is Spec-Bench's. Large files of samples are compressed.
+"""
+
+import io
+import lzma
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from specdec_cli.experiment.sweep.merge import merge_folders
+from specdec_cli.report.content import Content
+from specdec_cli.report.folder import read_folder
+from specdec_cli.report.write import write_report
+from specdec_cli.terminal.sweep import print_results
+
+DOCS = Path(__file__).parents[2] / "docs"
+_FORMATS = ("html", "md", "png")
+_AFTER = "```\n"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A sweep whose samples are in docs: its folder there, and the page with its table.
+
+    points_only: leave out of that table what follows the points.
+    """
+
+    name: str
+    page: str
+    points_only: bool = False
+
+    @property
+    def folder(self) -> Path:
+        return DOCS / self.name
+
+    @property
+    def before(self) -> str:
+        """What stands on the page before the table."""
+        return f"<!-- the table of {self.name} -->\n```\n"
+
+    @contextmanager
+    def recomputed(self) -> Iterator[tuple[Content, str]]:
+        """The report's content and what the terminal shows, all computed anew from the samples."""
+        with TemporaryDirectory() as scratch:
+            run, whole = Path(scratch) / "run", Path(scratch) / self.name.removesuffix("-sweep")
+            shutil.copytree(self.folder / "run", run)
+            for packed in run.glob("*.xz"):
+                packed.with_suffix("").write_bytes(lzma.decompress(packed.read_bytes()))
+                packed.unlink()
+            document, _ = merge_folders([run], whole)
+            with redirect_stdout(io.StringIO()) as shown:
+                print_results(document)
+            text = "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
+            if self.points_only:
+                text = text.partition("\n\n")[0] + "\n"
+            yield Content(read_folder(whole)), text
+
+    def with_table(self, page: str, table: str) -> str:
+        """The page with this table. Raises `ValueError` if the page has no place for it."""
+        before, found, rest = page.partition(self.before)
+        if not found:
+            raise ValueError(f"{self.page} has no place for the table")
+        return before + found + table + rest[rest.index(_AFTER) :]
+
+    def write(self) -> None:
+        with self.recomputed() as (content, table):
+            shutil.rmtree(self.folder / "plots", ignore_errors=True)
+            for file in write_report(content, self.folder, _FORMATS):
+                print(file.relative_to(DOCS.parent))
+        page = DOCS / self.page
+        changed = self.with_table(page.read_text(encoding="utf-8"), table)
+        page.write_text(changed, encoding="utf-8")
+        print(page.relative_to(DOCS.parent))
+
+
+SWEEPS = (Sweep("smollm2", "README.md", points_only=True), Sweep("demo-sweep", "sweep.md"))
+
+
+def main() -> None:
+    for sweep in SWEEPS:
+        if sweep.name in (sys.argv[1:] or [s.name for s in SWEEPS]):
+            sweep.write()
+
+
+if __name__ == "__main__":
+    main()

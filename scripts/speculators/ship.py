@@ -1,0 +1,142 @@
+"""Put trained speculators among the bundled models: weights, config, model card, record, notice.
+
+    python -m scripts.speculators.ship smollm2-eagle3=HEAD smollm2-draft=DRAFT --eval EVAL.json
+      --texts TEXTS.json --target-name HuggingFaceTB/SmolLM2-135M-Instruct --licence Apache-2.0
+
+HEAD and DRAFT are what train.py wrote. EVAL.json is what evaluate.py wrote, with a speculator's
+folder as the key of its runs. TEXTS.json has the sums over the records of texts.py. Writes
+`specdec_cli/demo/NAME` and the entries of `manifest-speculators.json` there. A speculator's
+tokenizer is its target's, and is not copied.
+"""
+
+import argparse
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+DEMO = Path(__file__).parents[2] / "specdec_cli" / "demo"
+RECORD = DEMO / "manifest-speculators.json"
+LIMIT = 16_000_000  # bytes of a weights file
+# Of a config, what a draft's is built from; a converted target's says much more.
+KEPT = (
+    "architectures model_type dtype vocab_size hidden_size intermediate_size num_hidden_layers "
+    "num_attention_heads num_key_value_heads head_dim hidden_act max_position_embeddings "
+    "rms_norm_eps rope_parameters attention_bias mlp_bias tie_word_embeddings bos_token_id "
+    "eos_token_id pad_token_id"
+).split()
+TRAINED = (
+    "kind seed minutes seconds step tokens tokens_per_s epochs texts text_tokens lr links depth "
+    "inner parameters accuracy torch transformers device_name"
+).split()
+
+CARD = """---
+license: {licence}
+pipeline_tag: text-generation
+---
+# specdec {name}
+
+{form}
+It holds {parameters:,} parameters in bf16 and no embedding, no head and no tokenizer: it borrows
+the target's.
+
+- Training text: {text_tokens:.1f} M tokens that the target wrote, to prompts that it drew itself
+  and to requests about its own passages; none shares 13 tokens with a prompt of Spec-Bench.
+- Training: {steps} steps over {tokens:.1f} M tokens, {seconds:.0f} s on one {device}, seed {seed}.
+- Agreement with the target's first choice on held-out texts{links}: {accuracy} %.
+- Never trained on, Spec-Bench, {prompts} first turns, greedy, bf16, at most {new_tokens} tokens:
+
+| k | {ks} |
+|---|{rule}|
+| tokens a round | {rounds} |
+| 95 % interval | {intervals} |
+
+Made by `scripts/speculators` of the project, from the target's own layers as a start. The target is
+{licence}; `../NOTICE` says so.
+"""
+FORMS = {
+    "eagle3": "An EAGLE-3 head (Li et al., arXiv 2503.01840) with one layer, in the form of speculators, for\n{target}.",  # noqa: E501
+    "draft": "A standalone draft with {depth} layers for {target}.",
+}
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("given", nargs="+", metavar="NAME=FOLDER")
+    parser.add_argument("--eval", type=Path, required=True)
+    parser.add_argument("--texts", type=Path, required=True)
+    parser.add_argument("--target-name", required=True)
+    parser.add_argument("--licence", required=True)
+    return parser.parse_args()
+
+
+def record_of(folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any]) -> dict[str, Any]:
+    """What is known of a speculator: its file, texts, training, and acceptance by k."""
+    weights = folder / "speculator" / "model.safetensors"
+    size = weights.stat().st_size
+    if size >= LIMIT:
+        raise SystemExit(f"{weights} has {size} bytes, {LIMIT} are the limit")
+    training = json.loads((folder / "training.json").read_text())
+    return {
+        "bytes": size,
+        "sha256": hashlib.sha256(weights.read_bytes()).hexdigest(),
+        "texts": texts,
+        "training": {key: training[key] for key in TRAINED},
+        "spec_bench": sorted(
+            ({k: v for k, v in run.items() if k != "seconds"} for run in runs),
+            key=lambda run: int(run["k"]),
+        ),
+    }
+
+
+def card(name: str, found: dict[str, Any], args: argparse.Namespace, new_tokens: int) -> str:
+    training, runs = found["training"], found["spec_bench"]
+    form = FORMS[training["kind"]].format(target=args.target_name, depth=training["depth"])
+    count = len(training["accuracy"])
+    return CARD.format(
+        name=name,
+        licence=args.licence.lower(),
+        form=form,
+        parameters=training["parameters"],
+        text_tokens=training["text_tokens"] / 1e6,
+        steps=training["step"],
+        tokens=training["tokens"] / 1e6,
+        seconds=training["seconds"],
+        device=training["device_name"],
+        seed=training["seed"],
+        links=f", by chained position 1 to {count}" if count > 1 else "",
+        accuracy=", ".join(f"{100 * a:.1f}" for a in training["accuracy"]),
+        prompts=runs[0]["prompts"],
+        new_tokens=new_tokens,
+        ks=" | ".join(str(run["k"]) for run in runs),
+        rule="|".join(["---"] * len(runs)),
+        rounds=" | ".join(f"{run['tokens_a_round']:.2f}" for run in runs),
+        intervals=" | ".join("{:.2f}–{:.2f}".format(*run["interval"]) for run in runs),
+    )
+
+
+def main() -> None:
+    args = parse()
+    evaluated, texts = json.loads(args.eval.read_text()), json.loads(args.texts.read_text())
+    records = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for name, folder in (item.split("=", 1) for item in args.given):
+        source, target = Path(folder) / "speculator", DEMO / name
+        runs = next(r for key, r in evaluated["runs"].items() if Path(key).parts[-2:] ==
+                    (Path(folder).name, "speculator"))  # fmt: skip
+        found = record_of(Path(folder), runs, texts)
+        target.mkdir(exist_ok=True)
+        shutil.copyfile(source / "model.safetensors", target / "model.safetensors")
+        config = json.loads((source / "config.json").read_text())
+        if found["training"]["kind"] == "draft":
+            config = {key: config[key] for key in KEPT if key in config}
+        else:
+            config["speculators_config"]["verifier"]["name_or_path"] = args.target_name
+        (target / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+        (target / "README.md").write_text(card(name, found, args, evaluated["new_tokens"]))
+        records[name] = {"target": args.target_name, "licence": args.licence} | found
+    RECORD.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,32 @@
+"""The reports of sweeps in docs, and their tables on pages, are what the samples there give."""
+
+import pytest
+
+from scripts.docs.sweep_pages import DOCS, SWEEPS, Sweep
+from specdec_cli.errors import LOGGED
+from specdec_cli.report.export import markdown
+
+_STALE = "stale: run `python scripts/docs/sweep_pages.py`"
+_ARMS = {
+    "smollm2": ("demo:smollm2-eagle3", "demo:smollm2-draft", "ngram"),
+    "demo-sweep": ("demo:draft", "demo:eagle3", "ngram"),
+}
+_LARGE = {"smollm2"}  # 3200 samples in 13 categories
+
+
+@pytest.mark.parametrize(
+    "sweep",
+    [pytest.param(s, id=s.name, marks=[pytest.mark.slow] * (s.name in _LARGE)) for s in SWEEPS],
+)
+def test_the_pages_are_what_the_samples_give(sweep: Sweep) -> None:
+    """Pictures are left out, whose bytes depend on versions of the library that draws them."""
+    LOGGED.clear()  # warnings of commands that ran before in this process
+    written = (sweep.folder / "report.md").read_text(encoding="utf-8").splitlines()
+    with sweep.recomputed() as (content, table):
+        expected = markdown(content, (), "").splitlines()
+    page = (DOCS / sweep.page).read_text(encoding="utf-8")
+    assert page == sweep.with_table(page, table), _STALE
+    rest = iter(written)
+    missing = [line for line in expected if line not in rest]
+    assert not missing, _STALE
+    assert all(arm in page for arm in _ARMS[sweep.name])
