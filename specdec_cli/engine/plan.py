@@ -311,7 +311,7 @@ def _with_draft(plan: Plan, draft: Draft) -> Plan:
     """The plan with a draft that was checked against the target."""
     target, section = plan.target, plan.recipe.draft
     assert section is not None
-    share = tuple(dict.fromkeys(section.share))
+    share: tuple[str, ...] = tuple(dict.fromkeys(section.share))
     if isinstance(draft, Description):
         share = share or not_held(draft)
         names = (target.spec.name, draft.spec.name)
