@@ -18,8 +18,14 @@ from specdec_cli.errors import ExitCode, SpecdecError, UsageError
 from specdec_cli.text import inert
 
 RECIPE = "smollm2-offline"
-# The arm that is compared with plain decoding: keys of the recipe.
+# The arm that is compared with plain decoding: keys of the recipe. N-grams win where the answer
+# repeats the question, as the usual one does, and the head elsewhere.
 ARM = {"speculation.method": "ngram", "speculation.num_speculative_tokens": 5}
+ARM_ELSEWHERE = {
+    "speculation.method": "eagle3",
+    "draft.model": "demo:smollm2-eagle3",
+    "speculation.num_speculative_tokens": 3,
+}
 # In float32 both answers are the same text, and any CPU is fast enough.
 MACHINE = {"run.device": "cpu", "*.dtype": "float32", "run.batch_size": 1}
 NAMES = {"ngram": "n-grams", "draft_model": "a draft model", "eagle3": "an EAGLE-3 head"}
@@ -116,7 +122,7 @@ def chat(recipe: str, arm: Mapping[str, object], question: str) -> tuple[Answer,
 def main() -> int:
     question = sys.argv[1].strip() if len(sys.argv) > 1 else ""
     try:
-        chat(RECIPE, ARM, question or QUESTION)
+        chat(RECIPE, ARM_ELSEWHERE if question else ARM, question or QUESTION)
     except SpecdecError as error:
         hint = f"\nhint: {error.hint}" if error.hint else ""
         print(inert(f"error: {error.message}") + inert(hint), file=sys.stderr)
