@@ -52,7 +52,7 @@ class Sweep:
 
     @property
     def before(self) -> str:
-        """What stands on the page before the table."""
+        """The lines of the page just before the table."""
         return f"<!-- the table of {self.name} -->\n```\n"
 
     @contextmanager

@@ -56,7 +56,8 @@ Made by `scripts/speculators` of the project, from the target's own layers as a 
 {licence}; `../NOTICE` says so.
 """
 FORMS = {
-    "eagle3": "An EAGLE-3 head (Li et al., arXiv 2503.01840) with one layer, in the form of speculators, for\n{target}.",  # noqa: E501
+    "eagle3": "An EAGLE-3 head (Li et al., arXiv 2503.01840) with one layer, in the form of "
+    "speculators, for\n{target}.",
     "draft": "A standalone draft with {depth} layers for {target}.",
 }
 
@@ -72,7 +73,7 @@ def parse() -> argparse.Namespace:
 
 
 def record_of(folder: Path, runs: list[dict[str, Any]], texts: dict[str, Any]) -> dict[str, Any]:
-    """What is known of a speculator: its file, texts, training, and acceptance by k."""
+    """The record of a speculator: its file, texts, training, and acceptance by k."""
     weights = folder / "speculator" / "model.safetensors"
     size = weights.stat().st_size
     if size >= LIMIT:

@@ -32,9 +32,9 @@ def borrowed_weights(
 
 
 def not_held(draft: Description) -> tuple[str, ...]:
-    """What of `embeddings` and `lm_head` the draft's checkpoint does not hold.
+    """The names among `embeddings` and `lm_head` that the draft's checkpoint holds no tensor of.
 
-    Nothing for random weights, and where the names of the tensors are not known.
+    Empty for random weights, and where the names of the tensors are not known.
     """
     if draft.spec.load_format == "dummy" or is_gguf(draft.place):
         return ()

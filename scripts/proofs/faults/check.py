@@ -1,4 +1,4 @@
-"""What the list of planted faults lacks: modules without a fault, and faults that no longer fit.
+"""Gaps in the list of planted faults: modules without a fault, and faults that no longer fit.
 
 Runs no tests.
 """
