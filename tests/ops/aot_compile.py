@@ -310,10 +310,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         name: (
-            "sampling.verify_triton",
-            "verify_logits_kernel",
+            *(
+                ("sampling.block_triton", "block_verify_kernel")
+                if name.startswith("block")
+                else ("sampling.verify_triton", "reject_logits_kernel")
+            ),
             "*bf16",
-            {"BY_BLOCK": name.startswith("block"), **constants},
+            constants,
             LOGIT_TYPES | types,
         )
         for name, constants, types in [
