@@ -215,6 +215,16 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1024, "BLOCK_V": 1024},
         {},
     ),
+    "gather_kv": (
+        *("attention.chunks_triton", "gather_kv_kernel", "*bf16"),
+        {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
+        {},
+    ),
+    "merge_parts": (
+        *("attention.chunks_triton", "merge_parts_kernel", "*bf16"),
+        {"HEADS": 32, "D": 128, "BLOCK_HEADS": 32, "BLOCK_D": 128, "num_warps": 8},
+        {"first_lse_ptr": "*fp32", "second_lse_ptr": "*fp32"},
+    ),
     "stamp": ("round.steps_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
     "uniform_rows": (
         "sampling.noise_triton",

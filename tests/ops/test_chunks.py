@@ -38,7 +38,7 @@ SHAPES = [
 
 @pytest.fixture
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SIDE": 8, "WHOLE": 16, "BEFORE": 16, "AFTER": 8}.items():
+    for name, value in {"SIDE": 8, "WHOLE": 16, "PIECE": 32, "BEFORE": 16, "AFTER": 8}.items():
         monkeypatch.setattr(chunks, name, value)
 
 
@@ -115,13 +115,14 @@ def test_a_pass_with_nothing_to_merge_copies_nothing(small_units):
 
 def test_few_shapes_serve_all_lengths(small_units):
     """Each new one costs the host a plan."""
-    sides, wholes = set(), set()
+    sides, pieces = set(), set()
     for queries in range(33, 65):
         for context in range(queries, 400):
             plan = plan_chunks([queries], [context], CPU, SMALL)
-            sides.add(plan.chunks[0].side)
-            wholes.add(plan.chunks[0].whole)
-    assert sides == set(range(40, 81, 8)) and wholes == set(range(0, 353, 16))
+            sides.add(plan.chunks[0].square.rows)
+            pieces |= {(piece.rows, piece.keys) for piece in plan.chunks[0].pieces}
+    assert sides == set(range(40, 81, 8))
+    assert pieces == {(rows, keys) for rows in range(40, 65, 8) for keys in (16, 32)}
 
 
 def test_only_chunks_over_the_bound_are_planned():
@@ -178,7 +179,7 @@ def test_a_layer_s_attention_with_chunks(device, norms, small_units, monkeypatch
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("length", [40, 72])
+@pytest.mark.parametrize(("first", "length"), [(0, 40), (0, 72), (13, 51)])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -187,11 +188,11 @@ def test_a_layer_s_attention_with_chunks(device, norms, small_units, monkeypatch
     ],
     ids=str,
 )
-def test_gathering_keys_and_values(device, shape, length):
+def test_gathering_keys_and_values(device, shape, first, length):
     problem = make_problem(shape, torch.float16, device)
     row = len(shape.contexts) - 1
     table = problem.block_tables[row]
-    arguments = problem.key_cache, problem.value_cache, table, shape.contexts[row], length
+    arguments = problem.key_cache, problem.value_cache, table, first, shape.contexts[row], length
     for actual, wanted in zip(
         gather_kv_triton(*arguments), gather_kv.reference(*arguments), strict=True
     ):
@@ -213,10 +214,17 @@ def test_merging_two_parts(device, tokens, heads, dim):
     first[1][0, 0] = float("-inf")
     whole = torch.full((tokens + 2, heads, dim), float("nan"), device=device).half()
     wanted = torch.zeros_like(whole)[1:-1]
-    merge_parts_triton(whole[1:-1], *first, *second)
-    merge_parts.reference(wanted, *first, *second)
-    weights = torch.stack((first[1], second[1]), 2).double().softmax(2)
+    exponents = torch.stack((first[1], second[1]), 2).double()
+    weights = exponents.softmax(2)
     by_hand = first[0] * weights[..., :1] + second[0] * weights[..., 1:]
+    of_kernel, of_reference = first[1].clone(), first[1].clone()
+    merge_parts_triton(whole[1:-1], first[0], of_kernel, *second)
+    merge_parts.reference(wanted, first[0], of_reference, *second)
+    for lse in (of_kernel, of_reference):
+        assert_close("log-sum-exp", exponents.logsumexp(2), lse, 1e-6)
+    into = first[0].clone()
+    merge_parts_triton(into, into, first[1], *second)
+    assert torch.equal(into, whole[1:-1])
     assert whole[0].isnan().all() and whole[-1].isnan().all()
     assert_close("kernel", by_hand, whole[1:-1], TOLERANCE[torch.float16])
     assert_close("reference", by_hand, wanted, TOLERANCE[torch.float16])

@@ -1,12 +1,13 @@
 """Attention of long chunks of prompts through torch's cuDNN kernels.
 
-A chunk is the last tokens of a sequence's context. Its attention is the merge of two results: full
-attention over the first older positions, and causal attention over a square of all later ones. The
+A chunk is the last tokens of a sequence's context. Its attention is merged from causal attention
+over a square of the last positions and full attention over pieces of the positions before. The
 square's first rows are no queries of the chunk, and what they give is not read.
 
 cuDNN builds a plan for each shape that it meets, which takes the host some 50 ms. So the sides of
-the square are multiples of SIDE, and the other keys are a multiple of WHOLE: few shapes, reused by
-all layers and later passes. The square's last keys are zeros, which only rows past the chunk see.
+the square are multiples of SIDE, and pieces are multiples of WHOLE up to PIECE: few shapes, reused
+by all layers and later passes. The square's last keys are zeros, which only rows past the chunk
+see.
 Legend: T packed tokens, H query heads, Hkv key heads, D features of a head, NB blocks of BS slots,
 MB block-table columns, L tokens of a chunk.
 """
@@ -25,6 +26,7 @@ from specdec_kernels.gpu import capability
 
 SIDE = 256
 WHOLE = 1024
+PIECE = 8192  # bounds memory too: a piece's keys and values are copied
 # Rows of memory around the queries of a pass that a square may begin or end in.
 BEFORE, AFTER = WHOLE, SIDE
 HEAD_DIMS = (64, 128)
@@ -48,6 +50,17 @@ class Bound(NamedTuple):
 BOUNDS = {(9, 0): Bound(1024, 2**20)}
 
 
+class Rectangle(NamedTuple):
+    """Rows of queries by keys that follow each other, of one call."""
+
+    early: int
+    """Rows before the chunk's first query; they and those after its last give nothing."""
+    rows: int
+    first_key: int
+    keys: int
+    is_causal: bool
+
+
 class Chunk(NamedTuple):
     """A long chunk of a pass."""
 
@@ -58,18 +71,18 @@ class Chunk(NamedTuple):
     context: int
 
     @property
-    def whole(self) -> int:
-        """The number of older positions outside the square."""
-        return (self.context - self.queries) // WHOLE * WHOLE
+    def square(self) -> Rectangle:
+        """The part with the chunk's own keys."""
+        whole, early = divmod(self.context - self.queries, WHOLE)
+        side = rounded(early + self.queries)
+        return Rectangle(early, side, whole * WHOLE, side, True)
 
     @property
-    def early(self) -> int:
-        """The number of the square's rows before the chunk's first query."""
-        return (self.context - self.queries) % WHOLE
-
-    @property
-    def side(self) -> int:
-        return rounded(self.early + self.queries)
+    def pieces(self) -> list[Rectangle]:
+        """The parts before, whose keys every query sees."""
+        rows, whole = rounded(self.queries), self.square.first_key
+        firsts = range(0, whole, PIECE)
+        return [Rectangle(0, rows, first, min(PIECE, whole - first), False) for first in firsts]
 
 
 class Run(NamedTuple):
@@ -197,10 +210,9 @@ def attend_chunks(
         [T, H, D], contiguous.
     """
     caches = key_cache, value_cache, block_tables
-    if not plan.runs and len(plan.chunks) == 1:
-        (square, _), *whole = _parts(query, *caches, plan.chunks[0], scale, attend)
-        if not whole:
-            return square.contiguous()
+    if not plan.runs and len(plan.chunks) == 1 and not plan.chunks[0].pieces:
+        chunk = plan.chunks[0]
+        return _part(query, *caches, chunk, chunk.square, scale, attend)[0].contiguous()
     out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
     for run in plan.runs:
         out[run.tokens] = paged_attention(
@@ -210,51 +222,48 @@ def attend_chunks(
         )
     for chunk in plan.chunks:
         own = out[chunk.first : chunk.first + chunk.queries]
-        square, *whole = _parts(query, *caches, chunk, scale, attend)
-        if whole:
-            merge_parts(own, *square, *whole[0])
-        else:
-            own.copy_(square[0])
+        found, lse = _part(query, *caches, chunk, chunk.square, scale, attend)
+        for piece in chunk.pieces:
+            merge_parts(own, found, lse, *_part(query, *caches, chunk, piece, scale, attend))
+            found = own
+        if found is not own:
+            own.copy_(found)
     return out
 
 
-def _parts(
+def _part(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     block_tables: Tensor,
     chunk: Chunk,
+    part: Rectangle,
     scale: float,
     attend: Attend,
-) -> list[tuple[Tensor, Tensor]]:
-    """Outputs [L, H, D] and log-sum-exps [L, H] of a chunk over its square and the keys before."""
-    whole, early, side = chunk.whole, chunk.early, chunk.side
+) -> Part:
+    """Attention of a chunk over the keys of one of its rectangles."""
     table = block_tables[chunk.sequence]
-    keys, values = gather_kv(key_cache, value_cache, table, chunk.context, whole + side)
-
-    def part(begin: int, rows: int, keys: Tensor, values: Tensor, is_causal: bool) -> Part:
-        first = query.storage_offset() + (chunk.first + begin) * query.stride(0)
-        queries = query.as_strided((rows, *query.shape[1:]), query.stride(), first)
-        heads_first = (x.transpose(0, 1)[None] for x in (queries, keys, values))
-        out, lse = attend(*heads_first, is_causal, scale)
-        mine = slice(-begin, chunk.queries - begin)
-        return out[0].transpose(0, 1)[mine], lse[0].transpose(0, 1)[mine]
-
-    found = [part(-early, side, keys[whole:], values[whole:], True)]
-    if whole:
-        found.append(part(0, rounded(chunk.queries), keys[:whole], values[:whole], False))
-    return found
+    span = part.first_key, chunk.context, part.keys
+    keys, values = gather_kv(key_cache, value_cache, table, *span)
+    # The rows that are no queries of the chunk may be in the memory around the pass's queries.
+    place = query.storage_offset() + (chunk.first - part.early) * query.stride(0)
+    rows = query.as_strided((part.rows, *query.shape[1:]), query.stride(), place)
+    q, k, v = (x.transpose(0, 1)[None] for x in (rows, keys, values))
+    out, lse = attend(q, k, v, part.is_causal, scale)
+    mine = slice(part.early, part.early + chunk.queries)
+    return out[0].transpose(0, 1)[mine], lse[0].transpose(0, 1)[mine]
 
 
 @kernel("specdec_kernels.attention.chunks_triton:gather_kv_triton")
 def gather_kv(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int, length: int
+    key_cache: Tensor, value_cache: Tensor, table: Tensor, first: int, context: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of a sequence's first positions, and zeros from position `context` on.
+    """Keys and values of a sequence's positions, and zeros from position `context` on.
 
     Args:
         key_cache, value_cache: [NB, BS, Hkv, D].
         table: [MB] int32, the sequence's blocks.
+        first: Position of the first key.
         context: Tokens of the sequence in the cache.
         length: Positions of the result.
 
@@ -262,7 +271,7 @@ def gather_kv(
         Two of [length, Hkv, D], contiguous.
     """
     block_size = key_cache.shape[1]
-    position = torch.arange(min(context, length), device=table.device)
+    position = torch.arange(first, min(context, first + length), device=table.device)
     slots = table[position // block_size].long() * block_size + position % block_size
     found = []
     for cache in (key_cache, value_cache):
@@ -279,10 +288,11 @@ def merge_parts(
     """Attention over two sets of keys from the results over each, in fp32.
 
     Args:
-        out: [L, H, D], heads and features contiguous, written in place.
+        out: [L, H, D], heads and features contiguous, written in place; it may be `first`.
         first, second: [L, H, D], features contiguous.
         first_lse, second_lse: [L, H] fp32, logarithms of the sums of exponentials; at least one of
-            the two is finite.
+            the two is finite. `first_lse` becomes that of both sets.
     """
-    share = torch.sigmoid(second_lse.float() - first_lse.float())[..., None]
+    share = torch.sigmoid(second_lse - first_lse)[..., None]
     out.copy_(first.float() * (1 - share) + second.float() * share)
+    first_lse.copy_(torch.logaddexp(first_lse, second_lse))

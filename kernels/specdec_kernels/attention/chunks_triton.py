@@ -12,13 +12,14 @@ ROWS = 8  # positions of a program that gathers
 
 
 # Lengths change from pass to pass; a variant for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["context", "length"])
+@triton.jit(do_not_specialize=["first", "context", "length"])
 def gather_kv_kernel(
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
     value_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, D]
     block_tables_ptr,  # [MB] int32, of one sequence
     key_ptr,  # [length, Hkv, D], out
     value_ptr,  # [length, Hkv, D], out
+    first,  # position of the first key
     context,
     length,
     key_stride_b,
@@ -33,7 +34,8 @@ def gather_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    position = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    position = first + row
     stored = position < context
     block = tl.load(block_tables_ptr + position // BLOCK_SIZE, mask=stored, other=0).to(tl.int64)
     inside = position % BLOCK_SIZE
@@ -42,20 +44,20 @@ def gather_kv_kernel(
     dim = place % D
     live = (place < KV_HEADS * D)[None, :]
     read = stored[:, None] & live
-    write = (position < length)[:, None] & live
+    write = (row < length)[:, None] & live
     key_at = (block * key_stride_b + inside * key_stride_s)[:, None]
     value_at = (block * value_stride_b + inside * value_stride_s)[:, None]
     key_at += (head * key_stride_h + dim)[None, :]
     value_at += (head * value_stride_h + dim)[None, :]
     key = tl.load(key_cache_ptr + key_at, mask=read, other=0.0)
     value = tl.load(value_cache_ptr + value_at, mask=read, other=0.0)
-    to = position.to(tl.int64)[:, None] * (KV_HEADS * D) + place[None, :]
+    to = row.to(tl.int64)[:, None] * (KV_HEADS * D) + place[None, :]
     tl.store(key_ptr + to, key, mask=write)
     tl.store(value_ptr + to, value, mask=write)
 
 
 def gather_kv_triton(
-    key_cache: Tensor, value_cache: Tensor, table: Tensor, context: int, length: int
+    key_cache: Tensor, value_cache: Tensor, table: Tensor, first: int, context: int, length: int
 ) -> tuple[Tensor, Tensor]:
     """See `chunks.gather_kv`."""
     _, block_size, kv_heads, dim = key_cache.shape
@@ -66,7 +68,7 @@ def gather_kv_triton(
         torch.empty(size, dtype=c.dtype, device=c.device) for c in (key_cache, value_cache)
     )
     gather_kv_kernel[(triton.cdiv(length, ROWS),)](
-        *(key_cache, value_cache, table, key, value, context, length),
+        *(key_cache, value_cache, table, key, value, first, context, length),
         *key_cache.stride()[:3],
         *value_cache.stride()[:3],
         KV_HEADS=kv_heads,
@@ -84,7 +86,7 @@ def gather_kv_triton(
 def merge_parts_kernel(
     out_ptr,  # [L, H, D], out
     first_ptr,  # [L, H, D]
-    first_lse_ptr,  # [L, H] fp32
+    first_lse_ptr,  # [L, H] fp32, and out
     second_ptr,  # [L, H, D]
     second_lse_ptr,  # [L, H] fp32
     out_stride,
@@ -106,9 +108,8 @@ def merge_parts_kernel(
     dim = tl.arange(0, BLOCK_D)
     live = head < HEADS
     mask = live[:, None] & (dim < D)[None, :]
-    first_lse = tl.load(
-        first_lse_ptr + token * first_lse_stride_t + head * first_lse_stride_h, mask=live, other=0.0
-    )
+    first_lse_at = first_lse_ptr + token * first_lse_stride_t + head * first_lse_stride_h
+    first_lse = tl.load(first_lse_at, mask=live, other=0.0)
     second_lse = tl.load(
         second_lse_ptr + token * second_lse_stride_t + head * second_lse_stride_h,
         mask=live,
@@ -122,9 +123,11 @@ def merge_parts_kernel(
     first_weight = tl.exp(first_lse - top)
     second_weight = tl.exp(second_lse - top)
     out = first * first_weight[:, None] + second * second_weight[:, None]
-    out /= (first_weight + second_weight)[:, None]
+    total = first_weight + second_weight
+    out /= total[:, None]
     out_at = out_ptr + token * out_stride + (head * D)[:, None] + dim[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(first_lse_at, top + tl.log(total), mask=live)
 
 
 def merge_parts_triton(

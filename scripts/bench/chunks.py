@@ -1,0 +1,136 @@
+"""Time attention over chunks of prompts: our kernel, cuDNN by chunks, and torch's kernels alone.
+
+    PYTHONPATH=.:kernels python scripts/bench/chunks.py
+
+Needs a CUDA device. Heads are those of an 8B model: 32 of queries, 8 of keys. Prints one Markdown
+row per shape and head dimension, microseconds (TFLOP/s) in a CUDA graph:
+
+- "ours": `paged_attention_triton`.
+- "chunks": `attend_chunks` for every sequence, gathering and merging included.
+- "FlashAttention 2": torch's, over contiguous keys without a gather.
+- "cuDNN": torch's, over contiguous keys without a gather; only where no keys are older.
+
+"host" is what the host needs to queue the chunks of one layer, "first" what it needs for a shape
+that is new to the process, for which cuDNN builds plans. "difference" is that of chunks to ours,
+over ours. Chunks win where a row is marked: the table from which `attention.chunks.BOUNDS` is set.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from graph_times import alternated_times
+from specdec_kernels.attention.chunks import (
+    Bound,
+    attend_chunks,
+    cudnn_attention,
+    plan_chunks,
+    room_for_queries,
+)
+from specdec_kernels.attention.paged_triton import paged_attention_triton
+from torch import Tensor
+
+from kernels import BLOCK_SIZE, Batch, error_of
+
+HEADS, KV_HEADS = 32, 8
+SHAPES = ["1x511x511", "1x1024x1024", "1x1536x1536", "1x2047x2047", "1x2048x2448", "1x2048x4096"]
+SHAPES += ["1x2048x7900", "1x1024x7900", "1x511x7900", "4x511x511", "4x1024x1024", "4x511x2048"]
+WARM = (1, 300, 1400)  # gathers and merges, and has plans that no other shape has
+HEAD = ("D", "queries of context", "ours", "chunks", "FlashAttention 2", "cuDNN", "")
+HEAD += ("host us", "first ms", "difference")
+NAMES = ("ours", "chunks", "flash", "cudnn")
+
+Step = Callable[[int], Tensor]
+
+
+def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
+    """Calls by name, over the same queries; the keys of torch's own kernels are other ones."""
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, device="cuda").bfloat16()
+
+    sequences, queries, context = batch.sequences, batch.queries, batch.context
+    caches = [normal(batch.num_blocks, BLOCK_SIZE, KV_HEADS, dim) for _ in range(2)]
+    query = room_for_queries(batch.rows, HEADS, dim, caches[0])
+    query.normal_()
+    keys, values = (normal(sequences * context, KV_HEADS, dim) for _ in range(2))
+    scale = dim**-0.5
+    starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * context
+    lengths = [queries] * sequences, [context] * sequences
+    plan = plan_chunks(*lengths, query.device, Bound(1, 0))
+    assert plan is not None
+
+    def ours(_: int) -> Tensor:
+        where = batch.block_tables, batch.query_start, batch.context_lens
+        return paged_attention_triton(query, *caches, *where, scale, queries)
+
+    def chunks(_: int) -> Tensor:
+        where = batch.block_tables, batch.context_lens
+        return attend_chunks(query, *caches, *where, plan, scale)
+
+    def flash(_: int) -> Tensor:
+        where = batch.query_start, starts, queries, context
+        found = torch.ops.aten._flash_attention_forward(
+            query, keys, values, *where, 0.0, True, False, scale=scale
+        )
+        return found[0]
+
+    def cudnn(_: int) -> Tensor:
+        sizes = sequences, queries, -1, dim
+        q, k, v = (x.view(sizes).transpose(1, 2) for x in (query, keys, values))
+        return cudnn_attention(q, k, v, True, scale)[0]
+
+    found = {"ours": ours, "chunks": chunks, "flash": flash}
+    return found | ({"cudnn": cudnn} if queries == context else {})
+
+
+def host_time(step: Step, calls: int) -> float:
+    """Microseconds that the host needs to queue a call."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    for number in range(calls):
+        step(number)
+    took = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    return took * 1e6 / calls
+
+
+def line(batch: Batch, dim: int, repeats: int) -> list[str]:
+    steps = steps_of(batch, dim)
+    first_ms = host_time(steps["chunks"], 1) / 1000
+    host_us = host_time(steps["chunks"], 8)
+    difference = error_of(steps["chunks"](0), steps["ours"](0).double())
+    for step in steps.values():
+        step(0)
+    found = alternated_times(list(steps.values()), 8, repeats)
+    times = dict(zip(steps, map(median, found), strict=True))
+    older = batch.context - batch.queries
+    pairs = batch.sequences * batch.queries * (older + (batch.queries + 1) / 2)
+    flops = 4 * HEADS * dim * pairs
+    cells = [f"{times[n]:.0f} ({flops / times[n] / 1e6:.0f})" if n in times else "" for n in NAMES]
+    wins = "chunks" if times["chunks"] < times["ours"] else ""
+    shape = f"{batch.sequences} x {batch.queries} of {batch.context}"
+    return [str(dim), shape, *cells, wins, f"{host_us:.0f}", f"{first_ms:.1f}", f"{difference:.4f}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="SEQUENCESxQUERIESxCONTEXT")
+    parser.add_argument("--dims", nargs="+", type=int, default=[64, 128])
+    parser.add_argument("--repeats", type=int, default=9)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    print(" | ".join(("", *HEAD, "")).strip())
+    print("|" + "---|" * len(HEAD))
+    for dim in arguments.dims:
+        line(Batch(*WARM), dim, 1)
+        for shape in arguments.shapes:
+            cells = line(Batch(*map(int, shape.split("x"))), dim, arguments.repeats)
+            print(" | ".join(("", *cells, "")).strip(), flush=True)
+
+
+if __name__ == "__main__":
+    main()
