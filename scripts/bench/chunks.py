@@ -1,23 +1,26 @@
-"""Time attention over chunks of prompts: our kernel, cuDNN by chunks, and torch's kernels alone.
+"""Time attention over chunks of prompts: our kernels, cuDNN by chunks, and torch's kernels alone.
 
     PYTHONPATH=.:kernels python scripts/bench/chunks.py
 
 Needs a CUDA device. Heads are those of an 8B model: 32 of queries, 8 of keys. Prints one Markdown
 row per shape and head dimension, microseconds (TFLOP/s) in a CUDA graph:
 
-- "ours": `paged_attention_triton`.
+- "ours": `paged_attention_triton`, and with tiles of 64 rows.
 - "chunks": `attend_chunks` for every sequence, gathering and merging included.
+- "dense": `dense_attention` with each of its tiles, a launch a sequence, gathering included.
 - "FlashAttention 2": torch's, over contiguous keys without a gather.
 - "cuDNN": torch's, over contiguous keys without a gather; only where no keys are older.
 
 "host" is what the host needs to queue the chunks of one layer, "first" what it needs for a shape
 that is new to the process, for which cuDNN builds plans. "difference" is that of chunks to ours,
-over ours. Chunks win where a row is marked: the table from which `attention.chunks.BOUNDS` is set.
+over ours. "fastest" is that of what the product can use, all but the two columns before: the table
+from which `attention.chunks.BOUNDS` is set. "worst" is the largest difference from ours.
 """
 
 import argparse
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -26,9 +29,11 @@ from specdec_kernels.attention.chunks import (
     Bound,
     attend_chunks,
     cudnn_attention,
+    gather_kv,
     plan_chunks,
     room_for_queries,
 )
+from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from torch import Tensor
 
@@ -38,9 +43,10 @@ HEADS, KV_HEADS = 32, 8
 SHAPES = ["1x511x511", "1x1024x1024", "1x1536x1536", "1x2047x2047", "1x2048x2448", "1x2048x4096"]
 SHAPES += ["1x2048x7900", "1x1024x7900", "1x511x7900", "4x511x511", "4x1024x1024", "4x511x2048"]
 WARM = (1, 300, 1400)  # gathers and merges, and has plans that no other shape has
-HEAD = ("D", "queries of context", "ours", "chunks", "FlashAttention 2", "cuDNN", "")
-HEAD += ("host us", "first ms", "difference")
-NAMES = ("ours", "chunks", "flash", "cudnn")
+DENSE = [TILES, DenseTiles(128, 64, 8, 3), DenseTiles(64, 64, 4, 2), DenseTiles(64, 128, 4, 2)]
+USED = ["ours", "ours, 64 rows", "chunks", *(f"dense {tuple(tiles)}" for tiles in DENSE)]
+NAMES = [*USED, "FlashAttention 2", "cuDNN"]
+HEAD = ["D", "queries of context", *NAMES, "fastest", "host us", "first ms", "worst"]
 
 Step = Callable[[int], Tensor]
 
@@ -62,13 +68,21 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
     plan = plan_chunks(*lengths, query.device, Bound(1, 0))
     assert plan is not None
 
-    def ours(_: int) -> Tensor:
+    def ours(_: int, tiles: tuple[int, int] | None = None) -> Tensor:
         where = batch.block_tables, batch.query_start, batch.context_lens
-        return paged_attention_triton(query, *caches, *where, scale, queries)
+        return paged_attention_triton(query, *caches, *where, scale, queries, tiles=tiles)
 
     def chunks(_: int) -> Tensor:
         where = batch.block_tables, batch.context_lens
         return attend_chunks(query, *caches, *where, plan, scale)
+
+    def dense(_: int, tiles: DenseTiles) -> Tensor:
+        out = torch.empty_like(query)
+        for b in range(sequences):
+            kv = gather_kv(*caches, batch.block_tables[b], 0, context, context)
+            rows = slice(b * queries, (b + 1) * queries)
+            dense_attention(query[rows], *kv, scale, out[rows], tiles)
+        return out
 
     def flash(_: int) -> Tensor:
         where = batch.query_start, starts, queries, context
@@ -82,8 +96,10 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
         q, k, v = (x.view(sizes).transpose(1, 2) for x in (query, keys, values))
         return cudnn_attention(q, k, v, True, scale)[0]
 
-    found = {"ours": ours, "chunks": chunks, "flash": flash}
-    return found | ({"cudnn": cudnn} if queries == context else {})
+    steps = [ours, partial(ours, tiles=(64, 64)), chunks]
+    steps += [partial(dense, tiles=tiles) for tiles in DENSE]
+    steps += [flash, cudnn] if queries == context else [flash]
+    return dict(zip(NAMES, steps, strict=False))
 
 
 def host_time(step: Step, calls: int) -> float:
@@ -101,7 +117,8 @@ def line(batch: Batch, dim: int, repeats: int) -> list[str]:
     steps = steps_of(batch, dim)
     first_ms = host_time(steps["chunks"], 1) / 1000
     host_us = host_time(steps["chunks"], 8)
-    difference = error_of(steps["chunks"](0), steps["ours"](0).double())
+    exact = steps["ours"](0).double()
+    worst = max(error_of(steps[name](0), exact) for name in USED)
     for step in steps.values():
         step(0)
     found = alternated_times(list(steps.values()), 8, repeats)
@@ -110,9 +127,9 @@ def line(batch: Batch, dim: int, repeats: int) -> list[str]:
     pairs = batch.sequences * batch.queries * (older + (batch.queries + 1) / 2)
     flops = 4 * HEADS * dim * pairs
     cells = [f"{times[n]:.0f} ({flops / times[n] / 1e6:.0f})" if n in times else "" for n in NAMES]
-    wins = "chunks" if times["chunks"] < times["ours"] else ""
+    fastest = min(USED, key=lambda name: times[name])
     shape = f"{batch.sequences} x {batch.queries} of {batch.context}"
-    return [str(dim), shape, *cells, wins, f"{host_us:.0f}", f"{first_ms:.1f}", f"{difference:.4f}"]
+    return [str(dim), shape, *cells, fastest, f"{host_us:.0f}", f"{first_ms:.1f}", f"{worst:.4f}"]
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from specdec_kernels.attention.dense_triton import TILES as DENSE
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
@@ -224,6 +225,12 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         *("attention.chunks_triton", "merge_parts_kernel", "*bf16"),
         {"HEADS": 32, "D": 128, "BLOCK_HEADS": 32, "BLOCK_D": 128, "num_warps": 8},
         {"first_lse_ptr": "*fp32", "second_lse_ptr": "*fp32"},
+    ),
+    "dense_attention": (
+        *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
+        {"GROUP": 4, "D": 128, "BLOCK_M": DENSE.block_m, "BLOCK_N": DENSE.block_n}
+        | {"num_warps": DENSE.num_warps, "num_stages": DENSE.num_stages},
+        dict.fromkeys(("key_desc", "value_desc"), f"tensordesc<bf16[{DENSE.block_n},128]>"),
     ),
     "stamp": ("round.steps_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
     "uniform_rows": (
