@@ -1,4 +1,4 @@
-"""Time attention over chunks of prompts: our kernels, cuDNN by chunks, and torch's kernels alone.
+"""Time attention over chunks of prompts: our kernels, and torch's.
 
     PYTHONPATH=.:kernels python scripts/bench/chunks.py
 
@@ -6,15 +6,13 @@ Needs a CUDA device. Heads are those of an 8B model: 32 of queries, 8 of keys. P
 row per shape and head dimension, microseconds (TFLOP/s) in a CUDA graph:
 
 - "ours": `paged_attention_triton`, and with tiles of 64 rows.
-- "chunks": `attend_chunks` for every sequence, gathering and merging included.
 - "dense": `dense_attention` with each of its tiles, a launch a sequence, gathering included.
 - "FlashAttention 2": torch's, over contiguous keys without a gather.
 - "cuDNN": torch's, over contiguous keys without a gather; only where no keys are older.
 
-"host" is what the host needs to queue the chunks of one layer, "first" what it needs for a shape
-that is new to the process, for which cuDNN builds plans. "difference" is that of chunks to ours,
-over ours. "fastest" is that of what the product can use, all but the two columns before: the table
-from which `attention.chunks.BOUNDS` is set. "worst" is the largest difference from ours.
+"fastest" is that of our own: the table from which `attention.chunks.BOUNDS` and the tiles are set.
+"host" is what the host needs to queue one layer's dense attention, "worst" the largest difference
+from ours.
 """
 
 import argparse
@@ -25,15 +23,8 @@ from statistics import median
 
 import torch
 from graph_times import alternated_times
-from specdec_kernels.attention.chunks import (
-    Bound,
-    attend_chunks,
-    cudnn_attention,
-    gather_kv,
-    plan_chunks,
-    room_for_queries,
-)
-from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention
+from specdec_kernels.attention.chunks import gather_kv
+from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from torch import Tensor
 
@@ -42,11 +33,10 @@ from kernels import BLOCK_SIZE, Batch, error_of
 HEADS, KV_HEADS = 32, 8
 SHAPES = ["1x511x511", "1x1024x1024", "1x1536x1536", "1x2047x2047", "1x2048x2448", "1x2048x4096"]
 SHAPES += ["1x2048x7900", "1x1024x7900", "1x511x7900", "4x511x511", "4x1024x1024", "4x511x2048"]
-WARM = (1, 300, 1400)  # gathers and merges, and has plans that no other shape has
 DENSE = [TILES, DenseTiles(128, 64, 8, 3), DenseTiles(64, 64, 4, 2), DenseTiles(64, 128, 4, 2)]
-USED = ["ours", "ours, 64 rows", "chunks", *(f"dense {tuple(tiles)}" for tiles in DENSE)]
+USED = ["ours", "ours, 64 rows", *(f"dense {tuple(tiles)}" for tiles in DENSE)]
 NAMES = [*USED, "FlashAttention 2", "cuDNN"]
-HEAD = ["D", "queries of context", *NAMES, "fastest", "host us", "first ms", "worst"]
+HEAD = ["D", "queries of context", *NAMES, "fastest", "host us", "worst"]
 
 Step = Callable[[int], Tensor]
 
@@ -59,29 +49,21 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
 
     sequences, queries, context = batch.sequences, batch.queries, batch.context
     caches = [normal(batch.num_blocks, BLOCK_SIZE, KV_HEADS, dim) for _ in range(2)]
-    query = room_for_queries(batch.rows, HEADS, dim, caches[0])
-    query.normal_()
+    query = normal(batch.rows, HEADS, dim)
     keys, values = (normal(sequences * context, KV_HEADS, dim) for _ in range(2))
     scale = dim**-0.5
     starts = torch.arange(sequences + 1, dtype=torch.int32, device="cuda") * context
-    lengths = [queries] * sequences, [context] * sequences
-    plan = plan_chunks(*lengths, query.device, Bound(1, 0))
-    assert plan is not None
 
     def ours(_: int, tiles: tuple[int, int] | None = None) -> Tensor:
         where = batch.block_tables, batch.query_start, batch.context_lens
         return paged_attention_triton(query, *caches, *where, scale, queries, tiles=tiles)
 
-    def chunks(_: int) -> Tensor:
-        where = batch.block_tables, batch.context_lens
-        return attend_chunks(query, *caches, *where, plan, scale)
-
     def dense(_: int, tiles: DenseTiles) -> Tensor:
         out = torch.empty_like(query)
         for b in range(sequences):
-            kv = gather_kv(*caches, batch.block_tables[b], 0, context, context)
+            kv = gather_kv(*caches, batch.block_tables[b], context)
             rows = slice(b * queries, (b + 1) * queries)
-            dense_attention(query[rows], *kv, scale, out[rows], tiles)
+            dense_attention_triton(query[rows], *kv, scale, out[rows], tiles)
         return out
 
     def flash(_: int) -> Tensor:
@@ -94,9 +76,10 @@ def steps_of(batch: Batch, dim: int) -> dict[str, Step]:
     def cudnn(_: int) -> Tensor:
         sizes = sequences, queries, -1, dim
         q, k, v = (x.view(sizes).transpose(1, 2) for x in (query, keys, values))
-        return cudnn_attention(q, k, v, True, scale)[0]
+        cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention
+        return cudnn(q, k, v, None, False, 0.0, True, False, scale=scale)[0]
 
-    steps = [ours, partial(ours, tiles=(64, 64)), chunks]
+    steps = [ours, partial(ours, tiles=(64, 64))]
     steps += [partial(dense, tiles=tiles) for tiles in DENSE]
     steps += [flash, cudnn] if queries == context else [flash]
     return dict(zip(NAMES, steps, strict=False))
@@ -115,12 +98,11 @@ def host_time(step: Step, calls: int) -> float:
 
 def line(batch: Batch, dim: int, repeats: int) -> list[str]:
     steps = steps_of(batch, dim)
-    first_ms = host_time(steps["chunks"], 1) / 1000
-    host_us = host_time(steps["chunks"], 8)
     exact = steps["ours"](0).double()
     worst = max(error_of(steps[name](0), exact) for name in USED)
     for step in steps.values():
         step(0)
+    host_us = host_time(steps[USED[-1]], 8)
     found = alternated_times(list(steps.values()), 8, repeats)
     times = dict(zip(steps, map(median, found), strict=True))
     older = batch.context - batch.queries
@@ -129,7 +111,7 @@ def line(batch: Batch, dim: int, repeats: int) -> list[str]:
     cells = [f"{times[n]:.0f} ({flops / times[n] / 1e6:.0f})" if n in times else "" for n in NAMES]
     fastest = min(USED, key=lambda name: times[name])
     shape = f"{batch.sequences} x {batch.queries} of {batch.context}"
-    return [str(dim), shape, *cells, fastest, f"{host_us:.0f}", f"{first_ms:.1f}", f"{worst:.4f}"]
+    return [str(dim), shape, *cells, fastest, f"{host_us:.0f}", f"{worst:.4f}"]
 
 
 def main() -> None:
@@ -143,7 +125,6 @@ def main() -> None:
     print(" | ".join(("", *HEAD, "")).strip())
     print("|" + "---|" * len(HEAD))
     for dim in arguments.dims:
-        line(Batch(*WARM), dim, 1)
         for shape in arguments.shapes:
             cells = line(Batch(*map(int, shape.split("x"))), dim, arguments.repeats)
             print(" | ".join(("", *cells, "")).strip(), flush=True)

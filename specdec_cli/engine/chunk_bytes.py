@@ -1,16 +1,8 @@
-"""Memory of attention over long chunks of prompts, which `attention.chunks` cuts into parts."""
+"""Memory of attention over long chunks of prompts, whose keys and values are copied."""
 
 from typing import NamedTuple
 
-from specdec_kernels.attention.chunks import (
-    AFTER,
-    BEFORE,
-    BOUNDS,
-    HEAD_DIMS,
-    PIECE,
-    WHOLE,
-    rounded,
-)
+from specdec_kernels.attention.chunks import BOUNDS, HEAD_DIMS, LONGEST
 from specdec_kernels.gpu import CAPABILITY
 
 from specdec_cli.engine.plan import Plan
@@ -20,15 +12,10 @@ from specdec_cli.models.loader import Description
 
 
 class ChunkBytes(NamedTuple):
-    """Bytes on a GPU beside the queries and results of a prefill pass.
-
-    first: with a prompt's first chunk. later: copies of older keys and values, with later chunks.
-    parts: results over the square and over pieces of older keys, likewise.
-    """
+    """Bytes on a GPU of copies: with a prompt's first chunk, and what later ones take more."""
 
     first: int = 0
     later: int = 0
-    parts: int = 0
 
 
 def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
@@ -38,23 +25,19 @@ def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
 
 def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
     """The sums over this rank's models with fused layers."""
+    tokens = min(prefill_tokens(plan, need), need.longest - 1)
     found = [
-        _bytes_of(model, prefill_tokens(plan, need), need.longest)
+        _bytes_of(model, tokens, need.longest - 1)
         for model in plan.modules
         if model in plan.held and model.spec.role not in plan.compiled and is_fusable(model.module)
     ]
     return ChunkBytes(*map(sum, zip(*found, strict=True))) if found else ChunkBytes()
 
 
-def _bytes_of(model: Description, tokens: int, longest: int) -> ChunkBytes:
+def _bytes_of(model: Description, tokens: int, context: int) -> ChunkBytes:
     shape, itemsize = model.layers[0], model.dtype.itemsize
     fits = itemsize == 2 and shape.key_dim == shape.value_dim and shape.key_dim in HEAD_DIMS
-    if not fits or min(tokens, longest) < BOUNDS[CAPABILITY].queries:
+    if not fits or tokens < BOUNDS[CAPABILITY].queries:
         return ChunkBytes()
-    mixed = int(model.module.model.layers[0].self_attn.q_proj.out_features)
-    kv = 2 * shape.num_kv_heads * shape.key_dim
-    first = (BEFORE + AFTER) * mixed + rounded(tokens) * kv
-    if longest - 1 <= tokens:
-        return ChunkBytes(first * itemsize)
-    later = (WHOLE + min(PIECE, longest)) * kv + WHOLE * mixed
-    return ChunkBytes(first * itemsize, later * itemsize, 2 * rounded(tokens) * mixed * itemsize)
+    each = 2 * shape.num_kv_heads * shape.key_dim * itemsize
+    return ChunkBytes(tokens * each, max(0, min(context, LONGEST) - tokens) * each)

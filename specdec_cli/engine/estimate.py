@@ -65,7 +65,7 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     each.append(method.in_prefill)
     if is_cuda:
         of_chunks = chunk_bytes(plan, need)
-        each.append(of_chunks.first + of_chunks.later)  # parts are among what all layers hold
+        each.append(of_chunks.first + of_chunks.later)
     if plan.captures_prompts:
         each.append(_prompt_graphs_bytes(plan, need, modules, method))
     # On CUDA one model's freed blocks are seldom of a size that the other can use.

@@ -66,8 +66,7 @@ def measure_rank(
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)
         # The rehearsal has no chunk of a prompt but the first.
-        more = chunk_bytes(plan, need)
-        activation = overhead.activation_bytes + more.later + more.parts
+        activation = overhead.activation_bytes + chunk_bytes(plan, need).later
         overhead = replace(overhead, activation_bytes=activation)
     else:
         capture()

@@ -110,16 +110,14 @@ def test_copies_of_a_long_prompt_s_keys_by_hand(tmp_path: Path) -> None:
     """4 heads of 64 and 2 of keys, in bf16; passes have 2048 tokens."""
     recipe = pair(tmp_path, "llama", None, head_dim=64)
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
-    around, kv = 2 * (1024 + 256) * 256, 2 * 2 * 2 * 64
-    assert chunk_bytes(planned, CacheNeed(1, 1000, 0, 8)) == (0, 0, 0)
-    assert chunk_bytes(planned, CacheNeed(1, 2001, 0, 8)) == (around + 2048 * kv, 0, 0)
-    for longest, piece in ((5000, 5000), (10**5, 8192)):
-        first, later, parts = chunk_bytes(planned, CacheNeed(1, longest, 0, 8))
-        assert first == around + 2048 * kv and parts == 2 * 2048 * 2 * 256
-        assert later == (1024 + piece) * kv + 1024 * 2 * 256
+    each = 2 * 2 * 2 * 64
+    assert chunk_bytes(planned, CacheNeed(4, 1000, 0, 8)) == (0, 0)
+    assert chunk_bytes(planned, CacheNeed(4, 2001, 0, 8)) == (2000 * each, 0)
+    assert chunk_bytes(planned, CacheNeed(1, 5001, 0, 8)) == (2048 * each, 2952 * each)
+    assert chunk_bytes(planned, CacheNeed(1, 10**5, 0, 8)) == (2048 * each, 30720 * each)
     tiny = pair(tmp_path, "llama", None)  # whose heads are 16 wide
     (planned,) = plan_all_ranks(tiny, Permissions(), CUDA)
-    assert chunk_bytes(planned, CacheNeed(1, 5000, 0, 8)) == (0, 0, 0)
+    assert chunk_bytes(planned, CacheNeed(1, 5001, 0, 8)) == (0, 0)
 
 
 # Numbers that each rank holds of a model with 2 layers, 64 wide, by hand. The embedding is whole,

@@ -221,11 +221,6 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
         {},
     ),
-    "merge_parts": (
-        *("attention.chunks_triton", "merge_parts_kernel", "*bf16"),
-        {"HEADS": 32, "D": 128, "BLOCK_HEADS": 32, "BLOCK_D": 128, "num_warps": 8},
-        {"first_lse_ptr": "*fp32", "second_lse_ptr": "*fp32"},
-    ),
     "dense_attention": (
         *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
         {"GROUP": 4, "D": 128, "BLOCK_M": DENSE.block_m, "BLOCK_N": DENSE.block_n}

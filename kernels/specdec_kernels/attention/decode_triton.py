@@ -341,12 +341,8 @@ def rope_attention_triton(
     assert all(t.stride(-1) == 1 for t in tensors)
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
-        takes = takes_chunks(chunks, key_cache, value_cache, sliding_window, softcap, sinks)
-        query = rope_kv(
-            *(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps),
-            for_chunks=takes,
-        )
-        if takes:
+        query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
+        if takes_chunks(chunks, key_cache, value_cache, sliding_window, softcap, sinks):
             assert chunks is not None
             out = attend_chunks(
                 *(query, key_cache, value_cache, block_tables, context_lens),

@@ -106,7 +106,7 @@ def dense_attention_kernel(
     tl.store(out_ptr + token_at * out_stride + inside, out, mask=live[:, None])
 
 
-def dense_attention(
+def dense_attention_triton(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -114,15 +114,7 @@ def dense_attention(
     out: Tensor,
     tiles: DenseTiles = TILES,
 ) -> None:
-    """Causal attention of the last L of C positions, on Hopper and later.
-
-    Args:
-        query: [L, H, D], heads and features contiguous, 16 bits; D is a power of 2.
-        key, value: [C, Hkv, D], contiguous.
-        scale: Factor on the scores, positive.
-        out: [L, H, D], heads and features contiguous, written in place.
-        tiles: The launch configuration.
-    """
+    """See `chunks.dense_attention`; `tiles` overrides the launch configuration."""
     num_queries, heads, dim = query.shape
     context, kv_heads, _ = key.shape
     group = heads // kv_heads

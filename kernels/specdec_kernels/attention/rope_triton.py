@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from specdec_kernels.attention.chunks import room_for_queries
 from specdec_kernels.launch_triton import after_predecessor, dependence
 
 
@@ -187,19 +186,12 @@ def rope_kv(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-    for_chunks: bool = False,
 ) -> Tensor:
-    """Store every token's rotated key and its value; return the rotated query [T, H, D].
-
-    for_chunks: the query has memory around it, as `attend_chunks` needs.
-    """
+    """Store every token's rotated key and its value; return the rotated query [T, H, D]."""
     num_tokens, width = qkv.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     heads = width // head_dim - 2 * kv_heads
-    if for_chunks:
-        query = room_for_queries(num_tokens, heads, head_dim, qkv)
-    else:
-        query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    query = torch.empty((num_tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_heads = 8
     rope_kv_kernel[(num_tokens, triton.cdiv(heads + 2 * kv_heads, block_heads))](
         *(qkv, cos, sin, query_norm, key_norm, query, key_cache, value_cache, slots),
