@@ -26,8 +26,8 @@ def model(name: str, what: work.Work) -> Any:
         ).eval()
 
 
-def start(what: work.Work, batch: int, longest: int) -> work.Decode:
-    if what.k and (what.method != "draft_model" or batch > 1):
+def start(what: work.Work, batch: int, longest: int) -> work.Started:
+    if what.k and (what.method != "draft_model" or (batch > 1 and not what.is_counted)):
         raise SystemExit("transformers assists one prompt at a time, with a draft model")
     target = model(what.target, what)
     keys: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -44,17 +44,30 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
         least = new if what.ignore_eos else 0
         passes[0] = 0
         began = time.perf_counter()
+        prompts = torch.tensor(ids, device=DEVICE)
         out = target.generate(
-            torch.tensor(ids, device=DEVICE), min_new_tokens=least, max_new_tokens=new, **keys
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            min_new_tokens=least,
+            max_new_tokens=new,
+            **keys,
         )
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        texts = out[:, len(ids[0]) :].tolist()
-        rounds = passes[0] - 1 if what.k else 0
-        return work.Decoded(seconds, texts, rounds, max(0, len(texts[0]) - 1 - rounds))
+        # The first pass reads the prompt and checks proposals behind it.
+        rounds = passes[0] if what.k else 0
+        return work.Decoded(seconds, out[:, len(ids[0]) :].tolist(), rounds, apart=0)
 
-    return decode
+    def count(ids: list[list[int]], new: int) -> list[work.Counted]:
+        def rest(longer: list[list[int]]) -> list[work.Counted]:
+            each = [decode([prompt], new - 1) for prompt in longer]
+            return [work.Counted(got.token_ids[0], got.rounds) for got in each]
+
+        first = [decode([prompt], 1).token_ids[0][0] for prompt in ids]
+        return work.behind_first(ids, first, what, rest)
+
+    return work.Started(decode, count)
 
 
 if __name__ == "__main__":
