@@ -13,7 +13,8 @@ import os
 import time
 from typing import Any
 
-os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")  # attention in fp32 would take tf32
+# Attention in fp32 would take tf32; three products of it are as exact, and compile in seconds.
+os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
 

@@ -5,9 +5,11 @@ environment where specdec is not installed.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -146,18 +148,31 @@ def timed(
     """Rows by batch size and repeat, over `asked`, again and again, or over made-up prompts."""
     most = max(map(len, asked)) if asked else args.prompt_tokens
     decode = start(what, max(args.batch_size), most + what.new_tokens + 16).decode
+    print("started", flush=True)
     rows = []
-    for batch in args.batch_size:
-        ids = prompts(batch, args.prompt_tokens)
-        if asked:
-            ids = [asked[i % len(asked)] for i in range(batch)]
-        decode(ids, 32)
-        repeats = []
-        for _ in range(args.repeats):
-            first = decode(ids, 1).seconds
-            repeats.append(row(engine, what.k, decode(ids, what.new_tokens), first))
-        rows.append(repeats)
+    with turn(args.lock):
+        for batch in args.batch_size:
+            ids = prompts(batch, args.prompt_tokens)
+            if asked:
+                ids = [asked[i % len(asked)] for i in range(batch)]
+            decode(ids, 32)
+            repeats = []
+            for _ in range(args.repeats):
+                first = decode(ids, 1).seconds
+                repeats.append(row(engine, what.k, decode(ids, what.new_tokens), first))
+            rows.append(repeats)
     return rows
+
+
+@contextlib.contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Holds a lock, if there is one: engines that started together are timed one by one."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 def counts(what: Work, start: Start, asked: list[list[int]], batch: int) -> list[Counted]:
@@ -202,6 +217,7 @@ def arguments(engine: str) -> argparse.ArgumentParser:
     )
     add("--count", action="store_true", help="rounds of each prompt of --token-ids, not times")
     add("--neighbours", action="store_true", help="leave memory for other engines on this GPU")
+    add("--lock", type=Path, metavar="FILE", help="time while holding this file's lock")
     add("--json", type=Path, metavar="FILE", help="write rows or counts here")
     return parser
 
