@@ -7,6 +7,7 @@ nearly every proposal of a draft falls, so compare milliseconds a round.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,14 @@ def model(name: str, what: work.Work) -> Any:
         return AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(name), dtype=dtype
         ).eval()
+
+
+def padded(
+    ids: list[list[int]], length: int, row: Callable[[list[int]], list[int]]
+) -> torch.Tensor:
+    """int64 [B, length]: a row for each prompt, with zeros before it."""
+    rows = [[0] * (length - len(prompt)) + row(prompt) for prompt in ids]
+    return torch.tensor(rows, device=DEVICE)
 
 
 def start(what: work.Work, batch: int, longest: int) -> work.Started:
@@ -44,10 +53,10 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         least = new if what.ignore_eos else 0
         passes[0] = 0
         began = time.perf_counter()
-        prompts = torch.tensor(ids, device=DEVICE)
+        longest = max(map(len, ids))
         out = target.generate(
-            prompts,
-            attention_mask=torch.ones_like(prompts),
+            padded(ids, longest, lambda prompt: prompt),
+            attention_mask=padded(ids, longest, lambda prompt: [1] * len(prompt)),
             min_new_tokens=least,
             max_new_tokens=new,
             **keys,
@@ -57,7 +66,7 @@ def start(what: work.Work, batch: int, longest: int) -> work.Started:
         seconds = time.perf_counter() - began
         # The first pass reads the prompt and checks proposals behind it.
         rounds = passes[0] if what.k else 0
-        return work.Decoded(seconds, out[:, len(ids[0]) :].tolist(), rounds, apart=0)
+        return work.Decoded(seconds, out[:, longest:].tolist(), rounds, apart=0)
 
     def count(ids: list[list[int]], new: int) -> list[work.Counted]:
         def rest(longer: list[list[int]]) -> list[work.Counted]:

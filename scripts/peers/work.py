@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -16,6 +17,7 @@ from typing import Any
 
 import yaml
 
+FEWEST = 8  # real prompts that a time is over
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COLUMNS = "engine batch k rounds tokens_a_round ms_a_round tokens_per_s first_token_ms".split()
 
@@ -145,23 +147,40 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: str, what: Work, start: Start, args: argparse.Namespace, asked: list[list[int]] | None
 ) -> list[list[Row]]:
-    """Rows by batch size and repeat, over `asked`, again and again, or over made-up prompts."""
+    """Rows by batch size and repeat, over `asked` or over one batch of made-up prompts."""
     most = max(map(len, asked)) if asked else args.prompt_tokens
     decode = start(what, max(args.batch_size), most + what.new_tokens + 16).decode
     print("started", flush=True)
     rows = []
     with turn(args.lock):
         for batch in args.batch_size:
-            ids = prompts(batch, args.prompt_tokens)
-            if asked:
-                ids = [asked[i % len(asked)] for i in range(batch)]
-            decode(ids, 32)
+            parts = batches(asked, batch) if asked else [prompts(batch, args.prompt_tokens)]
+            decode(parts[0], 32)
             repeats = []
             for _ in range(args.repeats):
-                first = decode(ids, 1).seconds
-                repeats.append(row(engine, what.k, decode(ids, what.new_tokens), first))
+                first = sum(decode(part, 1).seconds for part in parts)
+                got = joined([decode(part, what.new_tokens) for part in parts])
+                repeats.append(row(engine, what.k, batch, got, first))
             rows.append(repeats)
     return rows
+
+
+def batches(asked: list[list[int]], batch: int) -> list[list[list[int]]]:
+    """Batches of real prompts, drawn among all. Texts differ in acceptance, so that small batches
+    are several: they hold at least `FEWEST` prompts together."""
+    drawn = random.Random(0).sample(asked, len(asked))
+    count = max(1, -(-min(FEWEST, len(drawn)) // batch))
+    return [[drawn[(i * batch + j) % len(drawn)] for j in range(batch)] for i in range(count)]
+
+
+def joined(parts: list[Decoded]) -> Decoded:
+    """The answer to several batches, one after the other."""
+    return Decoded(
+        seconds=sum(part.seconds for part in parts),
+        token_ids=[text for part in parts for text in part.token_ids],
+        rounds=sum(part.rounds for part in parts),
+        apart=parts[0].apart,
+    )
 
 
 @contextlib.contextmanager
@@ -266,11 +285,11 @@ def token_ids(path: Path) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in path.read_text().splitlines() if line]
 
 
-def row(engine: str, k: int, got: Decoded, first: float) -> Row:
+def row(engine: str, k: int, batch: int, got: Decoded, first: float) -> Row:
     """A repeat. first: seconds until each prompt had its first token, measured by itself."""
-    batch, tokens = len(got.token_ids), sum(map(len, got.token_ids))
-    rounds = got.rounds or tokens - batch
-    by_rounds = tokens - batch * (got.apart if got.rounds else 1)
+    texts, tokens = len(got.token_ids), sum(map(len, got.token_ids))
+    rounds = got.rounds or tokens - texts
+    by_rounds = tokens - texts * (got.apart if got.rounds else 1)
     return Row(
         engine=engine,
         batch=batch,
@@ -278,8 +297,8 @@ def row(engine: str, k: int, got: Decoded, first: float) -> Row:
         rounds=rounds,
         tokens_a_round=by_rounds / rounds,
         ms_a_round=1e3 * (got.seconds - first) * batch / rounds,
-        tokens_per_s=(tokens - batch) / (got.seconds - first),
-        first_token_ms=1e3 * first,
+        tokens_per_s=(tokens - texts) / (got.seconds - first),
+        first_token_ms=1e3 * first * batch / texts,
     )
 
 

@@ -20,15 +20,34 @@ def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
 def test_a_row_leaves_out_the_first_pass_and_counts_rounds_of_a_prompt() -> None:
     """Two prompts of 31 tokens, 10 rounds each, in 3.5 s of which 0.5 went to first tokens."""
     got = work.Decoded(3.5, [[1] * 31] * 2, rounds=20)
-    row = work.row("some", 4, got, first=0.5)
+    row = work.row("some", 4, 2, got, first=0.5)
     assert (row.tokens_a_round, row.ms_a_round, row.tokens_per_s) == (3.0, 300.0, 20.0)
-    plain = work.row("some", 0, work.Decoded(3.5, [[1] * 31] * 2, 0), first=0.5)
+    plain = work.row("some", 0, 2, work.Decoded(3.5, [[1] * 31] * 2, 0), first=0.5)
     assert (plain.tokens_a_round, plain.ms_a_round) == (1.0, 100.0)
+
+
+def test_small_batches_of_real_prompts_are_several() -> None:
+    """Four batches of two hold eight of ten prompts; three of three take one again."""
+    asked = [[i] for i in range(10)]
+    parts = work.batches(asked, 2)
+    assert [len(part) for part in parts] == [2, 2, 2, 2]
+    assert len({prompt[0] for part in parts for prompt in part}) == 8
+    assert [len(part) for part in work.batches(asked, 32)] == [32]
+    assert {prompt[0] for prompt in work.batches(asked, 32)[0]} == set(range(10))
+    assert len(work.batches(asked[:3], 1)) == 3
+
+
+def test_a_row_over_several_batches_has_the_time_of_one_round() -> None:
+    """Two batches of one take 3 s for 20 rounds behind first tokens of 0.25 s each."""
+    got = work.joined([work.Decoded(2.0, [[1] * 31], 10), work.Decoded(1.5, [[1] * 31], 10)])
+    row = work.row("some", 4, 1, got, first=0.5)
+    assert (row.rounds, row.tokens_a_round, row.ms_a_round) == (20, 3.0, 150.0)
+    assert (row.tokens_per_s, row.first_token_ms) == (20.0, 250.0)
 
 
 def test_first_tokens_count_where_a_round_wrote_them() -> None:
     got = work.Decoded(3.5, [[1] * 31] * 2, rounds=20, apart=0)
-    row = work.row("some", 4, got, first=0.5)
+    row = work.row("some", 4, 2, got, first=0.5)
     assert (row.tokens_a_round, row.tokens_per_s) == (3.1, 20.0)
 
 
