@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import triton
-from specdec_kernels.attention.dense_triton import TILES as DENSE
+from specdec_kernels.attention.dense_triton import TILES as DENSE_TILES
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
@@ -221,12 +221,15 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
         {},
     ),
-    "dense_attention": (
-        *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
-        {"GROUP": 4, "D": 128, "BLOCK_M": DENSE.block_m, "BLOCK_N": DENSE.block_n}
-        | {"num_warps": DENSE.num_warps, "num_stages": DENSE.num_stages},
-        dict.fromkeys(("key_desc", "value_desc"), f"tensordesc<bf16[{DENSE.block_n},128]>"),
-    ),
+    **{
+        f"dense_attention-D{dim}": (
+            *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
+            {"GROUP": 4, "D": dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+            | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+            dict.fromkeys(("key_desc", "value_desc"), f"tensordesc<bf16[{tiles.block_n},{dim}]>"),
+        )
+        for dim, tiles in DENSE_TILES.items()
+    },
     "stamp": ("round.steps_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
     "uniform_rows": (
         "sampling.noise_triton",
