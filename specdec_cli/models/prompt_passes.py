@@ -144,7 +144,7 @@ class PromptPasses:
         self._graphs = graphs
         self._body = body
         self._given: Tensor | None = None
-        self._kept: dict[tuple[str | int, ...], Tensor] = {}
+        self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
 
     def fits(self, spans: list[Span]) -> bool:
@@ -191,14 +191,9 @@ class PromptPasses:
         def run() -> Results:
             rows = None if self._given is None else self._given[:width]
             found = self._body(self.inputs.batch(width, num_rows), kind, rows)
-            logits, tokens = found.logits, None
-            if draws is not None and logits is not None:
-                logits, tokens = None, self._drawn(logits, draws)
-            return Results(
-                self._keep("logits", logits),
-                self._keep("hidden", found.hidden),
-                self._keep("tokens", tokens),
-            )
+            if draws is not None and found.logits is not None:
+                found = Results(None, found.hidden, self._drawn(found.logits, draws))
+            return Results(*map(self._keep, Results._fields, found))
 
         results = run()
         if (captured := self._graphs.capture(run)) is not None:
