@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 import typer
@@ -24,10 +25,11 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing(device: str = "cpu") -> Iterator[None]:
     """Wraps imports of the engine, which load torch and transformers.
 
-    These create a million objects that live to the end. The garbage collector would traverse them
+    device: `run.device`, unless it is not to be used yet. The driver of a GPU starts meanwhile. The
+    imports create a million objects that live to the end. The garbage collector would traverse them
     again and again during the imports, and later with every collection of a run.
 
     Raises `SetupError` where a limit of memory leaves too little for the imports.
@@ -41,12 +43,28 @@ def importing() -> Iterator[None]:
         begin_stage("importing torch")
         import torch  # noqa: F401
 
+        if device != "cpu":
+            Thread(target=_start_driver, args=(device,), daemon=True).start()
         check_room("transformers", _TRANSFORMERS_MIB)
         begin_stage("importing transformers and the engine")
         yield
         gc.freeze()
     finally:
         gc.enable()
+
+
+def _start_driver(device: str) -> None:
+    """Start CUDA's driver and make the context in which torch will use a GPU: a second or more, in
+    which other threads run Python. Does nothing without a driver or a GPU; who needs one tells."""
+    import ctypes
+
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return
+    index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
 
 
 def check_room(package: str, mebibytes: int) -> None:

@@ -1,10 +1,14 @@
 """The log of a command's start."""
 
+import ctypes
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from specdec_cli.app import main
+from specdec_cli.commands.starting import _start_driver
 
 SHORT = ("generate", "--prompt", "def add(", "--max-new-tokens", "3")
 
@@ -30,3 +34,39 @@ def test_the_log_names_every_stage_up_to_the_first_token(caplog: pytest.LogCaptu
 def test_without_verbose_no_stage_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert main([*SHORT]) == 0
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("device", "fails", "calls"),
+    [
+        ("cuda:3", None, ["cuInit 0", "cuDeviceGet 3", "cuDevicePrimaryCtxRetain 10"]),
+        ("auto", None, ["cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10"]),
+        ("cuda", "cuInit", ["cuInit 0"]),
+        ("cuda:9", "cuDeviceGet", ["cuInit 0", "cuDeviceGet 9"]),
+        ("cuda", "CDLL", []),
+    ],
+)
+def test_the_context_is_that_of_the_device(
+    device: str, fails: str | None, calls: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a driver or a GPU nothing happens."""
+    found: list[str] = []
+
+    class Driver:
+        def __init__(self, name: str) -> None:
+            if fails == "CDLL":
+                raise OSError(name)
+
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*arguments: Any) -> int:
+                number = arguments[-1]
+                found.append(f"{name} {getattr(number, 'value', number)}")
+                if name == "cuDeviceGet":
+                    arguments[0]._obj.value = 10
+                return int(name == fails)
+
+            return call
+
+    monkeypatch.setattr(ctypes, "CDLL", Driver)
+    _start_driver(device)
+    assert found == calls
