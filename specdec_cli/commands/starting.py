@@ -6,7 +6,7 @@ import importlib.util
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import TypeVar
@@ -44,7 +44,9 @@ def importing(device: str = "cpu") -> Iterator[None]:
         import torch  # noqa: F401
 
         if device != "cpu":
-            Thread(target=_start_driver, args=(device,), daemon=True).start()
+            with suppress(ImportError):
+                import triton  # noqa: F401, torch._dynamo imports it too
+            Thread(target=_prepare_gpu, args=(device,), daemon=True).start()
         check_room("transformers", _TRANSFORMERS_MIB)
         begin_stage("importing transformers and the engine")
         yield
@@ -53,18 +55,31 @@ def importing(device: str = "cpu") -> Iterator[None]:
         gc.enable()
 
 
-def _start_driver(device: str) -> None:
-    """Start CUDA's driver and make the context in which torch will use a GPU: a second or more, in
-    which other threads run Python. Does nothing without a driver or a GPU; who needs one tells."""
+def _prepare_gpu(device: str) -> None:
+    """Do what takes seconds before a GPU computes, and lets other threads run Python meanwhile.
+
+    Does nothing without a GPU; who needs one tells.
+    """
+    if _start_driver(device):
+        with suppress(ImportError, OSError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # hashes Triton's library of 500 MB, and remembers the hash
+
+
+def _start_driver(device: str) -> bool:
+    """Start CUDA's driver and make the context in which torch will use a GPU; whether there is
+    one."""
     import ctypes
 
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return
+        return False
     index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
+        return False
+    return bool(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle) == 0)
 
 
 def check_room(package: str, mebibytes: int) -> None:

@@ -68,5 +68,5 @@ def test_the_context_is_that_of_the_device(
             return call
 
     monkeypatch.setattr(ctypes, "CDLL", Driver)
-    _start_driver(device)
+    assert _start_driver(device) == (fails is None)
     assert found == calls
