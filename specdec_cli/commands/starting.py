@@ -60,11 +60,16 @@ def _prepare_gpu(device: str) -> None:
 
     Does nothing without a GPU; who needs one tells.
     """
-    if _start_driver(device):
-        with suppress(ImportError, OSError):
-            from triton.runtime.cache import triton_key
+    if not _start_driver(device):
+        return
+    with suppress(ImportError, OSError):
+        from triton.runtime.cache import triton_key
 
-            triton_key()  # hashes Triton's library of 500 MB, and remembers the hash
+        triton_key()  # hashes Triton's library of 500 MB, and remembers the hash
+    with suppress(Exception):  # without it the watch over the machine leaves the GPU out
+        import pynvml
+
+        pynvml.nvmlInit()  # that of the watch then finds it started
 
 
 def _start_driver(device: str) -> bool:
