@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import typer
 
@@ -28,9 +28,10 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 def importing(device: str = "cpu") -> Iterator[None]:
     """Wraps imports of the engine, which load torch and transformers.
 
-    device: `run.device`, unless it is not to be used yet. The driver of a GPU starts meanwhile. The
-    imports create a million objects that live to the end. The garbage collector would traverse them
-    again and again during the imports, and later with every collection of a run.
+    device: `run.device`, unless it is not to be used yet. What else takes seconds before a GPU
+    computes, and lets other threads run Python, happens meanwhile. The imports create a million
+    objects that live to the end. The garbage collector would traverse them again and again during
+    the imports, and later with every collection of a run.
 
     Raises `SetupError` where a limit of memory leaves too little for the imports.
     """
@@ -40,13 +41,14 @@ def importing(device: str = "cpu") -> Iterator[None]:
     gc.disable()
     try:
         check_room("torch", NUMPY_MIB + _torch_mib())
+        driver = None if device == "cpu" else _driver()
+        if driver is not None:  # no daemon: a process must not end while its driver starts
+            Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
         import torch  # noqa: F401
 
-        if device != "cpu":
-            with suppress(ImportError):
-                import triton  # noqa: F401, torch._dynamo imports it too
-            Thread(target=_prepare_gpu, args=(device,), daemon=True).start()
+        if driver is not None:
+            _begin_hashing()
         check_room("transformers", _TRANSFORMERS_MIB)
         begin_stage("importing transformers and the engine")
         yield
@@ -55,36 +57,39 @@ def importing(device: str = "cpu") -> Iterator[None]:
         gc.enable()
 
 
-def _prepare_gpu(device: str) -> None:
-    """Do what takes seconds before a GPU computes, and lets other threads run Python meanwhile.
+def _driver() -> Any:
+    """CUDA's driver, or None. Not under a limit of memory, of which a context takes all."""
+    import ctypes
 
-    Does nothing without a GPU; who needs one tells.
-    """
-    if not _start_driver(device):
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+def _start_driver(driver: Any, device: str) -> None:
+    """Start the driver, the context in which torch will use a GPU, and NVML. Without a GPU nothing
+    happens; who needs one tells."""
+    import ctypes
+
+    index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
         return
-    with suppress(ImportError, OSError):
-        from triton.runtime.cache import triton_key
-
-        triton_key()  # hashes Triton's library of 500 MB, and remembers the hash
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
     with suppress(Exception):  # without it the watch over the machine leaves the GPU out
         import pynvml
 
         pynvml.nvmlInit()  # that of the watch then finds it started
 
 
-def _start_driver(device: str) -> bool:
-    """Start CUDA's driver and make the context in which torch will use a GPU; whether there is
-    one."""
-    import ctypes
+def _begin_hashing() -> None:
+    """Have a thread hash Triton's library of 500 MB, of which the names of compiled kernels are
+    made. Triton remembers the hash."""
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
 
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
-        return False
-    return bool(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle) == 0)
+        Thread(target=triton_key, daemon=True).start()
 
 
 def check_room(package: str, mebibytes: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.commands.starting import _start_driver
+from specdec_cli.commands.starting import _driver, _start_driver
 
 SHORT = ("generate", "--prompt", "def add(", "--max-new-tokens", "3")
 
@@ -43,20 +43,14 @@ def test_without_verbose_no_stage_is_logged(caplog: pytest.LogCaptureFixture) ->
         ("auto", None, ["cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10"]),
         ("cuda", "cuInit", ["cuInit 0"]),
         ("cuda:9", "cuDeviceGet", ["cuInit 0", "cuDeviceGet 9"]),
-        ("cuda", "CDLL", []),
     ],
 )
 def test_the_context_is_that_of_the_device(
-    device: str, fails: str | None, calls: list[str], monkeypatch: pytest.MonkeyPatch
+    device: str, fails: str | None, calls: list[str]
 ) -> None:
-    """Without a driver or a GPU nothing happens."""
     found: list[str] = []
 
     class Driver:
-        def __init__(self, name: str) -> None:
-            if fails == "CDLL":
-                raise OSError(name)
-
         def __getattr__(self, name: str) -> Callable[..., int]:
             def call(*arguments: Any) -> int:
                 number = arguments[-1]
@@ -67,6 +61,19 @@ def test_the_context_is_that_of_the_device(
 
             return call
 
-    monkeypatch.setattr(ctypes, "CDLL", Driver)
-    assert _start_driver(device) == (fails is None)
+    _start_driver(Driver(), device)
     assert found == calls
+
+
+def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor under a limit of memory."""
+
+    def missing(name: str) -> object:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert _driver() is None
+    monkeypatch.setattr(ctypes, "CDLL", str)
+    assert _driver() == "libcuda.so.1"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**40, 2**40))
+    assert _driver() is None
