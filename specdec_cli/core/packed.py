@@ -2,7 +2,7 @@
 
 A pass has a width: its tokens are packed at the front, and padding follows. Padding belongs to no
 sequence, its keys go to the trash block, and its outputs mean nothing. The host writes everything
-into one piece of pinned memory, which one copy brings. Knows nothing of models.
+into one of two pieces of pinned memory, which one copy brings. Knows nothing of models.
 Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
 """
 
@@ -11,6 +11,18 @@ import torch
 from specdec_kernels import ops
 
 from specdec_cli.core.batch import ForwardBatch, Span
+
+
+class _OnHost:
+    """Pinned memory for a pass's words, as its parts. copied: when the last copy of it ended."""
+
+    def __init__(
+        self, num_words: int, num_tokens: int, num_sequences: int, device: torch.device
+    ) -> None:
+        is_cuda = device.type == "cuda"
+        self.words = torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda)
+        self.parts = [part.numpy() for part in _parts(self.words, num_tokens, num_sequences)]
+        self.copied: torch.cuda.Event | None = None
 
 
 class PackedInputs:
@@ -33,22 +45,23 @@ class PackedInputs:
         self.block_size = block_size
         words = sum(_lengths(num_tokens, num_sequences)) + num_sequences * num_columns
         self._sent = torch.zeros(words, dtype=torch.int32, device=device)
-        self._on_host = torch.zeros(words, dtype=torch.int32, pin_memory=device.type == "cuda")
         on_device = _parts(self._sent, num_tokens, num_sequences)
         self.token_ids, self.positions, self.query_start, self.context_lens = on_device[:4]
         self.index, self.seed, self.block_tables = on_device[4:]
-        self._written = [p.numpy() for p in _parts(self._on_host, num_tokens, num_sequences)]
+        # Two, since the copy of the pass before may wait until the device comes to it.
+        self._on_host = [_OnHost(words, num_tokens, num_sequences, device) for _ in range(2)]
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
-        self._copied: torch.cuda.Event | None = None
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
         """Enter `spans`, at most `width` tokens, without waiting for the device.
 
         shift: feed the tokens that many places further on, at the spans' own positions.
         """
-        if self._copied is not None:  # else the copy of an earlier pass may still be reading
-            self._copied.synchronize()
-        tokens, positions, starts, contexts, index, of_run, tables = self._written
+        self._on_host.reverse()
+        held = self._on_host[0]
+        if held.copied is not None:  # else the copy of an earlier pass may still be reading
+            held.copied.synchronize()
+        tokens, positions, starts, contexts, index, of_run, tables = held.parts
         of_run[...] = seed
         at = 0
         for row, span in enumerate(spans):
@@ -66,10 +79,10 @@ class PackedInputs:
         contexts[len(spans) :] = 0
         # The rows of tables are the last of what is sent, and those without a sequence stay.
         used = len(self._sent) - tables[len(spans) :].size
-        self._sent[:used].copy_(self._on_host[:used], non_blocking=True)
+        self._sent[:used].copy_(held.words[:used], non_blocking=True)
         if self._sent.is_cuda:
-            self._copied = self._copied or torch.cuda.Event()
-            self._copied.record()
+            held.copied = held.copied or torch.cuda.Event()
+            held.copied.record()
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
         """The pass over the first `width` tokens. It reads nothing on the host.

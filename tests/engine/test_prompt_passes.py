@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.packed import PackedInputs
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
@@ -206,6 +207,14 @@ def test_the_host_queues_few_operations(count: int, temperature: float, tmp_path
     assert [len(emission.token_ids) for emission in emissions] == [1] * count
     assert graphs.num_replays == 1
     assert len(graphs.counted) <= 6, graphs.counted
+
+
+def test_a_pass_is_written_while_the_one_before_is_copied() -> None:
+    inputs, seqs = PackedInputs(16, 2, 12, BLOCK, CPU), sequences()
+    for place in range(3):
+        inputs.fill([Span(seqs[place], 0, 3)], 16)
+    newest, before = (held.parts[0][:3].tolist() for held in inputs._on_host)
+    assert [before, newest] == [seq.tokens[:3] for seq in seqs[1:3]]
 
 
 def test_graphs_draw_as_the_run_does(tmp_path: Path) -> None:
