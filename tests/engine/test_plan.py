@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.engine.build import warm_up_lengths
 from specdec_cli.engine.plan import Plan, compiled_roles, plan
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.tokenizer import ByteTokenizer, is_same_tokenizer
@@ -132,6 +133,23 @@ def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     sets |= {"draft.model": str(small), "draft.load_format": "dummy"}
     with pytest.raises(SetupError, match=r"has 50 ids and target .* more"):
         plan(load_recipe(None, sets))
+
+
+def test_one_prompt_warms_up_passes_of_one_width(tmp_path: Path) -> None:
+    for family, overrides, longest, lengths in (
+        ("llama", {}, 47, [47]),
+        ("llama", {}, 64, [64]),
+        ("llama", {}, 65, [33, 65]),
+        ("llama", {}, 20, [20, 33]),
+        ("llama", {}, 5000, [33, 2049]),  # a chunk is no longer
+        ("llama", {"speculation__num_speculative_tokens": 3}, 20, [33]),  # the last is not fed
+        ("llama", {"speculation__num_speculative_tokens": 3}, 47, [33, 47]),
+        ("llama", {"run__cuda_graphs": "off"}, 47, [33, 47]),
+        ("gpt2", {}, 47, [33, 47]),  # has no fused form
+    ):
+        sets = {"speculation__num_speculative_tokens": 0} | overrides
+        found = tiny_plan(tmp_path / f"{family}{longest}{len(overrides)}", family, **sets)
+        assert warm_up_lengths(found, longest) == lengths, (family, overrides, longest)
 
 
 def test_the_same_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
