@@ -50,7 +50,7 @@ def generate(
             _check_turns(found.prompts, next_turns)
         is_single = bool(source.prompt) and len(found.prompts) == 1
         with waiting("getting ready", quiet=asked.quiet) as stages:
-            with importing():
+            with importing(world.device):
                 from specdec_cli.commands.generate_run import get_ready, write
             ready = get_ready(
                 world,

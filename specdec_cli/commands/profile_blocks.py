@@ -105,7 +105,7 @@ def _measured(
 ) -> dict[str, object]:
     """The document, on rank 0, which creates the run folder before measuring."""
     with waiting("getting ready", quiet=asked.quiet) as stages:
-        with importing():
+        with importing(world.device):
             from specdec_cli.engine.plan import plan
             from specdec_cli.experiment.memory import document, measure_blocks
             from specdec_cli.experiment.results import environment

@@ -6,9 +6,10 @@ import importlib.util
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from threading import Thread
+from typing import Any, TypeVar
 
 import typer
 
@@ -24,11 +25,13 @@ NUMPY_MIB, _TRANSFORMERS_MIB = 256, 512
 
 
 @contextmanager
-def importing() -> Iterator[None]:
+def importing(device: str = "cpu") -> Iterator[None]:
     """Wraps imports of the engine, which load torch and transformers.
 
-    These create a million objects that live to the end. The garbage collector would traverse them
-    again and again during the imports, and later with every collection of a run.
+    device: `run.device`, unless it is not to be used yet. What else takes seconds before a GPU
+    computes, and lets other threads run Python, happens meanwhile. The imports create a million
+    objects that live to the end. The garbage collector would traverse them again and again during
+    the imports, and later with every collection of a run.
 
     Raises `SetupError` where a limit of memory leaves too little for the imports.
     """
@@ -38,15 +41,55 @@ def importing() -> Iterator[None]:
     gc.disable()
     try:
         check_room("torch", NUMPY_MIB + _torch_mib())
+        driver = None if device == "cpu" else _driver()
+        if driver is not None:  # no daemon: a process must not end while its driver starts
+            Thread(target=_start_driver, args=(driver, device)).start()
         begin_stage("importing torch")
         import torch  # noqa: F401
 
+        if driver is not None:
+            _begin_hashing()
         check_room("transformers", _TRANSFORMERS_MIB)
         begin_stage("importing transformers and the engine")
         yield
         gc.freeze()
     finally:
         gc.enable()
+
+
+def _driver() -> Any:
+    """CUDA's driver, or None. Not under a limit of memory, of which a context takes all."""
+    import ctypes
+
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return None
+    with suppress(OSError):
+        return ctypes.CDLL("libcuda.so.1")
+    return None
+
+
+def _start_driver(driver: Any, device: str) -> None:
+    """Start the driver, the context in which torch will use a GPU, and NVML. Without a GPU nothing
+    happens; who needs one tells."""
+    import ctypes
+
+    index, handle, context = int(device.partition(":")[2] or 0), ctypes.c_int(), ctypes.c_void_p()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
+        return
+    driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)
+    with suppress(Exception):  # without it the watch over the machine leaves the GPU out
+        import pynvml
+
+        pynvml.nvmlInit()  # that of the watch then finds it started
+
+
+def _begin_hashing() -> None:
+    """Have a thread hash Triton's library of 500 MB, of which the names of compiled kernels are
+    made. Triton remembers the hash."""
+    with suppress(ImportError):
+        from triton.runtime.cache import triton_key
+
+        Thread(target=triton_key, daemon=True).start()
 
 
 def check_room(package: str, mebibytes: int) -> None:

@@ -99,7 +99,7 @@ def sweep_k(
     ):
         named = [recipe.model_copy(update={"data": found.data}) for recipe in recipes]
         with waiting("getting ready", quiet=asked.quiet):
-            with importing():
+            with importing("cpu" if dry_run else world.device):
                 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep
 
             plan = plan_sweep(

@@ -45,6 +45,24 @@ def round_noise(
     return Noise(noise[Purpose.DRAFT, :, :k], noise[Purpose.ACCEPT, :, :k], noise[Purpose.SAMPLE])
 
 
+def next_tokens(
+    logits: torch.Tensor,
+    params: SamplingParams,
+    seed: torch.Tensor,
+    index: torch.Tensor,
+    length: torch.Tensor,
+) -> torch.Tensor:
+    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
+
+    It is the token that a round without proposals decides for sequences with these prompt indices
+    and token counts, int64 [R]. seed: int64 scalar. Of `params` only the filters count.
+    """
+    if params.is_greedy:
+        return draw(logits, None, params, None)
+    noise = round_noise(seed, index, length, 0)
+    return draw(logits, None, params, noise.sample[:, 0])
+
+
 def softmax_stats(logits: torch.Tensor, params: SamplingParams) -> ops.LogitRows | None:
     """Statistics of the rows of `logits` [R, V], for drawing and verification on CUDA.
 

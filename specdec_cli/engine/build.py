@@ -31,10 +31,10 @@ from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.compiled import CompiledForward, CompileError, cannot_compile
-from specdec_cli.models.fused import fuse
+from specdec_cli.models.fused import fuse, is_fusable
 from specdec_cli.models.loader import Description, load
 from specdec_cli.models.paged import PagedModel
-from specdec_cli.models.prompt_passes import Captures, PromptGraphs
+from specdec_cli.models.prompt_passes import Captures, PromptGraphs, width_of
 from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
@@ -324,10 +324,7 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
     """Compile kernels, which happens at their first launch, and capture rounds. Otherwise the time
     of both would count as the first prompts'."""
     params = replace(plan.params, max_new_tokens=2 * (plan.k + 1))
-    # Kernels differ between passes of few tokens, of many, and of as many as the run will have. The
-    # engine leaves out a request that does not fit.
-    longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
-    lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
+    lengths = warm_up_lengths(plan, longest_prompt)
     try:
         engine.compile_ahead(lengths, plan.k, params)
         for length in lengths:
@@ -337,6 +334,21 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
         raise cannot_compile(problem) from problem
     except torch.OutOfMemoryError as problem:
         raise out_of_memory(plan) from problem
+
+
+def warm_up_lengths(plan: Plan, longest_prompt: int) -> list[int]:
+    """Tokens of the prompts to warm up with.
+
+    Kernels differ between passes of few tokens, of many, and of as many as the run will have. The
+    engine leaves out a request that does not fit. One prompt is enough where the passes over all of
+    them are padded to the same width.
+    """
+    longest = min(longest_prompt, plan.recipe.run.prefill_chunk + 1)
+    lengths = sorted({_WARM_UP_PROMPT, max(1, longest)})
+    is_padded = plan.captures_prompts and all(is_fusable(held.module) for held in plan.modules)
+    unfed = 1 if plan.k else 0
+    is_one = is_padded and len({width_of(length - unfed) for length in lengths}) == 1
+    return lengths[-1:] if is_one else lengths
 
 
 def out_of_memory(plan: Plan) -> SetupError:

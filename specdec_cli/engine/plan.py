@@ -30,6 +30,7 @@ from specdec_cli.models.tokenizer import (
     Tokenizer,
     check_same_vocabulary,
     has_tokenizer,
+    is_same_tokenizer,
     load_tokenizer,
 )
 from specdec_cli.recipe import ModelSection, Recipe
@@ -324,7 +325,7 @@ def _with_draft(plan: Plan, draft: Draft) -> Plan:
         # A folder of a config alone, or without embeddings, takes the target's tokenizer.
         is_part = draft.spec.load_format == "dummy" or "embeddings" in share
         is_bare = is_part and not has_tokenizer(draft.place)
-        own = plan.tokenizer if is_bare else _tokenizer(draft)
+        own = plan.tokenizer if is_bare or _have_one(target, draft) else _tokenizer(draft)
         check_same_vocabulary(plan.tokenizer, own, names, sizes)
         saved = check_shared(target, draft, share)
         return replace(plan, draft=draft, shared=share, shared_bytes=saved)
@@ -418,6 +419,13 @@ def _tokenizer(model: Description) -> Tokenizer:
     return load_tokenizer(
         model.place, model.spec.name, model.vocab_size, is_dummy, model.spec.trust_remote_code
     )
+
+
+def _have_one(target: Description, draft: Description) -> bool:
+    """Whether both models have one tokenizer, without code of its own."""
+    kinds = {model.module.config.model_type for model in (target, draft)}
+    has_code = target.spec.trust_remote_code or draft.spec.trust_remote_code
+    return len(kinds) == 1 and not has_code and is_same_tokenizer(target.place, draft.place)
 
 
 def _use_one_thread() -> None:

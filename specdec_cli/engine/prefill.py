@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from specdec_cli.core.batch import Span
+from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.types import Sequence
 from specdec_cli.engine.metrics import Moment
-from specdec_cli.engine.round import decide_next
 from specdec_cli.engine.run import Drawn, PrefillStep, Run
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
@@ -75,12 +75,15 @@ def feed(
     if chunk.targets:
         ending = chunk.ending if run.k == 0 else []
         assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
-        logits, features = target.prefill(
-            chunk.targets, with_hidden=_reads_hidden(run, proposer), num_logits=len(ending)
+        logits, features, tokens = target.prefill(
+            chunk.targets,
+            with_hidden=_reads_hidden(run, proposer),
+            num_logits=len(ending),
+            draws=run.params,
         )
         if ending:
-            assert logits is not None
-            drawn = _draw(run, [span.seq for span in ending], logits)
+            seqs = [span.seq for span in ending]
+            drawn = _drawn(seqs, _draw(run, seqs, logits) if tokens is None else tokens)
     halfway = end = Moment(target.device)
     if chunk.proposers and proposer is not None:
         proposer.prefill(chunk.proposers, features)
@@ -109,23 +112,31 @@ def _has_token(run: Run, seq: Sequence) -> bool:
     return seq.first_token_at is not None or (run.drawn is not None and seq in run.drawn.seqs)
 
 
-def _draw(run: Run, seqs: list[Sequence], logits: torch.Tensor) -> Drawn:
+def _drawn(seqs: list[Sequence], tokens: torch.Tensor) -> Drawn:
+    """The next token of each of `seqs`, int64 [R], on its way to the host."""
+    on_host = torch.empty(len(seqs), dtype=torch.int64, pin_memory=tokens.is_cuda)
+    return Drawn(seqs, tokens, on_host.copy_(tokens, non_blocking=True))
+
+
+@torch.inference_mode()
+def _draw(run: Run, seqs: list[Sequence], logits: torch.Tensor | None) -> torch.Tensor:
     """Decide the next token of each of `seqs`, whose tokens the target has all been fed.
 
-    logits: [R, V], a row a sequence.
+    logits: [R, V], a row a sequence. Returns rank 0's decision, int64 [R], on every rank.
     """
-    device = logits.device
-    is_cuda = device.type == "cuda"
+    assert logits is not None, "a pass that draws nothing returns them"
+    device, parallel = logits.device, run.rounds.parts.parallel
     # Rows of 16 bytes: Triton compiles a kernel again for an address that it knows less of.
     spare = [0] * (len(seqs) % 2)
     rows = [[s.noise_key for s in seqs] + spare, [len(s.tokens) for s in seqs] + spare]
     rows.append([run.params.seed] + [0] * (len(rows[0]) - 1))
-    sent = torch.tensor(rows, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
+    on_host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    sent = on_host.to(device, non_blocking=True)
     index, length = sent[:2, : len(seqs)]
-    tokens = decide_next(run.rounds.parts, logits, sent[2, 0], index, length)
-    on_host = torch.empty(len(seqs), dtype=torch.int64, pin_memory=is_cuda)
-    on_host.copy_(tokens, non_blocking=True)
-    return Drawn(seqs, tokens, on_host)
+    tokens = torch.zeros_like(length)
+    if parallel.is_first:
+        tokens = next_tokens(logits, run.params, sent[2, 0], index, length)
+    return parallel.broadcast(tokens) if parallel.size > 1 else tokens
 
 
 def must_settle(run: Run) -> bool:

@@ -138,25 +138,6 @@ def proposal_caps(parts: RoundParts, state: BatchState, k: int) -> torch.Tensor:
     return parts.policy.caps(state, room.sub_(state.length).clamp_(0, k).mul_(state.active))
 
 
-@torch.inference_mode()
-def decide_next(
-    parts: RoundParts,
-    logits: torch.Tensor,
-    seed: torch.Tensor,
-    index: torch.Tensor,
-    length: torch.Tensor,
-) -> torch.Tensor:
-    """One token for each row of `logits` [R, V]: int64 [R]; -1 if the row is not finite.
-
-    It is the token that a round without proposals decides for sequences with these prompt indices
-    and token counts, int64 [R]. seed: int64 scalar. Rank 0's decision, on every rank.
-    """
-    noise = None if parts.params.is_greedy else round_noise(seed, index, length, 0)
-    nothing = Candidates(length.new_zeros(len(length), 0), torch.zeros_like(length))
-    verdict = _decide(parts, nothing, TargetOutput(logits[:, None]), noise)
-    return verdict.agreed(parts.parallel).token_ids[:, 0]
-
-
 def _noise(parts: RoundParts, state: BatchState, k: int) -> Noise | None:
     """The round's uniform random numbers; None when nothing is drawn."""
     if parts.params.is_greedy and not (k and parts.rule.draws_when_greedy):

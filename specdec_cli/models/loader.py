@@ -23,6 +23,7 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
+from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -131,7 +132,8 @@ def describe(
         # assignment bypasses the config's own check, since some families require a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
-        layers, shards = probe(module, spec.name), WHOLE
+        known = () if family_of(module) is None else module.model.layers
+        layers, shards = probe(module, spec.name, known), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
     except SetupError:
@@ -237,22 +239,36 @@ def _fill(
                 is_zero = name in shards.zero
                 value = torch.zeros(()) if is_zero else source(origin, meta, part)
                 kind = torch.float32 if exact is not None and exact.search(name) else meta.dtype
-                # Zeros, since that initialisation misses some tensors (activations of apertus).
-                make = torch.zeros if value is None else torch.empty
-                filled = make(meta.shape, dtype=kind, device=device)
+                filled = _placed(value, meta.shape, kind, device)
                 if leaf in owner._parameters:
                     filled = torch.nn.Parameter(filled, requires_grad=False)
                 if value is not None:
-                    filled.copy_(value)
                     filled._is_hf_initialized = True  # type: ignore[attr-defined]
                 done[id(meta)] = filled
-                if device.type == "cuda":
+                if value is not None and value.is_cuda and value.data_ptr() != filled.data_ptr():
                     # Otherwise later weights lie in fragments of the source's buffers and keep
                     # those reserved: 17 GiB with a 70B model on two GPUs.
                     del value
                     torch.cuda.empty_cache()
             held = owner._parameters if leaf in owner._parameters else owner._buffers
             held[leaf] = by_name[name] = done[id(meta)]
+
+
+def _placed(
+    value: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A weight of its own on `device`: the value itself, if it is one there, or a copy of it.
+
+    Zeros without a value, since initialisation misses some tensors (activations of apertus).
+    """
+    if value is None:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    is_whole = value.untyped_storage().nbytes() == value.nbytes and value.is_contiguous()
+    # On the host its memory may be that of a file.
+    if value.is_cuda and is_whole and (value.device, value.dtype) == (device, dtype):
+        assert value.shape == shape
+        return value
+    return torch.empty(shape, dtype=dtype, device=device).copy_(value)
 
 
 def _stored(module: Any) -> list[tuple[str, Any, str, torch.Tensor]]:

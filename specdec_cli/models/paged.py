@@ -7,6 +7,7 @@ import torch
 from specdec_cli.core.batch import ForwardBatch, Rectangle, Span, live_batch, make_batch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.state import BatchState
+from specdec_cli.core.types import SamplingParams
 from specdec_cli.models.attention import PagedAttention, attach
 from specdec_cli.models.compiled import CompiledForward
 from specdec_cli.models.fused import FusedForward, busy_width
@@ -114,22 +115,29 @@ class PagedModel:
 
     @torch.inference_mode()
     def prefill(
-        self, spans: list[Span], *, with_hidden: bool = False, num_logits: int = 0
+        self,
+        spans: list[Span],
+        *,
+        with_hidden: bool = False,
+        num_logits: int = 0,
+        draws: SamplingParams | None = None,
     ) -> Results:
         """Feed `spans`; the results are valid until the next call.
 
         num_logits: the number M of spans, from the first one on, whose last rows reach the
-        vocabulary head: logits [M, V]. Hidden states [T, L * H] if they are asked for.
+        vocabulary head: logits [M, V]. Hidden states [T, L * H] if they are asked for. draws: a
+        captured pass draws the M tokens itself, and has no logits. Others leave it to the caller.
         """
         if self._prompts is None or not self._prompts.fits(spans):
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
             return Results(*self.forward(spans, rows, with_hidden=with_hidden))
         layers = self.hidden_layers if with_hidden else ()
-        logits, hidden = self._prompts(spans, layers, num_logits=num_logits)
+        found = self._prompts(spans, layers, num_logits=num_logits, draws=draws)
         count = sum(span.length for span in spans)
         return Results(
-            None if logits is None else logits[:num_logits],
-            None if hidden is None else hidden[:count],
+            None if found.logits is None else found.logits[:num_logits],
+            None if found.hidden is None else found.hidden[:count],
+            None if found.tokens is None else found.tokens[:num_logits],
         )
 
     def prompt_pass(

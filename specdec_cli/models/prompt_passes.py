@@ -18,7 +18,9 @@ from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch, Span
 from specdec_cli.core.packed import PackedInputs
+from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.state import slot_counts
+from specdec_cli.core.types import SamplingParams
 
 WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
@@ -40,11 +42,12 @@ def width_busy_with(numbers: float) -> int:
 
 
 class Results(NamedTuple):
-    """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. None for what is
-    not wanted."""
+    """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. tokens: int64 [M],
+    drawn from the logits, which are left out then. None for what is not wanted."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
+    tokens: Tensor | None = None
 
 
 # A pass over a batch. `kind` says what is wanted. `given`: [W, ...], rows of further input, or
@@ -141,7 +144,7 @@ class PromptPasses:
         self._graphs = graphs
         self._body = body
         self._given: Tensor | None = None
-        self._kept: dict[tuple[str, int], Tensor] = {}
+        self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
 
     def fits(self, spans: list[Span]) -> bool:
@@ -159,18 +162,19 @@ class PromptPasses:
         given: Tensor | None = None,
         shift: int = 0,
         num_logits: int = 0,
+        draws: SamplingParams | None = None,
     ) -> Results:
         """A pass over `spans`. Its results are valid until the next one; rows past those of the
         spans mean nothing.
 
         kind: handed to the body. given: [T, ...] further input of each token. shift: as in
         `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
-        tokens need logits.
+        tokens need logits. draws: draw a token from each row of them, see `sampling.next_tokens`.
         """
         count = sum(span.length for span in spans)
         width = width_of(count)
         assert width is not None
-        self.inputs.fill(spans, width, shift)
+        self.inputs.fill(spans, width, shift, draws.seed if draws is not None else 0)
         if given is not None:
             if self._given is None:
                 self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
@@ -178,7 +182,7 @@ class PromptPasses:
         # As many rows as a round has: its kernels are compiled.
         most = self.inputs.num_sequences
         num_rows = next(n for n in (0, *slot_counts(most)) if n >= num_logits)
-        key = (width, kind, num_rows)
+        key = (width, kind, num_rows, draws.filters if draws is not None and num_rows else None)
         if (made := self._captured.get(key)) is not None:
             graph, results = made
             graph.replay()
@@ -187,22 +191,31 @@ class PromptPasses:
         def run() -> Results:
             rows = None if self._given is None else self._given[:width]
             found = self._body(self.inputs.batch(width, num_rows), kind, rows)
-            return Results(self._keep("logits", found.logits), self._keep("hidden", found.hidden))
+            if draws is not None and found.logits is not None:
+                found = Results(None, found.hidden, self._drawn(found.logits, draws))
+            return Results(*map(self._keep, Results._fields, found))
 
         results = run()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results
         return results
 
+    def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
+        """Next tokens of the first sequences, of which the pass has fed every token."""
+        inputs, count = self.inputs, len(logits)
+        lengths = inputs.context_lens[:count].long()
+        return next_tokens(logits, params, inputs.seed, inputs.index[:count], lengths)
+
     def _keep(self, name: str, result: Tensor | None) -> Tensor | None:
         """A copy of `result` in memory that no graph's pass uses for anything else."""
         if result is None:
             return None
-        rows, features = result.shape
-        if (name, features) not in self._kept:
-            most = self.inputs.num_sequences if name == "logits" else self.inputs.num_tokens
-            self._kept[name, features] = result.new_zeros(most, features)
-        return self._kept[name, features][:rows].copy_(result)
+        rows, *features = result.shape
+        key = (name, *features)
+        if key not in self._kept:
+            most = self.inputs.num_tokens if name == "hidden" else self.inputs.num_sequences
+            self._kept[key] = result.new_zeros(most, *features)
+        return self._kept[key][:rows].copy_(result)
 
     def close(self) -> None:
         """Give up the graphs, and the results."""

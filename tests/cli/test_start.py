@@ -1,10 +1,14 @@
 """The log of a command's start."""
 
+import ctypes
 import re
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from specdec_cli.app import main
+from specdec_cli.commands.starting import _driver, _start_driver
 
 SHORT = ("generate", "--prompt", "def add(", "--max-new-tokens", "3")
 
@@ -30,3 +34,46 @@ def test_the_log_names_every_stage_up_to_the_first_token(caplog: pytest.LogCaptu
 def test_without_verbose_no_stage_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert main([*SHORT]) == 0
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("device", "fails", "calls"),
+    [
+        ("cuda:3", None, ["cuInit 0", "cuDeviceGet 3", "cuDevicePrimaryCtxRetain 10"]),
+        ("auto", None, ["cuInit 0", "cuDeviceGet 0", "cuDevicePrimaryCtxRetain 10"]),
+        ("cuda", "cuInit", ["cuInit 0"]),
+        ("cuda:9", "cuDeviceGet", ["cuInit 0", "cuDeviceGet 9"]),
+    ],
+)
+def test_the_context_is_that_of_the_device(
+    device: str, fails: str | None, calls: list[str]
+) -> None:
+    found: list[str] = []
+
+    class Driver:
+        def __getattr__(self, name: str) -> Callable[..., int]:
+            def call(*arguments: Any) -> int:
+                number = arguments[-1]
+                found.append(f"{name} {getattr(number, 'value', number)}")
+                if name == "cuDeviceGet":
+                    arguments[0]._obj.value = 10
+                return int(name == fails)
+
+            return call
+
+    _start_driver(Driver(), device)
+    assert found == calls
+
+
+def test_without_a_driver_nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor under a limit of memory."""
+
+    def missing(name: str) -> object:
+        raise OSError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    assert _driver() is None
+    monkeypatch.setattr(ctypes, "CDLL", str)
+    assert _driver() == "libcuda.so.1"
+    monkeypatch.setattr("resource.getrlimit", lambda _: (2**40, 2**40))
+    assert _driver() is None

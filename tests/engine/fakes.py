@@ -17,7 +17,7 @@ from specdec_cli.core.candidates import Candidates
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.kv_cache import TRASH_BLOCK, BlockAllocator
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Run
 from specdec_cli.lengths.fixed import FixedLength
@@ -108,7 +108,12 @@ class FakeModel:
         self.fed: list[int] = []
 
     def prefill(
-        self, spans: list[Span], *, with_hidden: bool = False, num_logits: int = 0
+        self,
+        spans: list[Span],
+        *,
+        with_hidden: bool = False,
+        num_logits: int = 0,
+        draws: SamplingParams | None = None,
     ) -> Results:
         """Feed spans; the cache must hold the sequence's tokens before each span."""
         self.prefill_sizes.append(sum(s.length for s in spans))

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from specdec_cli.engine.build import warm_up_lengths
 from specdec_cli.engine.plan import Plan, compiled_roles, plan
 from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.tokenizer import ByteTokenizer, is_same_tokenizer
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import tiny_model
 from tests.support import save_tiny
@@ -131,3 +133,49 @@ def test_a_config_alone_takes_the_targets_tokenizer(tmp_path: Path) -> None:
     sets |= {"draft.model": str(small), "draft.load_format": "dummy"}
     with pytest.raises(SetupError, match=r"has 50 ids and target .* more"):
         plan(load_recipe(None, sets))
+
+
+def test_one_prompt_warms_up_passes_of_one_width(tmp_path: Path) -> None:
+    for family, overrides, longest, lengths in (
+        ("llama", {}, 47, [47]),
+        ("llama", {}, 64, [64]),
+        ("llama", {}, 65, [33, 65]),
+        ("llama", {}, 20, [20, 33]),
+        ("llama", {}, 5000, [33, 2049]),  # a chunk is no longer
+        ("llama", {"speculation__num_speculative_tokens": 3}, 20, [33]),  # the last is not fed
+        ("llama", {"speculation__num_speculative_tokens": 3}, 47, [33, 47]),
+        ("llama", {"run__cuda_graphs": "off"}, 47, [33, 47]),
+        ("gpt2", {}, 47, [33, 47]),  # has no fused form
+    ):
+        sets = {"speculation__num_speculative_tokens": 0} | overrides
+        found = tiny_plan(tmp_path / f"{family}{longest}{len(overrides)}", family, **sets)
+        assert warm_up_lengths(found, longest) == lengths, (family, overrides, longest)
+
+
+def test_the_same_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until a file differs, even one that no vocabulary depends on, or is missing."""
+    names = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+    folders = [tmp_path / "target", tmp_path / "draft"]
+    for folder in folders:
+        save_tiny(folder, "llama")
+        for name in names:
+            (folder / name).write_text("{}")
+    read: list[str] = []
+
+    def note(place: Path, *_: object) -> ByteTokenizer:
+        read.append(place.name)
+        return ByteTokenizer(97)
+
+    monkeypatch.setattr("specdec_cli.engine.plan.load_tokenizer", note)
+    models = dict(zip(("target.model", "draft.model"), map(str, folders), strict=True))
+    recipe = load_recipe(None, models | {"run.device": "cpu"})
+    for name in (None, *names):
+        read.clear()
+        if name is not None:
+            (folders[1] / name).write_text("{ }")
+        plan(recipe)
+        assert read == (["target"] if name is None else ["target", "draft"])
+        if name is not None:
+            (folders[1] / name).write_text("{}")
+    (folders[1] / names[2]).unlink()
+    assert not is_same_tokenizer(*folders)

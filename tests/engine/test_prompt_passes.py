@@ -1,13 +1,20 @@
 """Padded passes over prompts, the code that CUDA captures, against passes without padding."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
+from specdec_cli.core.packed import PackedInputs
 from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from specdec_cli.models.prompt_passes import (
     WIDTHS,
@@ -146,3 +153,81 @@ def test_engines_write_the_same(
             assert engine.target._prompts.inputs.positions.any(), "no pass was padded"
         found.append([(s.tokens, s.accepted_per_round) for s in result.seqs])
     assert found[0] == found[1]
+
+
+class Replays(PromptGraphs):
+    """Stands for captures on a CPU: a replay runs what was captured. counted: operations besides,
+    that is, those that the host queues for a pass."""
+
+    def __init__(self, *sizes: int) -> None:
+        super().__init__(*sizes, CPU)
+        self.counted: list[str] = []
+        self.num_replays = 0
+
+    def capture(self, run: Callable[[], object]) -> Any:
+        def replay() -> None:
+            self.num_replays += 1
+            with _disable_current_modes():
+                run()
+
+        return SimpleNamespace(replay=replay, reset=lambda: None)
+
+    def count(self) -> TorchDispatchMode:
+        graphs = self
+
+        class Counting(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                graphs.counted.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        return Counting()
+
+
+def replaying_engine(tmp_path: Path, **settings: Any) -> tuple[Engine, Replays]:
+    engine = make_engine(save_tiny(tmp_path, "llama"), None, batch_size=5, **settings)
+    graphs = Replays(64, 5, 64)
+    engine.target.capture_prompts(graphs)
+    return engine, graphs
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_host_queues_few_operations(count: int, temperature: float, tmp_path: Path) -> None:
+    """Two views and a copy of the inputs, and three calls to bring the tokens back."""
+    engine, graphs = replaying_engine(tmp_path)
+    requests = [Request(i, tuple(range(3, 12 + i))) for i in range(count)]
+    params = SamplingParams(max_new_tokens=1, temperature=temperature)
+    engine.run(requests, 0, params)
+    assert graphs.num_replays == 0
+    run = engine.start(requests, 0, params)
+    with graphs.count():
+        emissions = engine.step(run)
+    assert [len(emission.token_ids) for emission in emissions] == [1] * count
+    assert graphs.num_replays == 1
+    assert len(graphs.counted) <= 6, graphs.counted
+
+
+def test_a_pass_is_written_while_the_one_before_is_copied() -> None:
+    inputs, seqs = PackedInputs(16, 2, 12, BLOCK, CPU), sequences()
+    for place in range(3):
+        inputs.fill([Span(seqs[place], 0, 3)], 16)
+    newest, before = (held.parts[0][:3].tolist() for held in inputs._on_host)
+    assert [before, newest] == [seq.tokens[:3] for seq in seqs[1:3]]
+
+
+def test_graphs_draw_as_the_run_does(tmp_path: Path) -> None:
+    """What filters logits is a part of a graph, the seed and the prompts' indices are not."""
+    engine, graphs = replaying_engine(tmp_path / "replayed", prefill_chunk=24)
+    plain = make_engine(save_tiny(tmp_path / "plain", "llama"), None, batch_size=5)
+    requests = [Request(2**33 + i, tuple(seq.tokens)) for i, seq in enumerate(sequences())]
+    first = SamplingParams(max_new_tokens=3, temperature=0.9, top_k=40)
+    for params in (
+        *(first, replace(first, seed=2**35 + 1), replace(first, seed=7, max_new_tokens=2)),
+        *(replace(first, top_k=2), replace(first, temperature=0.0), first),
+    ):
+        found, want = (e.run(requests, 0, params) for e in (engine, plain))
+        assert [seq.tokens for seq in found.seqs] == [seq.tokens for seq in want.seqs]
+        assert found.metrics.num_tokens_from_prefill == len(requests)
+    assert graphs.num_replays >= 6

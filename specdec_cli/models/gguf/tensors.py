@@ -1,12 +1,14 @@
 """A GGUF file's tensors as those of transformers' module: names, dequantised numbers, layouts.
 
 A tensor is undone some rows at a time, straight into the wanted dtype: beside the model there is
-never more than one tensor, and a few rows of it in float32.
+never more than one tensor, and a few rows of it for each of up to four threads in float32.
 """
 
 import mmap
+import os
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from math import prod
@@ -37,7 +39,8 @@ FROM_GGUF = {
 _NAMED_LIKE = {"mistral": "llama"}  # the gguf package has no names for mistral itself
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
 _PLAIN |= {"BF16": torch.bfloat16}
-_NUMBERS_AT_ONCE = 1 << 20
+_NUMBERS_AT_ONCE = 1 << 18  # by one thread
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # numpy lets other threads run meanwhile
 _ALL = slice(None)
 _GATE_UP = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.gate_up_proj")
 _ROUTER_BIAS = re.compile(r"model\.layers\.(\d+)\.mlp\.e_score_correction_bias")
@@ -191,11 +194,16 @@ def read_stored(
     step = max(1, _NUMBERS_AT_ONCE // width)
     try:
         content = np.memmap(stored.file, np.uint8, "r", stored.start, (last * nbytes,))
-        for begin in range(first, last, step):
+
+        def fill(begin: int) -> None:
             end = min(begin + step, last)
             content_rows = content[begin * nbytes : end * nbytes]
             piece = out[begin - first : end - first]
             piece.copy_(_plain(content_rows, kind, stored.kind).view(piece.shape))
+
+        begins = range(first, last, step)
+        with ThreadPoolExecutor(max(1, min(_MOST_THREADS, len(begins)))) as pool:
+            list(pool.map(fill, begins))
     except (OSError, ValueError) as problem:
         raise SetupError(
             f"cannot read the weights in {stored.file}: {one_line(str(problem))}",
