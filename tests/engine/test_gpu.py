@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from specdec_kernels.attention import chunks
+from specdec_kernels.attention import chunks, decode_triton
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator
@@ -181,9 +181,17 @@ def test_long_chunks_err_in_bf16_as_other_passes_do(
     with torch.inference_mode():
         want = [exact(torch.tensor([text], device=CUDA)).logits[0].float() for text in texts]
     passes = [[(1, 0, 1300)], [(0, 0, 30), (1, 1300, 3000), (2, 0, 40)]]
-    errors = []
+    errors, calls = [], list[int]()
+    attend = decode_triton.attend_chunks
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls[-1] += 1
+        return attend(*arguments)
+
+    monkeypatch.setattr(decode_triton, "attend_chunks", counted)
     for bounds in ({torch.cuda.get_device_capability(): chunks.Bound(1024, 0)}, {}):
         monkeypatch.setattr(chunks, "BOUNDS", bounds)
+        calls.append(0)
         found = []
         for parts in passes:
             spans = [Span(seqs[b], start, stop) for b, start, stop in parts]
@@ -191,5 +199,6 @@ def test_long_chunks_err_in_bf16_as_other_passes_do(
             rows = torch.cat([want[b][start:stop] for b, start, stop in parts])
             found.append((logits - rows).norm(dim=1) / rows.norm(dim=1))
         errors.append(torch.cat(found))
-    assert not torch.equal(*errors), "both ways are the same code"
+    # Tiles of as many keys can give both ways the same bits.
+    assert calls == [len(passes) * len(model.cache.layers), 0]
     assert errors[0].mean() <= 1.1 * errors[1].mean() and errors[0].max() <= 2 * errors[1].max()
