@@ -73,6 +73,25 @@ def test_ends_that_break_a_promise_are_found(name: str, tmp_path: Path) -> None:
     assert all(found.startswith(one) for found, one in zip(end.problems, problems, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("kind", "lines", "problems"),
+    [
+        ("folder", ["/r.yaml:72: target: duplicate key", "/r.yaml:73: data: duplicate key"], []),
+        ("folder", ["/r.yaml:72: target: duplicate key", "cannot read /r.yaml"], ["several"]),
+        ("config", ["/r.yaml:72: target: duplicate key"] * 2, ["several"]),
+        ("weights", ["x.safetensors is cut", "x.safetensors: no header"], ["several"]),
+        ("recipe", ["target: unknown", "draft: unknown"], []),
+    ],
+)
+def test_each_error_line_is_a_problem_of_its_own(
+    kind: str, lines: list[str], problems: list[str], tmp_path: Path
+) -> None:
+    told = said("\n".join(f"error: {line}" for line in lines), 2, '{"error": {}}')
+    case = Case(0, kind, "planted", ["generate", "--json"], setup=told)
+    [end] = run_cases([0], lambda *_: case, tmp_path)
+    assert [one.split()[0] for one in end.problems] == problems and end.lines[0].startswith("error")
+
+
 def test_a_case_is_the_same_again(materials: Materials, tmp_path: Path) -> None:
     for number in range(10):
         told = []

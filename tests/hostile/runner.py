@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import resource
 import signal
 import sys
@@ -24,6 +25,7 @@ BYTES = 4 * 2**30
 _NOISE = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "Exception ign")
 _LONGEST_LINE = 1100
 _ONE_LINE = ("config", "index", "tokenizer", "weights", "head", "files", "folder", "meanwhile")
+_AT_A_LINE = re.compile(r"error: (?P<place>.+?:\d+): ")
 _NOT_MADE = 99
 
 
@@ -70,10 +72,14 @@ class Ended:
         return (self.folder / ".err").read_text(errors="replace")
 
     @property
+    def lines(self) -> list[str]:
+        """The errors that the command told."""
+        return [one for one in self.err.splitlines() if one.startswith("error:")]
+
+    @property
     def line(self) -> str:
-        """The first error that the command told."""
-        errors = (one for one in self.err.splitlines() if one.startswith("error:"))
-        return next(errors, "")
+        """The first of them."""
+        return next(iter(self.lines), "")
 
 
 def preload(configs: Iterable[str] = ()) -> None:
@@ -196,8 +202,7 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "traceback"
     if max(map(len, err.splitlines()), default=0) > _LONGEST_LINE:
         yield "endless line"
-    # Recipes and data may have several problems, each with a line.
-    if end.err.count("\nerror: ") + end.err.startswith("error: ") > 1 and end.kind in _ONE_LINE:
+    if len(end.lines) > 1 and not _are_several_problems(end):
         yield "several error lines"
     if any(char not in "\n\t" and ord(char) < 32 for char in err):
         yield "control characters"
@@ -205,6 +210,13 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "no error line"
     if "--json" in end.arguments and (told := _document_problem(end)):
         yield f"--json: {told}"
+
+
+def _are_several_problems(end: Ended) -> bool:
+    """Whether each line is a problem of its own: recipes and data may have several, and other
+    files where each line names another place in a file."""
+    places = [found["place"] for line in end.lines if (found := _AT_A_LINE.match(line))]
+    return end.kind not in _ONE_LINE or len(set(places)) == len(end.lines)
 
 
 def _document_problem(end: Ended) -> str | None:
