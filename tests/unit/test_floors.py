@@ -1,6 +1,7 @@
 """Floors of the benchmarks: the bytes that passes read, at rates that the run measures."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -123,3 +124,19 @@ def test_a_head_fuses_hidden_states_once_a_round() -> None:
     logits = head.config.draft_vocab_size * head.config.hidden_size * 4
     of_head = prefill_ms(planned, 1, 3, rates) - prefill_ms(planned, 1, 0, rates)
     assert of_head == pytest.approx((head.weight_bytes - logits) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "k", "floor"),
+    [
+        ("llama-8b", "llama-1b", 5, 3.49 + 5 * 0.575),
+        ("gemma-2-9b", "gemma-2-2b", 3, 10.87 / 1.37),
+        ("gemma-3-1b", "gemma-3-270m", 3, 2.65 / 3.16),
+    ],
+)
+def test_shapes_have_the_floors_of_the_page(target: str, draft: str, k: int, floor: float) -> None:
+    """docs/performance.md gives them at 4.3 TB/s."""
+    shapes = Path(__file__).parents[2] / "recipes" / "shapes"
+    models = {"target.model": str(shapes / target), "draft.model": str(shapes / draft)}
+    planned = plan(load_recipe("bench-8b-1b-dummy", models | {"run.device": "cpu"}))
+    assert round_ms(planned, k, 1, Rates(4.3, 790.0)) == pytest.approx(floor, rel=0.005)
