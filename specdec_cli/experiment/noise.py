@@ -15,9 +15,9 @@ from specdec_cli.errors import Notice
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.disturbed import off_points
 from specdec_cli.experiment.outliers import Outliers
-from specdec_cli.experiment.points import Samples, measured_speed, without_errors
 from specdec_cli.experiment.records import Key, Point, Sample
 from specdec_cli.experiment.repeats import OUTLYING
+from specdec_cli.experiment.samples import Samples, measured_speed, without_errors
 from specdec_cli.experiment.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told

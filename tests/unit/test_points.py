@@ -9,16 +9,10 @@ import pytest
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Sequence
 from specdec_cli.experiment.disturbed import DISTURBED
+from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.noise import impossible_speeds
-from specdec_cli.experiment.points import (
-    Failure,
-    Forecasts,
-    Samples,
-    arm_points,
-    measured,
-    speedup,
-)
+from specdec_cli.experiment.points import Failure, arm_points, measured
 from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.records import (
     CategoryMetrics,
@@ -28,6 +22,7 @@ from specdec_cli.experiment.records import (
     Sample,
     not_measured,
 )
+from specdec_cli.experiment.samples import Samples, speedup
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
