@@ -6,14 +6,15 @@ Runs sweeps of the demo pair and of n-grams in pairs: one left alone, one with p
 every processor busy from the moment when half of its samples are there. A pair takes about 90 s
 and has a line. Exits with 1 unless at least 95 % of the disturbed sweeps are warned about, at most
 5 % of the quiet ones, and the winner of at least 95 % of the disturbed ones is the quiet ones' or
-tied with it: 19, 1 and 19 of 20. Ctrl-C ends it after the last whole pair. The machine has to be
-quiet; what other processes took in the quiet sweep of a pair stands in its line.
+tied with it: 19, 1 and 19 of 20. Ctrl-C or SIGTERM ends it after the last whole pair. The machine
+has to be quiet; what other processes took in the quiet sweep of a pair stands in its line.
 """
 
 import argparse
 import json
 import os
 import resource
+import signal
 import subprocess
 import sys
 import tempfile
@@ -58,6 +59,8 @@ def main() -> int:
     parser.add_argument("--hogs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--keep", type=Path)
     asked = parser.parse_args()
+    for ending in (signal.SIGINT, signal.SIGTERM):  # a shell may have had them ignored
+        signal.signal(ending, signal.default_int_handler)
     pairs: list[Pair] = []
     with tempfile.TemporaryDirectory() as scratch:
         base = asked.keep or Path(scratch)
