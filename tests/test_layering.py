@@ -18,7 +18,7 @@ ROWS = {
     3: "methods acceptance lengths",
     2: "models",
     1: "core recipe prompts launch",
-    0: "specdec_cli specdec_kernels errors text demo",
+    0: "specdec_cli specdec_kernels errors text stages demo",
 }
 ROW_OF = {name: row for row, names in ROWS.items() for name in names.split()}
 # For these, the name covers only the package's __init__; modules below have separate entries.

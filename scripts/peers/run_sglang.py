@@ -4,7 +4,8 @@
 
 SGLang's simulated acceptance draws one length for the whole batch each round, the mean rounded down
 or up, and writes one token everywhere: batches have no ragged ends, and a target with experts reads
-few of them. With real weights (--token-ids) its acceptance is real.
+few of them. With real weights its acceptance is real. Its kernels for norms, activations and rotary
+embeddings have no fp32 form: --dtype float32 takes its own PyTorch code for them.
 """
 
 import atexit
@@ -12,15 +13,21 @@ import os
 import time
 from typing import Any
 
+# Attention in fp32 would take tf32; three products of it are as exact, and compile in seconds.
+os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
+
 import work
 
 ALGORITHMS = {"eagle3": "EAGLE3", "draft_model": "STANDALONE", "ngram": "NGRAM"}
+IN_PYTORCH = "SPECDEC_PEERS_IN_PYTORCH"
 
 
-def start(what: work.Work, batch: int, longest: int) -> work.Decode:
+def start(what: work.Work, batch: int, longest: int) -> work.Started:
     if what.rates:  # read when sglang is imported, in each of its processes
         os.environ["SGLANG_SIMULATE_ACC_LEN"] = str(what.tokens_a_round)
         os.environ.setdefault("SGLANG_SIMULATE_ACC_METHOD", "match-expected")
+    if what.dtype == "float32":
+        os.environ[IN_PYTORCH] = "1"  # its processes import this file anew
     import sglang
 
     keys: dict[str, Any] = {
@@ -34,11 +41,17 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
         "disable_radix_cache": True,
         "random_seed": 0,
         "log_level": "warning",
-        "attention_backend": "fa3",
+        "attention_backend": "triton" if what.dtype == "float32" else "fa3",
         "sampling_backend": "pytorch",
         "grammar_backend": "none",
-        "cuda_graph_bs_decode": sorted({1, 2, 4, 8, 16, 32, batch}),
     }
+    if what.is_counted:
+        keys["disable_cuda_graph"] = True  # their capture takes longer than these few rounds
+    else:
+        keys["cuda_graph_bs_decode"] = sorted({1, 2, 4, 8, 16, 32, batch})
+    if what.has_neighbours:
+        # The fraction is of what is free at the start, and neighbours take of it meanwhile.
+        keys |= {"mem_fraction_static": 0.9, "max_total_tokens": batch * longest}
     if what.k:
         keys |= {
             "speculative_algorithm": ALGORITHMS[what.method],
@@ -53,17 +66,44 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
     served = sglang.Engine(**keys)
     atexit.register(served.shutdown)
 
-    def decode(ids: list[list[int]], new: int) -> work.Decoded:
+    def run(ids: list[list[int]], new: int) -> tuple[float, list[Any]]:
         params = {"temperature": 0.0, "max_new_tokens": new, "ignore_eos": what.ignore_eos}
+        if not what.ignore_eos:
+            params["stop_token_ids"] = list(what.eos_ids)
         began = time.perf_counter()
         outs = served.generate(input_ids=ids, sampling_params=params)
-        seconds = time.perf_counter() - began
-        info = [out["meta_info"] for out in outs]
-        rounds = sum(m.get("spec_verify_ct", 0) for m in info)
-        accepted = sum(m.get("spec_num_correct_drafts", 0) for m in info)
-        return work.Decoded(seconds, [out["output_ids"] for out in outs], rounds, accepted)
+        return time.perf_counter() - began, outs
 
-    return decode
+    def decode(ids: list[list[int]], new: int) -> work.Decoded:
+        seconds, outs = run(ids, new)
+        rounds = sum(out["meta_info"].get("spec_verify_ct", 0) for out in outs)
+        return work.Decoded(seconds, [out["output_ids"] for out in outs], rounds)
+
+    def count(ids: list[list[int]], new: int) -> list[work.Counted]:
+        return [counted(list(out["output_ids"]), out["meta_info"]) for out in run(ids, new)[1]]
+
+    return work.Started(decode, count)
+
+
+def counted(text: list[int], told: dict[str, Any]) -> work.Counted:
+    """A prompt's rounds, as the engine tells them; none where prefill's token ended the text."""
+    rounds = told.get("spec_verify_ct", 0)
+    return work.Counted(text, rounds, histogram=told.get("spec_correct_drafts_histogram", []))
+
+
+def use_pytorch() -> None:
+    """Has SGLang's layers take the PyTorch code that they have beside their kernels."""
+    from sglang.srt.layers.activation import SiluAndMul
+    from sglang.srt.layers.layernorm import RMSNorm
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+
+    for layer in (SiluAndMul, RMSNorm, RotaryEmbedding):
+        layer.forward_cuda = layer.forward_native
+
+
+# Its processes are spawned: they import this file under another name before they load a model.
+if __name__ == "__mp_main__" and os.environ.get(IN_PYTORCH):
+    use_pytorch()
 
 
 if __name__ == "__main__":

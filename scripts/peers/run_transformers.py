@@ -7,6 +7,7 @@ nearly every proposal of a draft falls, so compare milliseconds a round.
 """
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +27,16 @@ def model(name: str, what: work.Work) -> Any:
         ).eval()
 
 
-def start(what: work.Work, batch: int, longest: int) -> work.Decode:
-    if what.k and (what.method != "draft_model" or batch > 1):
+def padded(
+    ids: list[list[int]], length: int, row: Callable[[list[int]], list[int]]
+) -> torch.Tensor:
+    """int64 [B, length]: a row for each prompt, with zeros before it."""
+    rows = [[0] * (length - len(prompt)) + row(prompt) for prompt in ids]
+    return torch.tensor(rows, device=DEVICE)
+
+
+def start(what: work.Work, batch: int, longest: int) -> work.Started:
+    if what.k and (what.method != "draft_model" or (batch > 1 and not what.is_counted)):
         raise SystemExit("transformers assists one prompt at a time, with a draft model")
     target = model(what.target, what)
     keys: dict[str, Any] = {"do_sample": False, "pad_token_id": 0}
@@ -44,17 +53,30 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
         least = new if what.ignore_eos else 0
         passes[0] = 0
         began = time.perf_counter()
+        longest = max(map(len, ids))
         out = target.generate(
-            torch.tensor(ids, device=DEVICE), min_new_tokens=least, max_new_tokens=new, **keys
+            padded(ids, longest, lambda prompt: prompt),
+            attention_mask=padded(ids, longest, lambda prompt: [1] * len(prompt)),
+            min_new_tokens=least,
+            max_new_tokens=new,
+            **keys,
         )
         if DEVICE == "cuda":
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-        texts = out[:, len(ids[0]) :].tolist()
-        rounds = passes[0] - 1 if what.k else 0
-        return work.Decoded(seconds, texts, rounds, max(0, len(texts[0]) - 1 - rounds))
+        # The first pass reads the prompt and checks proposals behind it.
+        rounds = passes[0] if what.k else 0
+        return work.Decoded(seconds, out[:, longest:].tolist(), rounds, apart=0)
 
-    return decode
+    def count(ids: list[list[int]], new: int) -> list[work.Counted]:
+        def rest(longer: list[list[int]]) -> list[work.Counted]:
+            each = [decode([prompt], new - 1) for prompt in longer]
+            return [work.Counted(got.token_ids[0], got.rounds) for got in each]
+
+        first = [decode([prompt], 1).token_ids[0][0] for prompt in ids]
+        return work.behind_first(ids, first, what, rest)
+
+    return work.Started(decode, count)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python scripts/peers/run_vllm.py bench-8b-eagle3-dummy --k 5 --batch-size 1,8,32
 
-vLLM counts proposals and accepted tokens over the whole engine. It proposes k tokens to the very
-end of a text, beyond what may be written, and counts them.
+Times take vLLM's own counters, over the whole engine. It proposes k tokens to the very end of a
+text, beyond what may be written, and counts them. --count takes what each step wrote instead.
 """
 
 import os
@@ -12,12 +12,18 @@ from typing import Any
 
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+# Attention in fp32 would take tf32; three products of it are as exact, and compile in seconds.
+os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
 
 import work
 from vllm import LLM, SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+CACHE_BYTES = 4 << 30  # beside neighbours
 
 
-def start(what: work.Work, batch: int, longest: int) -> work.Decode:
+def start(what: work.Work, batch: int, longest: int) -> work.Started:
     speculation: dict[str, Any] | None = None
     if what.k:
         speculation = {"method": what.method, "num_speculative_tokens": what.k}
@@ -26,6 +32,14 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
         if what.rates:
             speculation["rejection_sample_method"] = "synthetic"
             speculation["synthetic_acceptance_rates"] = what.rates
+    keys: dict[str, Any] = {}
+    if what.dtype == "float32":
+        keys["attention_config"] = {"backend": "TRITON_ATTN"}  # others lack fp32
+    if what.is_counted:
+        keys["enforce_eager"] = True  # graphs and compilation take longer than these few rounds
+    keys["gpu_memory_utilization"] = 0.7
+    if what.has_neighbours:
+        keys |= {"kv_cache_memory_bytes": CACHE_BYTES, "gpu_memory_utilization": 0.02}
     llm = LLM(
         model=what.target,
         skip_tokenizer_init=True,
@@ -33,34 +47,59 @@ def start(what: work.Work, batch: int, longest: int) -> work.Decode:
         dtype=what.dtype,
         max_model_len=max(2048, longest),
         max_num_seqs=max(64, batch),
-        gpu_memory_utilization=0.7,
         speculative_config=speculation,
         enable_prefix_caching=False,
         disable_log_stats=False,
         seed=0,
+        **keys,
     )
 
-    def decode(ids: list[list[int]], new: int) -> work.Decoded:
-        params = SamplingParams(
-            temperature=0.0, max_tokens=new, ignore_eos=what.ignore_eos, detokenize=False
+    def params(new: int, **more: Any) -> Any:
+        ends = [] if what.ignore_eos else list(what.eos_ids)
+        return SamplingParams(
+            temperature=0.0,
+            max_tokens=new,
+            ignore_eos=what.ignore_eos,
+            stop_token_ids=ends,
+            detokenize=False,
+            **more,
         )
-        rounds, accepted = counted(llm)
+
+    def decode(ids: list[list[int]], new: int) -> work.Decoded:
+        rounds = drafts(llm)
         began = time.perf_counter()
-        outs = llm.generate([{"prompt_token_ids": p} for p in ids], params, use_tqdm=False)
+        asked = [{"prompt_token_ids": p} for p in ids]
+        outs = llm.generate(asked, params(new), use_tqdm=False)
         seconds = time.perf_counter() - began
-        now = counted(llm)
         texts = [list(out.outputs[0].token_ids) for out in outs]
-        return work.Decoded(seconds, texts, now[0] - rounds, now[1] - accepted)
+        return work.Decoded(seconds, texts, drafts(llm) - rounds)
 
-    return decode
+    def count(ids: list[list[int]], new: int) -> list[work.Counted]:
+        engine = llm.llm_engine
+        each = params(new, output_kind=RequestOutputKind.DELTA)
+        for i, prompt in enumerate(ids):
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, each)
+        steps: list[list[list[int]]] = [[] for _ in ids]
+        while engine.has_unfinished_requests():
+            for out in engine.step():
+                if tokens := list(out.outputs[0].token_ids):
+                    steps[int(out.request_id)].append(tokens)
+        return [counted(tokens) for tokens in steps]
+
+    return work.Started(decode, count)
 
 
-def counted(llm: Any) -> tuple[int, int]:
-    """Rounds and accepted tokens since the engine began."""
+def counted(steps: list[list[int]]) -> work.Counted:
+    """A prompt's rounds from the tokens of each step, of which the first one is prefill's."""
+    assert len(steps[0]) == 1, "prefill wrote more than one token"
+    text = [token for tokens in steps for token in tokens]
+    return work.Counted(text, len(steps) - 1, written=[len(tokens) for tokens in steps[1:]])
+
+
+def drafts(llm: Any) -> int:
+    """Rounds with proposals since the engine began."""
     found = {m.name: getattr(m, "value", 0) for m in llm.get_metrics()}
-    names = "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_accepted_tokens"
-    rounds, accepted = (int(found.get(name, 0)) for name in names)
-    return rounds, accepted
+    return int(found.get("vllm:spec_decode_num_drafts", 0))
 
 
 if __name__ == "__main__":

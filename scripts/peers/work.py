@@ -5,15 +5,19 @@ environment where specdec is not installed.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
+import random
 import statistics
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+FEWEST = 8  # real prompts that a time is over
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 COLUMNS = "engine batch k rounds tokens_a_round ms_a_round tokens_per_s first_token_ms".split()
 
@@ -23,6 +27,9 @@ class Work:
     """Models and settings of one measurement. draft: None without speculation.
 
     rates: chance that the proposal at each position is accepted; empty where the weights decide.
+    eos_ids: tokens that end a text, unless ignore_eos; empty where the target's config has none.
+    is_counted: whether rounds are counted by prompt, and not timed. has_neighbours: whether other
+    engines run on the same GPU, so that memory is taken for this work only.
     """
 
     target: str
@@ -34,6 +41,9 @@ class Work:
     is_dummy: bool
     new_tokens: int
     ignore_eos: bool
+    eos_ids: tuple[int, ...] = ()
+    is_counted: bool = False
+    has_neighbours: bool = False
 
     @property
     def tokens_a_round(self) -> float:
@@ -43,19 +53,43 @@ class Work:
 
 @dataclass(frozen=True)
 class Decoded:
-    """An engine's answer to a batch. rounds, accepted: of all its prompts together; 0 without
-    speculation."""
+    """An engine's answer to a batch. rounds: of all its prompts together; 0 without speculation.
+
+    apart: tokens of each text that no round wrote: its first one, which the pass over the prompt
+    decides in most engines.
+    """
 
     seconds: float
     token_ids: list[list[int]]
     rounds: int
-    accepted: int
+    apart: int = 1
 
 
-# Decodes prompts together, at most this many new tokens each.
-Decode = Callable[[list[list[int]], int], Decoded]
+@dataclass(frozen=True)
+class Counted:
+    """The rounds of one prompt. token_ids: of the text, with the token that ended it.
+
+    The first token comes from the pass over the prompt, so `rounds` wrote all but one. written:
+    tokens that each round wrote, the last one cut where the text ends. histogram: rounds that
+    accepted 0, 1, .. proposals, the last one as if the text went on. Engines give one or the other.
+    """
+
+    token_ids: list[int]
+    rounds: int
+    written: list[int] | None = None
+    histogram: list[int] | None = None
+
+
+@dataclass(frozen=True)
+class Started:
+    """An engine that runs. Both decode prompts together, at most so many new tokens each."""
+
+    decode: Callable[[list[list[int]], int], Decoded]
+    count: Callable[[list[list[int]], int], list[Counted]]
+
+
 # Starts an engine for batches of at most so many prompts and texts of at most so many tokens.
-Start = Callable[[Work, int, int], Decode]
+Start = Callable[[Work, int, int], Started]
 
 
 @dataclass(frozen=True)
@@ -74,61 +108,136 @@ class Row:
 
 def main(engine: str, start: Start) -> None:
     args = arguments(engine).parse_args()
-    what = read(args.recipe, args.k)
-    if args.token_ids is None:
-        rows = timed(engine, what, start, args)
-        show(rows)
-        found: Any = [[asdict(r) for r in repeats] for repeats in rows]
-    else:
-        found = counts(what, start, token_ids(args.token_ids))
-        rounds, accepted = (sum(f[name] for f in found) for name in ("rounds", "accepted"))
-        print(f"{len(found)} prompts, {1 + accepted / max(1, rounds):.3f} tokens a round")
-    if args.json is not None:
-        args.json.write_text(json.dumps(found))
+    asked = token_ids(args.token_ids) if args.token_ids is not None else None
+    found: list[dict[str, Any]] = []
+    # The largest k first: an engine that takes k with each batch is built for that one.
+    for k in sorted(args.k, reverse=True) if args.k is not None else [None]:
+        what = replace(read(args.recipe, k), **chosen(args))
+        about = {"engine": engine, "recipe": Path(args.recipe).stem, "k": what.k}
+        about |= {"dtype": what.dtype, "new_tokens": what.new_tokens}
+        if args.count:
+            if asked is None:
+                raise SystemExit("--count needs --token-ids")
+            prompts = counts(what, start, asked, max(args.batch_size))
+            found.append(about | {"prompts": [asdict(prompt) for prompt in prompts]})
+            rounds = sum(prompt.rounds for prompt in prompts)
+            tokens = sum(len(prompt.token_ids) - 1 for prompt in prompts)
+            mean = tokens / max(1, rounds)
+            print(f"{engine} k={what.k}: {len(prompts)} prompts, {mean:.3f} tokens a round")
+        else:
+            rows = timed(engine, what, start, args, asked)
+            show(rows)
+            found.append(about | {"rows": [[asdict(r) for r in repeats] for repeats in rows]})
+        if args.json is not None:
+            args.json.write_text(json.dumps(found))
 
 
-def timed(engine: str, what: Work, start: Start, args: argparse.Namespace) -> list[list[Row]]:
-    """Rows by batch size and repeat, over made-up prompts."""
-    longest = args.prompt_tokens + what.new_tokens + 16
-    decode = start(what, max(args.batch_size), longest)
+def chosen(args: argparse.Namespace) -> dict[str, Any]:
+    """The settings that options give, and not the recipe."""
+    sets: dict[str, Any] = {"is_counted": args.count, "has_neighbours": args.neighbours}
+    if args.dtype is not None:
+        sets["dtype"] = args.dtype
+    if args.new_tokens is not None:
+        sets["new_tokens"] = args.new_tokens
+    if args.ignore_eos:
+        sets["ignore_eos"] = True
+    return sets
+
+
+def timed(
+    engine: str, what: Work, start: Start, args: argparse.Namespace, asked: list[list[int]] | None
+) -> list[list[Row]]:
+    """Rows by batch size and repeat, over `asked` or over one batch of made-up prompts."""
+    most = max(map(len, asked)) if asked else args.prompt_tokens
+    decode = start(what, max(args.batch_size), most + what.new_tokens + 16).decode
+    print("started", flush=True)
     rows = []
-    for batch in args.batch_size:
-        ids = prompts(batch, args.prompt_tokens)
-        decode(ids, 32)
-        repeats = []
-        for _ in range(args.repeats):
-            first = decode(ids, 1).seconds
-            repeats.append(row(engine, what.k, decode(ids, what.new_tokens), first))
-        rows.append(repeats)
+    with turn(args.lock):
+        for batch in args.batch_size:
+            parts = batches(asked, batch) if asked else [prompts(batch, args.prompt_tokens)]
+            decode(parts[0], 32)
+            repeats = []
+            for _ in range(args.repeats):
+                first = sum(decode(part, 1).seconds for part in parts)
+                got = joined([decode(part, what.new_tokens) for part in parts])
+                repeats.append(row(engine, what.k, batch, got, first))
+            rows.append(repeats)
     return rows
 
 
-def counts(what: Work, start: Start, asked: list[list[int]]) -> list[dict[str, Any]]:
-    """Text, rounds and accepted tokens of each prompt, decoded alone."""
-    decode = start(what, 1, max(map(len, asked)) + what.new_tokens + 16)
-    found = []
-    for prompt in asked:
-        got = decode([prompt], what.new_tokens)
-        found.append(
-            {"token_ids": got.token_ids[0], "rounds": got.rounds, "accepted": got.accepted}
-        )
-    return found
+def batches(asked: list[list[int]], batch: int) -> list[list[list[int]]]:
+    """Batches of real prompts, drawn among all. Texts differ in acceptance, so that small batches
+    are several: they hold at least `FEWEST` prompts together."""
+    drawn = random.Random(0).sample(asked, len(asked))
+    count = max(1, -(-min(FEWEST, len(drawn)) // batch))
+    return [[drawn[(i * batch + j) % len(drawn)] for j in range(batch)] for i in range(count)]
+
+
+def joined(parts: list[Decoded]) -> Decoded:
+    """The answer to several batches, one after the other."""
+    return Decoded(
+        seconds=sum(part.seconds for part in parts),
+        token_ids=[text for part in parts for text in part.token_ids],
+        rounds=sum(part.rounds for part in parts),
+        apart=parts[0].apart,
+    )
+
+
+@contextlib.contextmanager
+def turn(lock: Path | None) -> Iterator[None]:
+    """Holds a lock, if there is one: engines that started together are timed one by one."""
+    if lock is None:
+        yield
+        return
+    with lock.open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
+
+
+def counts(what: Work, start: Start, asked: list[list[int]], batch: int) -> list[Counted]:
+    """Text and rounds of each prompt, `batch` prompts at a time."""
+    count = start(what, batch, max(map(len, asked)) + what.new_tokens + 16).count
+    parts = [asked[i : i + batch] for i in range(0, len(asked), batch)]
+    return [counted for part in parts for counted in count(part, what.new_tokens)]
+
+
+def behind_first(
+    asked: list[list[int]],
+    first: list[int],
+    what: Work,
+    count: Callable[[list[list[int]]], list[Counted]],
+) -> list[Counted]:
+    """`Counted` of an engine whose first round also writes the first token: it is given that token
+    at the end of the prompt. count: takes prompts, and counts rounds over all tokens it writes."""
+    goes_on = [what.ignore_eos or token not in what.eos_ids for token in first]
+    goes_on = [yes and what.new_tokens > 1 for yes in goes_on]
+    longer = [[*p, t] for p, t, yes in zip(asked, first, goes_on, strict=True) if yes]
+    rest = iter(count(longer) if longer else [])
+    found = [next(rest) if yes else Counted([], 0, []) for yes in goes_on]
+    return [replace(c, token_ids=[t, *c.token_ids]) for t, c in zip(first, found, strict=True)]
 
 
 def arguments(engine: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=f"Times a recipe's models in {engine}.")
-    parser.add_argument("recipe", help="recipe file, or name of a bundled recipe")
-    parser.add_argument("--k", type=int, help="proposal length; 0 is plain decoding")
-    parser.add_argument("--batch-size", type=numbers, default=[1], metavar="LIST")
-    parser.add_argument("--prompt-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N")
-    parser.add_argument(
+    add = parser.add_argument
+    add("recipe", help="recipe file, or name of a bundled recipe")
+    add("--k", type=numbers, metavar="LIST", help="proposal lengths; 0 is plain decoding")
+    add("--batch-size", type=numbers, default=[1], metavar="LIST")
+    add("--prompt-tokens", type=int, default=128, metavar="N", help="of made-up prompts")
+    add("--new-tokens", type=int, metavar="N", help="default: the recipe's")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: the recipe's")
+    add("--ignore-eos", action="store_true", help="texts end at --new-tokens only")
+    add("--repeats", type=int, default=3, metavar="N")
+    add(
         "--token-ids",
         type=Path,
         metavar="FILE",
-        help='decode these prompts, JSON lines of {"token_ids": [...]}, one at a time, and count',
+        help='prompts in place of made-up ones, JSON lines of {"token_ids": [...]}',
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write rows or counts here")
+    add("--count", action="store_true", help="rounds of each prompt of --token-ids, not times")
+    add("--neighbours", action="store_true", help="leave memory for other engines on this GPU")
+    add("--lock", type=Path, metavar="FILE", help="time while holding this file's lock")
+    add("--json", type=Path, metavar="FILE", help="write rows or counts here")
     return parser
 
 
@@ -153,7 +262,18 @@ def read(name: str, k: int | None) -> Work:
         is_dummy=keys["target"].get("load_format") == "dummy",
         new_tokens=sampling.get("max_new_tokens", 128),
         ignore_eos=bool(sampling.get("ignore_eos", False)),
+        eos_ids=eos_ids(Path(_model(keys["target"], path))),
     )
+
+
+def eos_ids(target: Path) -> tuple[int, ...]:
+    """The tokens that end a text, from the files of a folder; none for a hub id."""
+    for name in ("generation_config.json", "config.json"):
+        if (target / name).is_file():
+            found = json.loads((target / name).read_text()).get("eos_token_id")
+            if found is not None:
+                return tuple(found) if isinstance(found, list) else (found,)
+    return ()
 
 
 def prompts(batch: int, tokens: int) -> list[list[int]]:
@@ -165,20 +285,20 @@ def token_ids(path: Path) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in path.read_text().splitlines() if line]
 
 
-def row(engine: str, k: int, got: Decoded, first: float) -> Row:
+def row(engine: str, k: int, batch: int, got: Decoded, first: float) -> Row:
     """A repeat. first: seconds until each prompt had its first token, measured by itself."""
-    batch = len(got.token_ids)
-    after = sum(map(len, got.token_ids)) - batch
-    rounds = got.rounds or after
+    texts, tokens = len(got.token_ids), sum(map(len, got.token_ids))
+    rounds = got.rounds or tokens - texts
+    by_rounds = tokens - texts * (got.apart if got.rounds else 1)
     return Row(
         engine=engine,
         batch=batch,
         k=k,
         rounds=rounds,
-        tokens_a_round=after / rounds,
+        tokens_a_round=by_rounds / rounds,
         ms_a_round=1e3 * (got.seconds - first) * batch / rounds,
-        tokens_per_s=after / (got.seconds - first),
-        first_token_ms=1e3 * first,
+        tokens_per_s=(tokens - texts) / (got.seconds - first),
+        first_token_ms=1e3 * first * batch / texts,
     )
 
 

@@ -15,6 +15,7 @@ from specdec_cli.commands.options import Asked, Prompts, option, shared
 from specdec_cli.commands.starting import importing, joined
 from specdec_cli.commands.status import waiting
 from specdec_cli.errors import UsageError
+from specdec_cli.stages import begin_stage
 
 Resume = Annotated[bool, option("--resume", None, "Continue the run in the folder of -o.")]
 
@@ -41,6 +42,7 @@ def generate(
         raise UsageError("--resume needs the run's folder", "name it with -o DIR")
     resolved = asked.resolve(recipe_options(source))
     asked.warn_of_unused(resolved, has_draft=asked.given["draft"] is not None)
+    begin_stage("reading the prompts")
     with joined(
         asked.place, [resolved], lambda: find_prompts(source, resolved, asked, reads_pipe=True)
     ) as (world, found):

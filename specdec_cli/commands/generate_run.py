@@ -44,6 +44,7 @@ from specdec_cli.experiment.settings_file import unsaid
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import next_turn
 from specdec_cli.recipe import Recipe
+from specdec_cli.stages import FIRST_TOKEN, begin_stage
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary
 from specdec_cli.terminal.sinks import collector, shows_live_text, sinks_for
 
@@ -94,6 +95,7 @@ def get_ready(
         refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
+    begin_stage("recording the environment")
     where = environment(job.plan)
     notices = [*found.notices, *no_template(job.plan.tokenizer, found.prompts, found.chat)]
     kept = Kept()
@@ -183,15 +185,21 @@ def _run(
     if world.is_first:
         sinks = sinks_for(job, ready.folder, as_json=asked.as_json, quiet=asked.quiet)
     new = dict[int, Seq]()
+    is_silent = True
     earlier = [recorded_output(job, p, done[p.index]) for p in job.prompts if p.index in done]
 
     def on_emit(emissions: list[Emission]) -> None:
+        nonlocal is_silent
+        if is_silent and any(emission.token_ids for emission in emissions):
+            is_silent = False
+            begin_stage(FIRST_TOKEN)
         world.beat()
         watch.look()
         new.update({e.seq.index: e.seq for e in emissions if e.seq.finish_reason is not None})
         with world.outside():
             show(emissions)
 
+    begin_stage("running the prompts")
     watch.begin()
     try:
         show, finish = collector(job, sinks, earlier)

@@ -18,6 +18,7 @@ import specdec_cli
 from specdec_cli.commands.logs import set_up_logging
 from specdec_cli.errors import UsageError
 from specdec_cli.launch.world import Place
+from specdec_cli.stages import begin_stage
 from specdec_cli.text import is_unicode, one_line
 
 _MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
@@ -309,6 +310,7 @@ def shared(*without: str) -> Callable[[Callable[..., None]], Callable[..., None]
             where = {parameter.name: values.pop(parameter.name) for parameter in of_prompts}
             asked = Asked(ctx.obj, given, **values)
             set_up_logging(quiet=asked.quiet, verbose=asked.verbose)
+            begin_stage("reading the recipe")
             if asked.plugin:  # before the recipe is read, which may name what they add
                 from specdec_cli.plugin import load
 

@@ -15,6 +15,7 @@ import typer
 import specdec_cli
 from specdec_cli.errors import SetupError
 from specdec_cli.launch.world import Place, World, join
+from specdec_cli.stages import begin_stage
 
 T = TypeVar("T")
 
@@ -37,9 +38,11 @@ def importing() -> Iterator[None]:
     gc.disable()
     try:
         check_room("torch", NUMPY_MIB + _torch_mib())
+        begin_stage("importing torch")
         import torch  # noqa: F401
 
         check_room("transformers", _TRANSFORMERS_MIB)
+        begin_stage("importing transformers and the engine")
         yield
         gc.freeze()
     finally:

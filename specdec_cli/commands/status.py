@@ -13,6 +13,7 @@ from typing import Any
 import typer
 
 from specdec_cli.errors import Notice, SetupError
+from specdec_cli.stages import begin_stage
 from specdec_cli.text import inert, shortened
 
 
@@ -70,6 +71,7 @@ class Stages:
     def begin(self, what: str) -> None:
         """End the previous stage and begin `what`."""
         self._done += 1
+        begin_stage(what)
         if self.show is not None:
             self.show(what, self._done, self._total)
 

@@ -35,7 +35,8 @@ class ForwardBatch:
     token_ids, positions, slots: int64 [T]; slots are flat cache positions, block * block_size +
     offset. query_start: int32 [B + 1]. context_lens: int32 [B], tokens in the cache including
     this pass's. block_tables: int32 [B, widest]. logit_rows: int64 [M], packed rows that need
-    logits, None for all. plan: the gather of keys and values, on a CPU only.
+    logits, None for all. plan: the gather of keys and values, on a CPU only. chunks: long chunks of
+    prompts, on CUDA only.
     """
 
     token_ids: torch.Tensor
@@ -47,6 +48,7 @@ class ForwardBatch:
     max_query_len: int
     logit_rows: torch.Tensor | None
     plan: ops.GatherPlan | None
+    chunks: ops.ChunkPlan | None = None
 
 
 def make_batch(
@@ -56,7 +58,7 @@ def make_batch(
 
     logits_per_span: how many of each span's last tokens need logits.
     """
-    lengths = [s.length for s in spans]
+    lengths, contexts = [s.length for s in spans], [s.stop for s in spans]
     query_start = [0, *accumulate(lengths)]
     rows = [
         row
@@ -71,7 +73,7 @@ def make_batch(
 
     query_start_t = ints(query_start, torch.int32)
     positions = ints([p for s in spans for p in range(s.start, s.stop)], torch.int64)
-    context_lens = ints([s.stop for s in spans], torch.int32)
+    context_lens = ints(contexts, torch.int32)
     block_tables = ints(tables, torch.int32)
     plan = None
     if device.type == "cpu":
@@ -88,6 +90,7 @@ def make_batch(
         max_query_len=max(lengths),
         logit_rows=None if len(rows) == query_start[-1] else ints(rows, torch.int64),
         plan=plan,
+        chunks=ops.plan_chunks(lengths, contexts, device, ops.bound_of(device)),
     )
 
 

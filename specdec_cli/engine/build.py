@@ -35,6 +35,7 @@ from specdec_cli.models.fused import fuse
 from specdec_cli.models.loader import Description, load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import Captures, PromptGraphs
+from specdec_cli.stages import begin_stage
 
 _log = logging.getLogger("specdec")
 _WARM_UP_PROMPT = 33  # tokens: more than the widest pass that the decode kernels take
@@ -60,16 +61,19 @@ def build(
     need = _need_of(plan, longest_prompt)
     plan = _within_reach(plan, need.longest)
     is_open = recipe.cache.num_blocks is None and plan.device.type == "cuda"
+    begin_stage("estimating memory")
     rough = sum(estimate_passes(plan, need)) if is_open else 0  # while models are on meta
     if loaded_target is not None:
         loaded_target.cache.layers.clear()
     try:
         models = load_models(plan, on_stage, loaded_target)
+        begin_stage("choosing the size of the caches")
         if (num_blocks := recipe.cache.num_blocks) is None:
             num_blocks = _choose_num_blocks(plan, models, need, rough, on_stage)
         elif plan.device.type != "cuda":
             _check_host_room(plan, num_blocks)
         _log.info("the caches have %d blocks of %d tokens", num_blocks, need.block_size)
+        begin_stage("allocating the caches")
         engine = wire(plan, models, num_blocks)
     except (torch.OutOfMemoryError, MemoryError) as problem:
         raise out_of_memory(plan) from problem
@@ -151,7 +155,9 @@ def load_models(
     """
     device, draft = plan.device, plan.draft
     if device.type == "cuda":
+        begin_stage("starting CUDA")
         torch.cuda.set_device(device)  # Triton and NCCL launch on the current one
+        torch.cuda.synchronize(device)
     on_stage("loading the target")
     with found_alike():
         module = loaded_target.module if loaded_target else load(plan.target, device)
@@ -176,6 +182,7 @@ def load_models(
         with found_alike():
             held = draft.load(target, plan.groups, plan.recipe.cache.block_size)
         models = Models(target, held)
+    begin_stage("releasing what loading has left")
     release(device)  # weights as they were before they were split or merged
     return models
 
@@ -187,6 +194,7 @@ def _paged(
     role = held.spec.role
     fused = None
     if role not in plan.compiled:
+        begin_stage(f"fusing the {role}")
         fused = fuse(module, plan.max_model_len, held.parallel)
     is_narrower = role == "draft" and held.vocab_size < plan.target.vocab_size
     cache = KVCache(held.layers, 0, plan.recipe.cache.block_size, held.dtype, plan.device)
@@ -323,6 +331,7 @@ def _warm_up(engine: Engine, plan: Plan, longest_prompt: int) -> None:
     try:
         engine.compile_ahead(lengths, plan.k, params)
         for length in lengths:
+            begin_stage("running prompts to warm up")
             engine.run([Request(0, (0,) * length)], plan.k, params)
     except CompileError as problem:
         raise cannot_compile(problem) from problem

@@ -16,6 +16,7 @@ from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import slot_counts
+from specdec_cli.engine.chunk_bytes import chunk_bytes, prefill_tokens
 from specdec_cli.engine.measure import cache_rounding
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.profile import (
@@ -54,7 +55,7 @@ class PassBytes(NamedTuple):
 
 def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
     """Memory that the largest passes that `need` allows will take on this rank."""
-    chunk = _prefill_tokens(plan, need)
+    chunk = prefill_tokens(plan, need)
     is_cuda = plan.device.type == "cuda"
     modules, method = [m for m in plan.modules if m in plan.held], _method_bytes(plan, need)
     each = [
@@ -62,6 +63,9 @@ def estimate_passes(plan: Plan, need: CacheNeed) -> PassBytes:
         for m in modules
     ]
     each.append(method.in_prefill)
+    if is_cuda:
+        of_chunks = chunk_bytes(plan, need)
+        each.append(of_chunks.first + of_chunks.later)
     if plan.captures_prompts:
         each.append(_prompt_graphs_bytes(plan, need, modules, method))
     # On CUDA one model's freed blocks are seldom of a size that the other can use.
@@ -89,7 +93,7 @@ def _prompt_graphs_bytes(
 ) -> int:
     """Memory of captured prefill passes: their pool, inputs and results at fixed addresses, and the
     graphs. They are measured with the passes."""
-    chunk = _prefill_tokens(plan, need)
+    chunk = prefill_tokens(plan, need)
     largest = width_of(chunk) or WIDTHS[-1]
     fused = [m for m in modules if m.spec.role not in plan.compiled and is_fusable(m.module)]
     found = method.in_prefill * largest // chunk
@@ -101,11 +105,6 @@ def _prompt_graphs_bytes(
         kept = 2 * _hidden_bytes(model, width) + rows * model.vocab_size * model.dtype.itemsize
         found += _prefill_bytes(model, False, width, rows, is_cuda=True) + kept
     return found + _PER_STREAM + count * len(plan.held) * _PER_PROMPT_GRAPH
-
-
-def _prefill_tokens(plan: Plan, need: CacheNeed) -> int:
-    """Tokens of the largest prefill pass."""
-    return min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
         batch_size=need.batch_size,
         k=plan.k,
         longest=min(plan.max_model_len, need.num_blocks * need.block_size),
-        chunk=_prefill_tokens(plan, need),
+        chunk=prefill_tokens(plan, need),
         vocab_size=plan.target.vocab_size,
         is_greedy=_is_greedy(plan),
         is_first=plan.parallel.is_first,

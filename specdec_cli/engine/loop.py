@@ -33,6 +33,7 @@ from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
+from specdec_cli.stages import begin_stage
 
 
 class Engine:
@@ -140,6 +141,7 @@ class Engine:
                 run.rounds.discard()
                 run.scheduler.release_all()
 
+        begin_stage("compiling the kernels of prompts")
         compile_ahead(fill_each, self.target.device)
 
     def forecast(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
+from specdec_cli.engine.chunk_bytes import chunk_bytes
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
 from specdec_cli.engine.profile import CacheNeed, Overhead, RankMemory, on_host
@@ -64,6 +65,9 @@ def measure_rank(
 
     if is_cuda:
         overhead = _on_gpu(plan, capture, run)
+        # The rehearsal has no chunk of a prompt but the first.
+        activation = overhead.activation_bytes + chunk_bytes(plan, need).later
+        overhead = replace(overhead, activation_bytes=activation)
     else:
         capture()
         with LiveBytes() as live:

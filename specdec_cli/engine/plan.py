@@ -34,6 +34,7 @@ from specdec_cli.models.tokenizer import (
 )
 from specdec_cli.recipe import ModelSection, Recipe
 from specdec_cli.recipe.choices.registry import needs_draft, without_draft
+from specdec_cli.stages import begin_stage
 
 # Models smaller than this run on one CPU thread. Their products take microseconds, so threads gain
 # little. If another process holds a core, they wait for each other (measured: 80 times slower).
@@ -221,6 +222,7 @@ def plan(recipe: Recipe, permissions: Permissions = Permissions()) -> Plan:
     """
     _check_world(recipe)
     with found_alike():
+        begin_stage("finding the device")
         device = resolve_device(recipe.run.device)
         return _plan_on(recipe, permissions, device, _groups(recipe, device), describe)
 
@@ -264,7 +266,9 @@ def _plan_on(
 ) -> Plan:
     """`plan` for a rank at its place."""
     recipe = with_method(recipe)
+    begin_stage("describing the target")
     target = describe(_spec("target", recipe.target, permissions), device, groups.target or ALONE)
+    begin_stage("reading the tokenizer")
     tokenizer = _tokenizer(target)
     found = Plan(
         recipe=recipe,
@@ -279,6 +283,7 @@ def _plan_on(
     if recipe.draft is not None and wants_draft and recipe.speculation.num_speculative_tokens:
         # Ranks that hold no part of the draft check it too, so that all of them refuse it, or none.
         part = groups.draft or TensorParallel(size=recipe.draft.tensor_parallel_size)
+        begin_stage("describing the draft")
         spec = _spec("draft", recipe.draft, permissions)
         found = _with_draft(found, _draft_of(found, spec, part, describe))
     if device.type == "cpu" and sum(m.weight_bytes for m in found.models) < _ONE_THREAD_BYTES:

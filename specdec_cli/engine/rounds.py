@@ -13,6 +13,7 @@ from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.state import BatchState, Texts, slot_counts
 from specdec_cli.engine.graphs import Rounds
 from specdec_cli.engine.round import Record, RoundParts, run_round
+from specdec_cli.stages import begin_stage
 
 
 @dataclass(slots=True, eq=False)
@@ -63,7 +64,9 @@ class RoundCache:
         counts = reversed(slot_counts(self.batch_size))
         states = [BatchState(count, columns, device, texts) for count in counts]
         if self.is_captured:
+            begin_stage("compiling the kernels of rounds")
             compile_ahead(partial(_run_each, parts, states, lengths), device)
+            begin_stage("capturing rounds")
         made = [
             Rounds(parts, state, lengths, self.is_captured, self.runs_ahead, self._pool)
             for state in states

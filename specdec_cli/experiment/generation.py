@@ -22,6 +22,7 @@ from specdec_cli.experiment.results import Output
 from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
+from specdec_cli.stages import begin_stage
 from specdec_cli.text import is_unicode
 
 _log = logging.getLogger("specdec")
@@ -76,6 +77,7 @@ def tokenised(planned: Plan, prompts: list[Prompt]) -> Job:
     Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
     that it refuses.
     """
+    begin_stage("tokenising the prompts")
     rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
     if (silent := next(filter(_lacks_system, rendered), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)

@@ -203,6 +203,7 @@ def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) 
             query_norm=layer.query_norm,
             key_norm=layer.key_norm,
             eps=layer.eps,
+            chunks=batch.chunks,
             **layer.call,
         )
 

@@ -11,6 +11,7 @@ import torch
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
+from specdec_cli.engine.chunk_bytes import chunk_bytes
 from specdec_cli.engine.estimate import (
     _pass_bytes,
     empty_gpu,
@@ -103,6 +104,20 @@ def test_the_split_of_a_pair_by_hand(tmp_path: Path) -> None:
     assert (split.limiting, split.num_blocks) == (first, first.kv_budget_bytes // (1024 + 2048))
     stranded = idle.kv_budget_bytes - 1024 * split.num_blocks
     assert split.stranded_bytes(idle) == stranded > GIB
+
+
+def test_copies_of_a_long_prompt_s_keys_by_hand(tmp_path: Path) -> None:
+    """4 heads of 64 and 2 of keys, in bf16; passes have 2048 tokens."""
+    recipe = pair(tmp_path, "llama", None, head_dim=64)
+    (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
+    each = 2 * 2 * 2 * 64
+    assert chunk_bytes(planned, CacheNeed(4, 512, 0, 8)) == (0, 0)
+    assert chunk_bytes(planned, CacheNeed(4, 2001, 0, 8)) == (2000 * each, 0)
+    assert chunk_bytes(planned, CacheNeed(1, 5001, 0, 8)) == (2048 * each, 2952 * each)
+    assert chunk_bytes(planned, CacheNeed(1, 10**5, 0, 8)) == (2048 * each, 30720 * each)
+    tiny = pair(tmp_path, "llama", None)  # whose heads are 16 wide
+    (planned,) = plan_all_ranks(tiny, Permissions(), CUDA)
+    assert chunk_bytes(planned, CacheNeed(1, 5001, 0, 8)) == (0, 0)
 
 
 # Numbers that each rank holds of a model with 2 layers, 64 wide, by hand. The embedding is whole,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import triton
+from specdec_kernels.attention.dense_triton import TILES as DENSE_TILES
 from specdec_kernels.attention.tiles import choose_cut, paged_tiles
 from specdec_kernels.experts.down_triton import down_constants
 from specdec_kernels.experts.gate_up_triton import gate_up_constants
@@ -215,6 +216,20 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"HEADS": 8, "DK": 128, "DV": 128, "BLOCK_SIZE": 16, "BLOCK_K": 1024, "BLOCK_V": 1024},
         {},
     ),
+    "gather_kv": (
+        *("attention.chunks_triton", "gather_kv_kernel", "*bf16"),
+        {"KV_HEADS": 8, "D": 128, "BLOCK_SIZE": 16, "BLOCK_ROWS": 8, "BLOCK": 1024},
+        {},
+    ),
+    **{
+        f"dense_attention-D{dim}": (
+            *("attention.dense_triton", "dense_attention_kernel", "*bf16"),
+            {"GROUP": 4, "D": dim, "BLOCK_M": tiles.block_m, "BLOCK_N": tiles.block_n}
+            | {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
+            dict.fromkeys(("key_desc", "value_desc"), f"tensordesc<bf16[{tiles.block_n},{dim}]>"),
+        )
+        for dim, tiles in DENSE_TILES.items()
+    },
     "stamp": ("round.steps_triton", "stamp_kernel", "*i64", {"PLACE": 2}, {}),
     "uniform_rows": (
         "sampling.noise_triton",
@@ -310,10 +325,13 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
     },
     **{
         name: (
-            "sampling.verify_triton",
-            "verify_logits_kernel",
+            *(
+                ("sampling.block_triton", "block_verify_kernel")
+                if name.startswith("block")
+                else ("sampling.verify_triton", "reject_logits_kernel")
+            ),
             "*bf16",
-            {"BY_BLOCK": name.startswith("block"), **constants},
+            constants,
             LOGIT_TYPES | types,
         )
         for name, constants, types in [

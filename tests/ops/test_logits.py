@@ -1,19 +1,20 @@
 """Sampling and rejection over logits, against their definitions in fp64."""
 
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
 from ops_helpers import needs_cuda
 from specdec_kernels import ops
 from specdec_kernels.sampling import logit_rows_triton as rows_of_logits
+from specdec_kernels.sampling.block_triton import verify_block_triton
 from specdec_kernels.sampling.logit_rows_triton import logit_rows_triton
 from specdec_kernels.sampling.logits import LogitRows, to_probs
 from specdec_kernels.sampling.logits_triton import sample_logits_triton
 from specdec_kernels.sampling.verify_triton import reject_logits_triton
 from torch import Tensor
 
+from specdec_cli.acceptance.block import verify_block
 from tests.lossless import chi_square
 
 INF, NAN = float("inf"), float("nan")
@@ -78,9 +79,9 @@ def rule_of(function: Rule, reads_rows: bool) -> Rule:
 
 
 torch_rejects = rule_of(ops.reject_logits.reference, False)
-torch_blocks = rule_of(partial(ops.reject_logits.reference, by_block=True), False)
+torch_blocks = rule_of(verify_block.reference, False)
 triton_rejects = rule_of(reject_logits_triton, True)
-triton_blocks = rule_of(partial(reject_logits_triton, by_block=True), True)
+triton_blocks = rule_of(verify_block_triton, True)
 both = pytest.mark.parametrize("rows_of", [ops.logit_rows.reference, logit_rows_triton])
 both_rejections = pytest.mark.parametrize(
     "reject", [torch_rejects, triton_rejects], ids=["torch", "triton"]

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.chunks import ChunkPlan, attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.rope_triton import (
     load_heads,
@@ -316,13 +317,14 @@ def rope_attention_triton(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
+    chunks: ChunkPlan | None = None,
     *,
     splits: int | None = None,
     alone: int = ALONE,
     min_keys: int = MIN_KEYS,
     block_n: int | None = None,
 ) -> Tensor:
-    """See `ops.rope_attention`; the arguments after `eps` override the launch configuration."""
+    """See `ops.rope_attention`; the arguments after `chunks` override the launch configuration."""
     num_tokens, width = qkv.shape
     _, block_size, kv_heads, head_dim = key_cache.shape
     num_sequences, num_columns = block_tables.shape
@@ -340,6 +342,13 @@ def rope_attention_triton(
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
+        if takes_chunks(chunks, key_cache, value_cache, sliding_window, softcap, sinks):
+            assert chunks is not None
+            out = attend_chunks(
+                *(query, key_cache, value_cache, block_tables, context_lens),
+                *(chunks, scale, sliding_window),
+            )
+            return out.view(num_tokens, heads * head_dim)
         out = paged_attention_triton(
             query,
             key_cache,

@@ -8,6 +8,8 @@ number of splits is chosen from shapes alone: the lengths stay on the device.
 
 Tiles are numbered by sequence, each with as many as the longest may need, or by packed token where
 that makes fewer. Sequence b then has those from query_start[b] // TILE + b on, which are enough.
+Programs start in the order of their numbers. A prompt's last tiles see most keys, so they come
+first, of all heads: otherwise the device would wait for a few of them in the end.
 """
 
 import torch
@@ -115,7 +117,7 @@ def joined(
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_tiles", "num_sequences", "table_stride"])
+@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
@@ -129,7 +131,6 @@ def paged_attention_kernel(
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
     scale,
     softcap,
-    num_tiles,  # of each sequence; unless PACKED
     num_sequences,
     num_heads,
     query_stride_t,
@@ -155,15 +156,16 @@ def paged_attention_kernel(
     PACKED: tl.constexpr,
 ):
     TILE: tl.constexpr = BLOCK_M // GROUP  # query tokens of a program
+    kv_head = tl.program_id(0).to(tl.int64)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
     if PACKED:
-        sequence = sequence_of(query_start_ptr, tl.program_id(0), num_sequences, TILE)
+        sequence = sequence_of(query_start_ptr, tile, num_sequences, TILE)
         first_tile = tl.load(query_start_ptr + sequence) // TILE + sequence
-        tile_start = (tl.program_id(0) - first_tile) * TILE
+        tile_start = (tile - first_tile) * TILE
         sequence = sequence.to(tl.int64)
     else:
-        sequence = (tl.program_id(0) // num_tiles).to(tl.int64)
-        tile_start = (tl.program_id(0) % num_tiles) * TILE
-    kv_head = tl.program_id(1).to(tl.int64)
+        sequence = (tile % num_sequences).to(tl.int64)
+        tile_start = tile // num_sequences * TILE
     split = tl.program_id(2)
     # A Python float reaches a kernel inside torch.compile as fp64.
     scale = tl.full([], scale, tl.float32)
@@ -335,8 +337,12 @@ def paged_attention_triton(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     splits: int | None = None,
+    tiles: tuple[int, int] | None = None,
 ) -> Tensor:
-    """See `ops.paged_attention`; `splits`, a power of two, overrides `paged_splits`."""
+    """See `ops.paged_attention`.
+
+    splits: a power of two, overrides `paged_splits`. tiles: overrides `paged_tiles`.
+    """
     num_tokens, num_heads, dk = query.shape
     _, block_size, kv_heads, dv = value_cache.shape
     num_sequences, num_columns = block_tables.shape
@@ -350,10 +356,10 @@ def paged_attention_triton(
     block_dv = max(16, triton.next_power_of_2(dv))
     head_bytes = max(block_dk, block_dv) * query.element_size()
     room = shared_memory(query.device)
-    block_m, block_n = paged_tiles(max_query_len, group, head_bytes, room)
+    block_m, block_n = tiles or paged_tiles(max_query_len, group, head_bytes, room)
     tile = block_m // group
-    num_tiles = triton.cdiv(max_query_len, tile)
-    by_sequence, by_token = num_sequences * num_tiles, num_tokens // tile + num_sequences
+    by_sequence = num_sequences * triton.cdiv(max_query_len, tile)
+    by_token = num_tokens // tile + num_sequences
     programs = by_sequence * kv_heads
     if splits is None:
         splits = 1
@@ -369,12 +375,11 @@ def paged_attention_triton(
     else:
         out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
-    paged_attention_kernel[(min(by_sequence, by_token), kv_heads, splits)](
+    paged_attention_kernel[(kv_heads, min(by_sequence, by_token), splits)](
         *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
         *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
-        num_tiles,
         num_sequences,
         num_heads,
         *query.stride()[:2],

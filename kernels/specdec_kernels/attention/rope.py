@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.attention.cache import write_kv
+from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.paged import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
 from specdec_kernels.linear.reference import rms_norm_reference
@@ -79,6 +80,7 @@ def rope_attention(
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
+    chunks: ChunkPlan | None = None,
 ) -> Tensor:
     """Rotary embedding, storing the new keys and values, and `paged_attention` of one layer.
 
@@ -98,6 +100,8 @@ def rope_attention(
             is positive.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
         eps: Of these norms.
+        chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
+            Every token then belongs to a sequence. The result is the same within rounding.
 
     Returns:
         [T, H * D], contiguous.

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specdec_kernels.dispatch import kernel
-from specdec_kernels.sampling.block_verify import block_verify_reference
 from specdec_kernels.sampling.rejection import (
     TINY,
     rejection_sample_reference,
@@ -132,12 +131,8 @@ def reject_logits(
     top_p: float,
     accept_noise: Tensor,
     sample_noise: Tensor,
-    by_block: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`rejection_sample_reference` over logits: no probabilities are stored.
-
-    by_block: `block_verify_reference` instead, which says what the noise then has to be. For
-    proposals that were not drawn both rules have the same law, and rejection sampling answers.
 
     Args:
         draft_tokens: [B, K] int64, -1 from void rows; what lies at or past `lens` is ignored.
@@ -156,18 +151,36 @@ def reject_logits(
         int64, how many drafts: -2 where a draft token is negative, else -1 (and the tokens too)
         where a target row up to `lens` is void.
     """
+    drafts, q, p = distributions(
+        draft_tokens, draft_logits, target_logits, temperature, top_k, top_p
+    )
+    tokens, accepted = rejection_sample_reference(drafts, lens, q, p, accept_noise, sample_noise)
+    return tokens, spoilt(draft_tokens, lens, accepted)
+
+
+def distributions(
+    draft_tokens: Tensor,
+    draft_logits: Tensor | None,
+    target_logits: Tensor,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Proposals without -1 [B, K], q [B, K, V] and p [B, K + 1, V], fp32; as `reject_logits`."""
     filters, vocab = (temperature, top_k, top_p), target_logits.shape[2]
     drafts, p = draft_tokens.clamp(min=0), to_probs(target_logits, *filters)
     if draft_logits is None:
         q = F.one_hot(drafts, vocab).float()
     else:
         q = to_probs(F.pad(draft_logits, (0, vocab - draft_logits.shape[2]), value=-INF), *filters)
-    is_joint = by_block and draft_logits is not None
-    decide = block_verify_reference if is_joint else rejection_sample_reference
-    tokens, accepted = decide(drafts, lens, q, p, accept_noise, sample_noise)
+    return drafts, q, p
+
+
+def spoilt(draft_tokens: Tensor, lens: Tensor, accepted: Tensor) -> Tensor:
+    """`accepted` [B] as int64, -2 where a draft token before `lens` is negative."""
     place = torch.arange(draft_tokens.shape[1], device=lens.device)
-    spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
-    return tokens, accepted.long().masked_fill(spoilt, -2)
+    is_spoilt = ((draft_tokens < 0) & (place < lens[:, None])).any(dim=1)
+    return accepted.long().masked_fill(is_spoilt, -2)
 
 
 @kernel("specdec_kernels.sampling.argmax_triton:greedy_argmax_triton")

@@ -1,10 +1,11 @@
-"""Rejection sampling and block verification over the model's logits: one Triton kernel.
+"""Rejection sampling over the model's logits: a Triton kernel, and what kernels like it share.
 
-Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program of
-rejection sampling measures, in its part of the vocabulary, the residual of the first rejected
-place. One of block verification has a place of its own: its last program needs the residuals of
-all places to decide how many drafts stand. The last program draws the next token.
+Rows are cut into the parts of `logit_rows_triton`. Probabilities are never stored. A program
+measures, in its part of the vocabulary, the residual of the first rejected place. The last program
+draws the next token.
 """
+
+from typing import Any
 
 import torch
 import triton
@@ -21,9 +22,6 @@ from specdec_kernels.launch_triton import (
 from specdec_kernels.sampling.logit_rows_triton import cut, exponent_scale, kept_weight, logits_at
 from specdec_kernels.sampling.logits import LogitRows
 from specdec_kernels.sampling.logits_triton import first_above
-from specdec_kernels.sampling.rejection import TINY
-
-LEAST = tl.constexpr(TINY)
 
 
 @triton.jit
@@ -38,20 +36,6 @@ def token_probability(rows, token, mask, scale, V: tl.constexpr):
 def rows_at(logits_ptr, rows_ptr, place, stride):
     """Pointers to the logits and to the statistics of the rows at `place`."""
     return logits_ptr + place.to(tl.int64) * stride, rows_ptr + place * 4
-
-
-@triton.jit
-def running_weights(p, q, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """w_0 = 1 and w_i = min(1, w_(i-1) p_i / q_i) from the drafts' probabilities: [BLOCK_K]."""
-    place = tl.arange(0, BLOCK_K)
-    ratios = p / tl.maximum(q, LEAST)
-    weights = tl.full([BLOCK_K], 1.0, tl.float32)
-    weight = tl.full([], 1.0, tl.float32)
-    for i in range(K):
-        ratio = tl.sum(tl.where(place == i, ratios, 0.0), axis=0)
-        weight = tl.minimum(weight * ratio, 1.0)
-        weights = tl.where(place == i + 1, weight, weights)
-    return weights
 
 
 @triton.jit
@@ -108,7 +92,34 @@ def draw_token(
 
 
 @triton.jit
-def verify_logits_kernel(
+def write_round(
+    outputs,  # tokens [B, K + 1] int64 and accepted [B] int64
+    row,
+    own,  # the token drawn after the accepted ones
+    accepted,
+    drafts,  # [BLOCK_K], 0 past `length`
+    length,
+    target_rows_ptr,  # of this row, [K + 1, 4] fp32
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write accepted drafts, the drawn token, and -1; and the count, or -2 or -1 if not finite."""
+    tokens_ptr, accepted_ptr = outputs
+    place = tl.arange(0, BLOCK_K)
+    counts = (place <= length) & (place <= K)
+    totals = tl.load(target_rows_ptr + place * 4 + 1, mask=counts, other=1.0)
+    void = tl.max((totals != totals).to(tl.int32), axis=0) > 0
+    spoilt = tl.max(((place < length) & (drafts < 0)).to(tl.int32), axis=0) > 0
+    out = tl.where(place == accepted, own, -1).to(tl.int64)
+    out = tl.where(place < accepted, drafts, out)
+    out = tl.where(void, -1, out)
+    tl.store(tokens_ptr + row * (K + 1) + place, out, mask=place <= K)
+    told = tl.where(spoilt, -2, tl.where(void, -1, accepted))
+    tl.store(accepted_ptr + row, told.to(tl.int64))
+
+
+@triton.jit
+def reject_logits_kernel(
     draft_tokens_ptr,  # [B, K] int64, -1 where the draft had no token
     lens_ptr,  # [B] int64 or int32
     draft_logits_ptr,  # [B, K, DRAFT_V], or None where q is one-hot
@@ -118,7 +129,7 @@ def verify_logits_kernel(
     target_parts_ptr,  # [B, K + 1, PARTS] fp32
     accept_noise_ptr,  # [B, K] fp32
     sample_noise_ptr,  # [B, K + 1] fp32
-    residuals_ptr,  # [B, PARTS] fp32, with BY_BLOCK [B, K, PARTS], scratch
+    residuals_ptr,  # [B, 1, PARTS] fp32, scratch
     counters_ptr,  # [>= B] int32, zeros
     tokens_ptr,  # [B, K + 1] int64, out
     accepted_ptr,  # [B] int64, out
@@ -137,24 +148,22 @@ def verify_logits_kernel(
     PARTS: tl.constexpr,
     BLOCK_PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    BY_BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     ONE_HOT: tl.constexpr = draft_logits_ptr is None
-    PLACES: tl.constexpr = K if BY_BLOCK else 1
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(2)
     after_predecessor(DEPENDENT)
     scale = tl.full([], scale, tl.float32)
 
     # 1. Every program computes the drafts' probabilities, which is cheaper than another kernel, and
-    # from them how many are accepted, or the running weights.
+    # from them how many are accepted.
     length = tl.load(lens_ptr + row).to(tl.int32)
     place = tl.arange(0, BLOCK_K)
     drafted = (place < length) & (place < K)
     target_rows_ptr += row * (K + 1) * 4
     target_logits_ptr += row * target_stride_b
-    residuals_ptr += row * (PLACES * PARTS)
+    residuals_ptr += row * PARTS
     drafts = tl.full([BLOCK_K], 0, tl.int64)
     accepted = tl.full([], 0, tl.int32)
     if K > 0:
@@ -168,22 +177,13 @@ def verify_logits_kernel(
             q = token_probability(rows, token, drafted, scale, DRAFT_V)
         rows = rows_at(target_logits_ptr, target_rows_ptr, place, target_stride_k)
         p = token_probability(rows, token, drafted, scale, V)
-        accept_noise_ptr += row * accept_stride
-        if BY_BLOCK:
-            weights = running_weights(p, q, K, BLOCK_K)
-        else:
-            noise = tl.load(accept_noise_ptr + place, mask=drafted, other=0.0)
-            stays = drafted & (noise * q < p)
-            accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
+        noise = tl.load(accept_noise_ptr + row * accept_stride + place, mask=drafted, other=0.0)
+        stays = drafted & (noise * q < p)
+        accepted = tl.minimum(tl.min(tl.where(stays, BLOCK_K, place), axis=0), length)
 
-    # 2. The mass of a place's residual in this part, unless nothing was drafted there.
-    factor = 1.0
-    own_place = accepted
-    if BY_BLOCK:
-        own_place = tl.program_id(1)
-        factor = tl.sum(tl.where(place == own_place, weights, 0.0), axis=0)
-    rows = rows_at(target_logits_ptr, target_rows_ptr, own_place, target_stride_k)
-    target = (rows[0], rows[1], factor, scale)
+    # 2. The mass of the residual in this part, unless nothing was drafted there.
+    rows = rows_at(target_logits_ptr, target_rows_ptr, accepted, target_stride_k)
+    target = (rows[0], rows[1], 1.0, scale)
     proposed = tl.full([], 0, tl.int64)
     draft = (None, None, proposed)
     if K > 0:
@@ -191,43 +191,19 @@ def verify_logits_kernel(
             draft = (None, None, tl.sum(tl.where(place == accepted, drafts, 0), axis=0))
         else:
             # q is not read after the last place, but needs a valid address.
-            behind = tl.minimum(own_place, K - 1)
-            rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
-            draft = (rows[0], rows[1], proposed)
-        if own_place < length:
-            at = part * BLOCK + tl.arange(0, BLOCK)
-            residual = residual_weight(at, V, target, draft, V, DRAFT_V)
-            slot = own_place if BY_BLOCK else 0
-            tl.store(residuals_ptr + slot * PARTS + part, tl.sum(residual, axis=0))
-
-    # 3. The last program draws one token, from the residual or from p.
-    if is_last(counters_ptr + row, PLACES * PARTS):
-        every = tl.arange(0, BLOCK_PARTS)
-        residuals = tl.zeros([BLOCK_PARTS], tl.float32)
-        if BY_BLOCK:
-            # The longest prefix that passes stands.
-            masses = tl.load(
-                residuals_ptr + place[:, None] * PARTS + every[None, :],
-                mask=drafted[:, None] & (every < PARTS)[None, :],
-                other=0.0,
-                cache_modifier=".cg",
-            )
-            mass = tl.sum(masses, axis=1)
-            rest = mass + (1.0 - weights)
-            chance = tl.where(rest == 0.0, 1.0, mass / rest)
-            chance = tl.where(place == length, weights, chance)
-            tested = (place >= 1) & (place <= length)
-            # The noise of place i - 1 decides whether i drafts stand. Nothing is below a NaN.
-            noise = tl.load(accept_noise_ptr + place - 1, mask=tested, other=1.0)
-            accepted = tl.max(tl.where(tested & (noise < chance), place, 0), axis=0)
-            residuals = tl.sum(tl.where((place == accepted)[:, None], masses, 0.0), axis=0)
-            factor = tl.sum(tl.where(place == accepted, weights, 0.0), axis=0)
-            rows = rows_at(target_logits_ptr, target_rows_ptr, accepted, target_stride_k)
-            target = (rows[0], rows[1], factor, scale)
             behind = tl.minimum(accepted, K - 1)
             rows = rows_at(draft_logits_ptr, draft_rows_ptr, behind, draft_stride_k)
             draft = (rows[0], rows[1], proposed)
-        elif K > 0:
+        if accepted < length:
+            at = part * BLOCK + tl.arange(0, BLOCK)
+            residual = residual_weight(at, V, target, draft, V, DRAFT_V)
+            tl.store(residuals_ptr + part, tl.sum(residual, axis=0))
+
+    # 3. The last program draws one token, from the residual or from p.
+    if is_last(counters_ptr + row, PARTS):
+        every = tl.arange(0, BLOCK_PARTS)
+        residuals = tl.zeros([BLOCK_PARTS], tl.float32)
+        if K > 0:
             residuals = tl.load(
                 residuals_ptr + every,
                 mask=every < tl.where(accepted < length, PARTS, 0),
@@ -239,20 +215,13 @@ def verify_logits_kernel(
         own = draw_token(
             residuals, parts_ptr, draw, target, draft, V, DRAFT_V, K, PARTS, BLOCK_PARTS, BLOCK
         )
-        # Accepted drafts, the drawn token, and -1; and the count, or -2 or -1 if not finite.
-        counts = (place <= length) & (place <= K)
-        totals = tl.load(target_rows_ptr + place * 4 + 1, mask=counts, other=1.0)
-        void = tl.max((totals != totals).to(tl.int32), axis=0) > 0
-        spoilt = tl.max(((place < length) & (drafts < 0)).to(tl.int32), axis=0) > 0
-        out = tl.where(place == accepted, own, -1).to(tl.int64)
-        out = tl.where(place < accepted, drafts, out)
-        out = tl.where(void, -1, out)
-        tl.store(tokens_ptr + row * (K + 1) + place, out, mask=place <= K)
-        told = tl.where(spoilt, -2, tl.where(void, -1, accepted))
-        tl.store(accepted_ptr + row, told.to(tl.int64))
+        outputs = (tokens_ptr, accepted_ptr)
+        write_round(outputs, row, own, accepted, drafts, length, target_rows_ptr, K, BLOCK_K)
 
 
-def reject_logits_triton(
+def decide_with(
+    kernel: Any,
+    num_places: int,
     draft_tokens: Tensor,
     lens: Tensor,
     draft_logits: Tensor | None,
@@ -260,13 +229,13 @@ def reject_logits_triton(
     target_logits: Tensor,
     target: LogitRows | None,
     temperature: float,
-    top_k: int,
-    top_p: float,
     accept_noise: Tensor,
     sample_noise: Tensor,
-    by_block: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `ops.reject_logits`."""
+    """Launch a kernel with the arguments of `reject_logits_kernel`; see `ops.reject_logits`.
+
+    num_places: places of each sequence whose residuals are measured, by programs of their own.
+    """
     assert target is not None
     (batch, width), vocabulary = draft_tokens.shape, target_logits.shape[2]
     draft_vocabulary, draft_strides = vocabulary, [0, 0]
@@ -284,14 +253,12 @@ def reject_logits_triton(
     assert width == 0 or sample_noise.stride(1) == 1
     assert accept_noise.shape == (batch, width) and sample_noise.shape == (batch, width + 1)
     assert all(t.is_contiguous() for t in target)
-    # Both rules are the same for proposals that were not drawn.
-    by_block = by_block and width > 0 and draft_logits is not None
-    parts, places = target.parts.shape[1], width if by_block else 1
+    parts = target.parts.shape[1]
     device = target_logits.device
-    residuals = torch.empty((batch, places, parts), dtype=torch.float32, device=device)
+    residuals = torch.empty((batch, num_places, parts), dtype=torch.float32, device=device)
     tokens = torch.empty((batch, width + 1), dtype=torch.int64, device=device)
     accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    verify_logits_kernel[(batch, places, parts)](
+    kernel[(batch, num_places, parts)](
         *(draft_tokens, lens, draft_logits, draft_rows, target_logits, *target),
         *(accept_noise, sample_noise, residuals, counters(device), tokens, accepted),
         draft_tokens.stride(0),
@@ -303,9 +270,37 @@ def reject_logits_triton(
         DRAFT_V=draft_vocabulary,
         K=width,
         BLOCK_K=triton.next_power_of_2(width + 1),
-        BY_BLOCK=by_block,
         num_warps=8,
         **cut(vocabulary, parts),
         **dependence(target_logits),
     )
     return tokens, accepted
+
+
+def reject_logits_triton(
+    draft_tokens: Tensor,
+    lens: Tensor,
+    draft_logits: Tensor | None,
+    draft_rows: Tensor | None,
+    target_logits: Tensor,
+    target: LogitRows | None,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    accept_noise: Tensor,
+    sample_noise: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `ops.reject_logits`."""
+    return decide_with(
+        reject_logits_kernel,
+        1,
+        draft_tokens,
+        lens,
+        draft_logits,
+        draft_rows,
+        target_logits,
+        target,
+        temperature,
+        accept_noise,
+        sample_noise,
+    )

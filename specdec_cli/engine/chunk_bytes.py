@@ -1,0 +1,43 @@
+"""Memory of attention over long chunks of prompts, whose keys and values are copied."""
+
+from typing import NamedTuple
+
+from specdec_kernels.attention.chunks import BOUNDS, HEAD_DIMS, LONGEST
+from specdec_kernels.gpu import CAPABILITY
+
+from specdec_cli.engine.plan import Plan
+from specdec_cli.engine.profile import CacheNeed
+from specdec_cli.models.fused import is_fusable
+from specdec_cli.models.loader import Description
+
+
+class ChunkBytes(NamedTuple):
+    """Bytes on a GPU of copies: with a prompt's first chunk, and what later ones take more."""
+
+    first: int = 0
+    later: int = 0
+
+
+def prefill_tokens(plan: Plan, need: CacheNeed) -> int:
+    """Tokens of the largest prefill pass."""
+    return min(plan.recipe.run.prefill_chunk, need.batch_size * max(1, need.longest - 1))
+
+
+def chunk_bytes(plan: Plan, need: CacheNeed) -> ChunkBytes:
+    """The sums over this rank's models with fused layers."""
+    tokens = min(prefill_tokens(plan, need), need.longest - 1)
+    found = [
+        _bytes_of(model, tokens, need.longest - 1)
+        for model in plan.modules
+        if model in plan.held and model.spec.role not in plan.compiled and is_fusable(model.module)
+    ]
+    return ChunkBytes(*map(sum, zip(*found, strict=True))) if found else ChunkBytes()
+
+
+def _bytes_of(model: Description, tokens: int, context: int) -> ChunkBytes:
+    shape, itemsize = model.layers[0], model.dtype.itemsize
+    fits = itemsize == 2 and shape.key_dim == shape.value_dim and shape.key_dim in HEAD_DIMS
+    if not fits or tokens < BOUNDS[CAPABILITY].queries:
+        return ChunkBytes()
+    each = 2 * shape.num_kv_heads * shape.key_dim * itemsize
+    return ChunkBytes(tokens * each, max(0, min(context, LONGEST) - tokens) * each)

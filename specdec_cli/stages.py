@@ -1,0 +1,14 @@
+"""The stages of a command's start, in its log. Imports nothing heavy."""
+
+import logging
+import time
+
+_log = logging.getLogger("specdec")
+_BEGUN = time.perf_counter()
+
+FIRST_TOKEN = "the first token"
+
+
+def begin_stage(what: str) -> None:
+    """Log, with -v, that `what` begins, and the seconds since this module was imported."""
+    _log.debug("%.3f s: %s", time.perf_counter() - _BEGUN, what)
