@@ -1,15 +1,69 @@
 """Time below which a pass cannot go: every weight that it needs is read once, and multiplied by
-every token.
+every token, at rates of this GPU that the run measures first (rates.py).
 
 Of experts only those are read that the tokens of the pass choose. Engines count them where layers
 are fused. Elsewhere they are estimated as if each token chose uniformly; where routing is not
 uniform, fewer are read than that.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-COPY_TB_PER_S = 4.3  # read + written, device to device, H200
-BF16_TFLOP_PER_S = 790  # of dense products, H200
+from specdec_cli.engine.plan import Plan
+from specdec_cli.models.loader import Description
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """tb_per_s: of reading a matrix to multiply a vector. tflop_per_s: of dense bf16 products."""
+
+    tb_per_s: float
+    tflop_per_s: float
+
+    def read_ms(self, num_bytes: float) -> float:
+        """Milliseconds of reading so many bytes once."""
+        return num_bytes / self.tb_per_s / 1e9
+
+    def product_ms(self, multiplications: float) -> float:
+        """Milliseconds of so many multiplications, each with an addition."""
+        return 2 * multiplications / self.tflop_per_s / 1e9
+
+    def __str__(self) -> str:
+        return (
+            f"measured in this run: a matrix-vector read at {self.tb_per_s:.2f} TB/s, products at "
+            f"{self.tflop_per_s:.0f} TFLOP/s"
+        )
+
+
+def round_ms(
+    planned: Plan, k: int, batch_size: int, rates: Rates, read: float | None = None
+) -> float:
+    """The floor of a round: each pass reads its weights once. read: as in `bytes_read`."""
+    total = bytes_read(planned.target.module, batch_size * (k + 1), read)
+    draft = planned.draft
+    if k and isinstance(draft, Description):
+        total += k * bytes_read(draft.module, batch_size)
+    elif k and draft is not None:  # a head fuses the target's hidden states once a round
+        head = draft.config
+        once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
+        total += k * (draft.weight_bytes - once) + once
+    return rates.read_ms(total)
+
+
+def prefill_ms(planned: Plan, tokens: int, k: int, rates: Rates) -> float:
+    """The floor of prefill passes over `tokens` in all; pass by pass it would be higher for short
+    ones. k: proposals of the first round; with any the draft or the head is fed too."""
+    total = 0.0
+    for held in planned.models[: 2 if k else 1]:
+        if isinstance(held, Description):
+            read, multiplied = bytes_read(held.module, tokens), products(held.module)
+        else:  # a head without a pass through its matrix of logits
+            head = held.config
+            logits = head.draft_vocab_size * head.hidden_size
+            read = held.weight_bytes - logits * held.dtype.itemsize
+            multiplied = read / held.dtype.itemsize
+        total += max(rates.read_ms(read), rates.product_ms(multiplied * tokens))
+    return total
 
 
 def distinct_experts(num_experts: int, num_chosen: int, tokens: int) -> float:

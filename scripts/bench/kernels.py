@@ -6,9 +6,9 @@ Needs a CUDA device; weights are random and have the real shapes. Every time is 
 buffers that together exceed the L2 cache. "attention within a pass" is the cost of attention per
 layer, from passes with and without it. "copy" replaces attention by a kernel that only copies the
 queries, and "read" by one that also reads the cache as early as it can. "bytes" counts weights and
-the keys and values of the context; "of peak" is the time of moving them at --bandwidth, over the
-measured time. "library" is the same step with cuBLAS products and our small kernels for the rest.
-Errors are against fp64.
+the keys and values of the context; "of peak" is the time of moving them at the bandwidth of a
+matrix-vector read, which the run measures first, over the measured time. "library" is the same step
+with cuBLAS products and our small kernels for the rest. Errors are against fp64.
 """
 # mypy: disable-error-code="untyped-decorator, no-untyped-def"
 
@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from graph_times import alternated_times, graph_times
+from rates import read_rate
 from shapes import MODELS, Model
 from specdec_kernels import ops
 from specdec_kernels.launch_triton import after_predecessor
@@ -459,10 +460,11 @@ def main() -> None:
     parts = ["products", "argmax", "ngrams", "attention", "passes"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--bandwidth", type=float, default=4.3, help="TB/s of a device copy")
     arguments = parser.parse_args()
 
     torch.manual_seed(0)
+    bandwidth = read_rate(graph_times)
+    print(f"a matrix-vector read at {bandwidth:.2f} TB/s")
     bench = Bench(getattr(torch, arguments.dtype))
     sizes = [tuple(map(int, batch.split("x"))) for batch in arguments.batches]
     rows = sorted({sequences * queries for sequences, queries in sizes})
@@ -482,7 +484,7 @@ def main() -> None:
                 bench.attention(name, model, batch)
         if "passes" in arguments.parts:
             bench.passes(name, model, all_batches)
-    print(table(bench.rows, arguments.bandwidth))
+    print(table(bench.rows, bandwidth))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from graph_times import alternated_times
+from graph_times import alternated_times, graph_times
+from rates import read_rate
 from shapes import MODELS, Model
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.products_triton import kernel_for
@@ -113,6 +114,7 @@ def main() -> None:
     args = parser.parse_args()
 
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
+    bandwidth = 0.0 if share else read_rate(graph_times)
     layers = Layers(MODELS[args.model], 1 if share else args.layers)
     for rows in args.rows:
         hidden = layers.normal(rows, layers.hidden)
@@ -125,7 +127,9 @@ def main() -> None:
         steps = [partial(step, layers, hidden, tries) for tries in found]
         times = [median(t) / args.layers for t in alternated_times(steps, 1, 25)]
         size = sum(w.nbytes for w in layers.weights[0].values())
-        print(f"{args.model}, {rows} rows; {size / 4.3e6:.1f} us of memory a layer at 4.3 TB/s")
+        floor = size / bandwidth / 1e6
+        at = f"{floor:.1f} us of memory a layer at {bandwidth:.2f} TB/s"
+        print(f"{args.model}, {rows} rows; {at}")
         for tries, time in zip(found, times, strict=True):
             tiles = ", ".join(f"{kind} {tuple(t)}" for kind, t in tries.items())
             print(f"  {time:7.2f} {time - times[0]:+6.2f}  {tiles or 'as chosen'}")

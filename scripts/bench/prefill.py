@@ -8,9 +8,9 @@ token. Else the draft or the head is fed as well, and the first round is left, w
 feeds each prompt's last token. With --uncaptured a row follows each in which no pass is a CUDA
 graph.
 
-The floor counts matrix products alone: of each model, the longer one of reading all weights once at
-the bandwidth of a device copy, and of multiplying each token by each matrix. A CPU has none of
-these rates. There transformers' own prefill of the target is timed beside it: one pass over the
+The floor counts matrix products alone: of each model, the longer one of reading all weights once,
+and of multiplying each token by each matrix, at rates that the run measures first. On a CPU there
+is none. There transformers' own prefill of the target is timed beside it: one pass over the
 same ids, logits of the last token, random weights of the same shapes.
 
     python scripts/bench/prefill.py bench-8b-1b-dummy --shapes 1x128,1x512,8x512
@@ -29,7 +29,9 @@ from typing import Any
 
 import torch
 import yaml
-from floors import BF16_TFLOP_PER_S, COPY_TB_PER_S, bytes_read, products
+from floors import Rates, prefill_ms
+from graph_times import graph_times
+from rates import measured_rates
 from recipe_arguments import numbers, recipe_arguments
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +40,6 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
-from specdec_cli.models.loader import Description
 from specdec_cli.recipe import load_recipe
 
 Shape = tuple[int, int]
@@ -90,23 +91,6 @@ def first_tokens(engine: Engine, work: list[Request], k: int, params: SamplingPa
         clock.num_prefills,
         clock.prefill_host_seconds * 1e3 / max(1, clock.num_prefills),
     )
-
-
-def floor_ms(planned: Plan, shape: Shape, k: int) -> float:
-    """The floor of a shape's prefill passes; pass by pass it would be higher for short ones."""
-    tokens = shape[0] * shape[1]
-    rate, bandwidth = BF16_TFLOP_PER_S * 1e9, COPY_TB_PER_S * 1e9
-    total = 0.0
-    for held in planned.models[: 2 if k else 1]:
-        if isinstance(held, Description):
-            read, multiplied = bytes_read(held.module, tokens), products(held.module)
-        else:  # a head without a pass through its matrix of logits
-            head = held.config
-            logits = head.draft_vocab_size * head.hidden_size
-            read = held.weight_bytes - logits * held.dtype.itemsize
-            multiplied = read / held.dtype.itemsize
-        total += max(read / bandwidth, 2 * multiplied * tokens / rate)
-    return total
 
 
 def profile(once: Callable[[], Timing]) -> str:
@@ -164,10 +148,14 @@ def spread(values: list[float]) -> str:
 
 @dataclass(frozen=True)
 class Bench:
-    """An engine, and what is measured of it. theirs: transformers' prefill, on a CPU."""
+    """An engine, and what is measured of it.
+
+    rates: of a GPU. theirs: transformers' prefill, on a CPU.
+    """
 
     planned: Plan
     built: Engine
+    rates: Rates | None
     theirs: Callable[[list[Request]], float] | None
     args: argparse.Namespace
 
@@ -187,7 +175,10 @@ class Bench:
                 found.append(timing)
                 others += [self.theirs(work)] if self.theirs else []
         first = [timing.first_token for timing in found]
-        floor = statistics.median(others) if others else floor_ms(self.planned, shape, k)
+        if self.rates is not None:
+            floor = prefill_ms(self.planned, shape[0] * shape[1], k, self.rates)
+        else:
+            floor = statistics.median(others)
         name = f"{shape[0]} x {shape[1]}{'' if is_captured else ', uncaptured'}"
         print(
             f"| {name} | {k} | {spread(first)} "
@@ -227,12 +218,15 @@ def main() -> None:
         sets["speculation.num_speculative_tokens"] = str(max(args.k))
     recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
     planned = plan(recipe)
+    is_cuda = planned.device.type == "cuda"
+    rates = Rates(*measured_rates(graph_times)) if is_cuda else None
+    if rates is not None:
+        print(rates)
     started = time.perf_counter()
     built = build(planned, max(tokens for _, tokens in args.shapes))
     seconds = time.perf_counter() - started
     print(f"built in {seconds:.1f} s; {planned.execution}; {memory()}", flush=True)
-    is_cuda = planned.device.type == "cuda"
-    bench = Bench(planned, built, None if is_cuda else reference(planned), args)
+    bench = Bench(planned, built, rates, None if is_cuda else reference(planned), args)
     columns = "| prompts x tokens | k | first token ms | prefill ms | passes | host ms a pass "
     columns += "| floor ms | x floor |" if is_cuda else "| transformers ms | x transformers |"
     print(columns)

@@ -3,9 +3,10 @@
 Prompts are random ids, and only the recipe's models are read: with dummy weights and synthetic
 acceptance every engine does the same work per round. Prints one Markdown row per setting:
 milliseconds a round (median over repeats, least to most), stage times, tokens per second, and the
-ratios to k = 0 and to the floor. The floor reads every weight once per pass at the bandwidth of a
-device copy; of experts, those that the target's rounds read, which the engine counts. Experts of a
-draft, and of layers that are not fused, count as if each token chose uniformly.
+ratios to k = 0 and to the floor. The floor reads every weight once per pass, at the bandwidth of a
+matrix-vector read that the run measures first; of experts, those that the target's rounds read,
+which the engine counts. Experts of a draft, and of layers that are not fused, count as if each
+token chose uniformly.
 
     python scripts/bench/rounds.py recipes/bench-8b-1b-dummy.yaml --k 0,1,3,5,8 --batch-size 1,8,32
 """
@@ -18,7 +19,9 @@ from dataclasses import replace
 
 import torch
 import yaml
-from floors import COPY_TB_PER_S, bytes_read, has_experts
+from floors import Rates, has_experts, round_ms
+from graph_times import graph_times
+from rates import measured_rates
 from recipe_arguments import numbers, recipe_arguments
 
 from specdec_cli.core.figures import Metrics
@@ -26,7 +29,6 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.engine.run import Request
-from specdec_cli.models.loader import Description
 from specdec_cli.recipe import load_recipe
 
 
@@ -37,19 +39,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=1000, help="minimum number of rounds a row")
     return parser.parse_args()
-
-
-def weight_ms(planned: Plan, k: int, batch_size: int, read: float | None) -> float:
-    """The floor of a round in ms: each pass reads its weights once. read: as in `bytes_read`."""
-    total = bytes_read(planned.target.module, batch_size * (k + 1), read)
-    draft = planned.draft
-    if k and isinstance(draft, Description):
-        total += k * bytes_read(draft.module, batch_size)
-    elif k and draft is not None:  # a head fuses the target's hidden states once a round
-        head = draft.config
-        once = head.hidden_size * head.num_aux * head.target_hidden_size * draft.dtype.itemsize
-        total += k * (draft.weight_bytes - once) + once
-    return total / COPY_TB_PER_S / 1e9
 
 
 def over_floor(ms: float, floor: float) -> str:
@@ -111,6 +100,8 @@ def main() -> None:
     }
     recipe = load_recipe(args.recipe, {n: yaml.safe_load(v) for n, v in sets.items()})
     planned = plan(recipe)
+    rates = Rates(*measured_rates(graph_times))
+    print(rates)
     started = time.perf_counter()
     built = build(
         *(planned, args.prompt_tokens),
@@ -142,7 +133,7 @@ def main() -> None:
             middle = found[len(found) // 2]
             length = statistics.mean(tokens_a_round(m) for m in found)
             read = middle.distinct_experts
-            floor = weight_ms(planned, k, batch_size, read)
+            floor = round_ms(planned, k, batch_size, rates, read)
             print(
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "

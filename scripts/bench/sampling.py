@@ -1,9 +1,9 @@
 """Times drawing from logits on this GPU: from the logits, and from stored probabilities.
 
 Every function is replayed as a CUDA graph over several sets of logits in turn, three times the size
-of the L2 cache if rows are many. "MB" counts the logits once, and "of copy" compares with the
-bandwidth of a device copy. Logits are normal, with a model's spread (peaked) or a small one (flat:
-top-p keeps most tokens). The last table times the rejection of a round.
+of the L2 cache if rows are many. "MB" counts the logits once, and "of read" compares with the
+bandwidth of a matrix-vector read in the same run. Logits are normal, with a model's spread (peaked)
+or a small one (flat: top-p keeps most tokens). The last table times the rejection of a round.
 
     python scripts/bench/sampling.py --rows 1,6,192
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 import torch
 from graph_times import graph_times
+from rates import read_rate
 from specdec_kernels import ops
 from specdec_kernels.sampling.logits import to_probs
 from specdec_kernels.sampling.rejection import (
@@ -21,7 +22,6 @@ from specdec_kernels.sampling.rejection import (
     sample_categorical_reference,
 )
 
-COPY_TB_PER_S = 4.3  # read + written, device to device, H200
 L2_BYTES = 60e6
 FILTERS = {"T": (0, 1.0), "top-k 50": (50, 1.0), "top-p 0.9": (0, 0.9), "both": (50, 0.9)}
 TEMPERATURE = 0.8
@@ -54,7 +54,8 @@ def some_logits(rows: int, vocab: int, spread: float, copies: int) -> list[torch
     ]
 
 
-def drawing(args: argparse.Namespace, rows: int, name: str, spread: float) -> str:
+def drawing(args: argparse.Namespace, rows: int, name: str, spread: float, bandwidth: float) -> str:
+    """Time drawing from rows of logits. bandwidth: TB/s of a matrix-vector read."""
     size = 2 * rows * args.vocab
     copies = max(4, min(40, round(3 * L2_BYTES / size)))
     logits = some_logits(rows, args.vocab, spread, copies)
@@ -72,7 +73,7 @@ def drawing(args: argparse.Namespace, rows: int, name: str, spread: float) -> st
 
     stats, both = microseconds(found, copies), microseconds(drawn, copies)
     old = "" if args.without_torch else f"{microseconds(stored, min(copies, 4)):.0f}"
-    share = size / both / 1e6 / COPY_TB_PER_S
+    share = size / both / 1e6 / bandwidth
     kind = "peaked" if spread > 1 else "flat"
     return (
         f"| {rows} | {name}, {kind} | {stats:.1f} | {both:.1f} | {size / 1e6:.1f} "
@@ -120,13 +121,15 @@ def rejecting(args: argparse.Namespace, batch: int, name: str, spread: float) ->
 
 def main() -> None:
     args = arguments()
+    bandwidth = read_rate(graph_times)
+    print(f"a matrix-vector read at {bandwidth:.2f} TB/s")
     with torch.inference_mode():
-        print("| rows | kept | rows us | + draw us | MB | of copy | to_probs + draw us |")
+        print("| rows | kept | rows us | + draw us | MB | of read | to_probs + draw us |")
         print("|---|---|---|---|---|---|---|")
         for name in FILTERS:
             for rows in args.rows:
                 for spread in (3.0,) if name == "T" else (3.0, 0.5):
-                    print(drawing(args, rows, name, spread), flush=True)
+                    print(drawing(args, rows, name, spread, bandwidth), flush=True)
         print("\n| batch x k | kept | reject us | rows + reject us | to_probs + reject us |")
         print("|---|---|---|---|---|")
         for name in ("T", "both"):

@@ -20,6 +20,7 @@ from statistics import median
 
 import torch
 from graph_times import graph_times
+from rates import read_rate
 from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.tiles import Tiles, choose_tiles
@@ -93,6 +94,7 @@ def main() -> None:
     parser.add_argument("--compile", default="", metavar="I/N", help="only compile a part")
     args = parser.parse_args()
     share = tuple(map(int, args.compile.split("/"))) if args.compile else None
+    bandwidth = 0.0 if share else read_rate(graph_times)
     if not share:
         print("us from memory, us from the L2 cache, tiles")
     for text, rows in product(args.products, args.rows):
@@ -113,8 +115,8 @@ def main() -> None:
             if not share:
                 times[tiles] = case.microseconds(tiles)
         if not share:
-            floor = weight_rows * width * 2 / 4.3e6
-            print(f"{text}, {rows} rows; {floor:.1f} us of memory at 4.3 TB/s")
+            floor = weight_rows * width * 2 / bandwidth / 1e6
+            print(f"{text}, {rows} rows; {floor:.1f} us of memory at {bandwidth:.2f} TB/s")
             for tiles in [chosen, *sorted(times, key=lambda t: times[t])[: args.best]]:
                 print(f"  {times[tiles][0]:7.2f} {times[tiles][1]:7.2f}  {tiles}")
 

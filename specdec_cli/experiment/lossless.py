@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.points import Samples, without_errors
 from specdec_cli.experiment.promise import tokens_line
 from specdec_cli.experiment.run_settings import RunSettings
+from specdec_cli.experiment.samples import Samples, without_errors
 
 
 def compare_tokens(

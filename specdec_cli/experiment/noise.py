@@ -3,7 +3,7 @@
 Computed from records alone, so that merged and resumed runs are looked at like whole ones.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import combinations
 from statistics import fmean
@@ -14,15 +14,15 @@ import numpy as np
 from specdec_cli.errors import Notice
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.disturbed import off_points
-from specdec_cli.experiment.points import Samples, measured_speed, without_errors
+from specdec_cli.experiment.outliers import Outliers
 from specdec_cli.experiment.records import Key, Point, Sample
-from specdec_cli.experiment.repeats import OUTLYING, usual_repeats
+from specdec_cli.experiment.repeats import OUTLYING
+from specdec_cli.experiment.samples import Samples, measured_speed, without_errors
 from specdec_cli.experiment.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told
 _CERTAIN = 5.0  # standard errors: the largest of many splits is looked at
 _FEWEST = 8  # batches of prompts in which a drift can be seen
-_WEIGHT = 0.01  # least share of a point's time that outliers take
 _DISAGREE = 0.05  # least relative difference of two repeats that is told
 _OFF = 0.03  # least relative error of a prediction that is told
 
@@ -88,37 +88,28 @@ def _step(values: np.ndarray[Any, Any], split: int) -> tuple[float, float]:
 
 
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:
-    """A warning if single repeats took so long that they weigh in a point's speed."""
-    worst: tuple[float, Key, Sample] | None = None
-    points = []
-    for key, of in samples.items():
-        excess = {i: _excess(sample.decode_seconds) for i, sample in of.items()}
-        total = sum(sum(sample.decode_seconds) for sample in of.values())
-        share = sum(excess.values()) / total if total else 0.0
-        if share < _WEIGHT:
-            continue
-        points.append(asdict(key) | {"share": share})
-        index = max(excess, key=lambda i: excess[i])
-        if worst is None or excess[index] > worst[0]:
-            worst = (excess[index], key, of[index])
-    if worst is None:
+    """A warning if outlying repeats cast doubt on those that count.
+
+    One that a slice of time made casts none: its point is the mean of the prompt's other repeats.
+    """
+    outliers = Outliers.of(samples)
+    if not outliers.are_long and not outliers.are_many:
         return []
-    _, key, sample = worst
-    seconds = ", ".join(f"{value:.3g}" for value in sample.decode_seconds)
-    more = f" (and at {len(points) - 1} more points)" if len(points) > 1 else ""
+    worst, count = outliers.worst, len(outliers.found)
+    seconds = ", ".join(f"{value:.3g}" for value in worst.sample.decode_seconds)
     told = (
-        f"repeats of one prompt differ by more than {OUTLYING} times: prompt {sample.index} at "
-        f"{_name(key)} took {seconds} s{more}; those do not count"
+        f"repeats of one prompt differ by more than {OUTLYING} times: prompt {worst.sample.index} "
+        f"at {_name(worst.key)} took {seconds} s; {count} of {outliers.repeats} repeats do not "
+        "count"
     )
-    evidence = asdict(key) | {"index": sample.index, "seconds": sample.decode_seconds}
-    return [Notice("outlying_repeats", told, evidence | {"points": points})]
-
-
-def _excess(seconds: Sequence[float]) -> float:
-    """The time of repeats that took far longer than their fellows, beyond these."""
-    kept = usual_repeats(seconds)
-    usual = fmean(seconds[place] for place in kept) if kept else 0.0
-    return sum(value - usual for place, value in enumerate(seconds) if place not in kept)
+    evidence = asdict(worst.key) | {
+        "index": worst.sample.index,
+        "seconds": worst.sample.decode_seconds,
+        "lost_seconds": worst.lost,
+        "outliers": count,
+        "repeats": outliers.repeats,
+    }
+    return [Notice("outlying_repeats", told, evidence)]
 
 
 def _repeats(samples: Mapping[Key, Samples]) -> list[Notice]:

@@ -4,8 +4,8 @@ Everything is computed from the records of a run folder, so that interrupted, sh
 sweeps give the same points as a whole one. Knows no engine and no terminal.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -15,80 +15,22 @@ from specdec_cli.engine.metrics import RunClock, acceptance_of, mean_parts, metr
 from specdec_cli.errors import ExitCode
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.break_even import break_even
-from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.forecasts import Forecasts, iid_alpha, prediction_of
 from specdec_cli.experiment.point_intervals import intervals_of
-from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
-from specdec_cli.experiment.records import (
-    BreakEven,
-    CategoryMetrics,
-    Key,
-    Point,
-    Prediction,
-    Sample,
-    given,
-)
+from specdec_cli.experiment.records import BreakEven, CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens, rounds_of, usual_mean
+from specdec_cli.experiment.samples import (
+    Samples,
+    measured_speed,
+    speedup,
+    why_none,
+    without_errors,
+)
 from specdec_cli.experiment.stats import SumRatio
 
-Samples = Mapping[int, Sample]  # of one point, by prompt index
 # A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
 # that say so are wrong if it is by more than this factor, which leaves room for noise.
 _BEYOND = 1.05
-
-
-@dataclass(frozen=True, slots=True)
-class Forecasts:
-    """The basis of predictions, for one draft and batch size.
-
-    texts: outputs of the run at the largest k, by prompt. parts: for each k, seconds of engine time
-    per round of one sequence, in each part of the time curve. is_exact: whether replaying `texts`
-    gives exactly the rounds of every k.
-    """
-
-    largest_k: int
-    texts: Mapping[int, Text]
-    parts: Mapping[int, Mapping[int, float]]
-    is_exact: bool
-    _known: dict[tuple[int, int], Rounds] = field(default_factory=dict, init=False)
-
-    def rounds(self, index: int, k: int) -> Rounds:
-        """The expected rounds of one prompt at a k."""
-        if (index, k) not in self._known:
-            self._known[index, k] = expected_rounds([self.texts[index]], k)
-        return self._known[index, k]
-
-    def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
-        """The predicted speed-up at `k` over some prompts and parts; None without them."""
-        chosen, timed = sorted(prompts), sorted(parts)
-        plain = [self.rounds(i, 0).total for i in chosen]
-        rounds = [self.rounds(i, k).total for i in chosen]
-        if not timed or not sum(rounds):
-            return None
-        costs = [[self.parts[0][part], self.parts[k][part]] for part in timed]
-        return Product(
-            SumRatio(np.stack((np.asarray(plain), np.asarray(rounds)), axis=1), (1, -1)),
-            MidRatio(np.asarray(costs), (1, -1)),
-        )
-
-    def break_even(self, k: int, seed: int) -> BreakEven | None:
-        """The break-even at a k, at the costs of the time curve; None without them."""
-        parts = sorted(self.timed(0, k))
-        if k == 0 or not parts or not self.texts:
-            return None
-        costs = np.asarray([[self.parts[k][part], self.parts[0][part]] for part in parts])
-        rounds = [self.rounds(index, k) for index in self.texts]
-        return break_even(
-            MidRatio(costs, (1, -1)),
-            k,
-            drafts=sum(r.drafts for r in rounds),
-            draft_tokens=sum(r.draft_tokens for r in rounds),
-            rounds=sum(r.total for r in rounds),
-            seed=seed,
-        )
-
-    def timed(self, *ks: int) -> set[int]:
-        """The parts of the time curve in which all of some ks were timed."""
-        return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +61,7 @@ def arm_points(
         key = next((key for key in keys if key.k == k and key not in failures), None)
         return without_errors(samples.get(key, {})) if key is not None else {}
 
-    baseline, alpha = usable(0), _iid_alpha(usable(forecasts.largest_k).values())
+    baseline, alpha = usable(0), iid_alpha(usable(forecasts.largest_k).values())
     points = []
     for key in keys:
         own = {} if key in failures else samples.get(key, {})
@@ -128,7 +70,7 @@ def arm_points(
             predicted_speedup=None,
             **measured(key, own, baseline, failures.get(key), seed),
         )
-        found = _prediction(point, forecasts, alpha, without_errors(own), baseline, seed)
+        found = prediction_of(point, forecasts, alpha, without_errors(own), baseline, seed)
         predicted: dict[str, Any] = {"prediction": found}
         predicted["predicted_speedup"] = found.speedup if found else None
         if point.metrics is None:
@@ -225,115 +167,6 @@ def _experts_read(done: Sequence[Sample]) -> float | None:
     return found if done else None
 
 
-def baseline_of(samples: Mapping[Key, Samples], key: Key) -> Samples:
-    """The samples at k = 0 of an arm's own, else those that all arms share; none without."""
-    return samples.get(Key(key.draft, key.batch_size, 0)) or samples.get(
-        Key(None, key.batch_size, 0), {}
-    )
-
-
-def speedup(samples: Samples, baseline: Samples) -> SumRatio | None:
-    """Decoding speed relative to the same prompts at k = 0; None without common prompts."""
-    common = sorted(samples.keys() & baseline.keys())
-    if not common:
-        return None
-    return measured_speed([samples[i] for i in common]).over(
-        measured_speed([baseline[i] for i in common])
-    )
-
-
-def _prediction(
-    point: Point,
-    forecasts: Forecasts,
-    alpha: float,
-    samples: Samples,
-    baseline: Samples,
-    seed: int,
-) -> Prediction | None:
-    """The predicted mean length and speed-up, with their errors where both are known.
-
-    samples, baseline: of the point and at k = 0, without errors.
-    """
-    if not forecasts.texts:
-        return None
-    k, parts = point.k, forecasts.timed(0, point.k)
-    rounds = [forecasts.rounds(index, k) for index in sorted(forecasts.texts)]
-    gain = forecasts.gain(k, forecasts.texts, parts)
-    predicted = None
-    if gain is not None:
-        costs = [midmean([forecasts.parts[one][part] for part in sorted(parts)]) for one in (0, k)]
-        total, plain = (
-            sum(forecasts.rounds(index, one).total for index in forecasts.texts) for one in (k, 0)
-        )
-        predicted = plain * costs[0] / (total * costs[1])
-    common = forecasts.texts.keys() & samples.keys() & baseline.keys()
-    error = None
-    if common and (paired := forecasts.gain(k, common, parts)) is not None:
-        found = speedup({i: samples[i] for i in common}, baseline)
-        assert found is not None
-        error = Product(paired.prompts.over(found), paired.parts).interval(seed)
-    faster = point.speedup
-    length, iid = mean_length(rounds), iid_length(alpha, k)
-    true_length = point.metrics.mean_acceptance_length if point.metrics else None
-    return Prediction(
-        method="replay",
-        is_exact=forecasts.is_exact,
-        speedup=predicted,
-        speedup_error=predicted / faster - 1 if predicted and faster else None,
-        mean_acceptance_length=length,
-        mean_acceptance_length_error=length / true_length - 1 if true_length else None,
-        iid_alpha=alpha,
-        iid_mean_acceptance_length=iid,
-        iid_error=iid / true_length - 1 if true_length else None,
-        analytic_alpha=_analytic_alpha(forecasts),
-        **given(
-            speedup_ci=gain.interval(seed) if gain is not None else None,
-            speedup_error_ci=[end - 1 for end in error] if error else None,
-        ),
-    )
-
-
-def _iid_alpha(samples: Iterable[Sample]) -> float:
-    """The acceptance rate of a proposal whose predecessors were accepted, at any position."""
-    chosen = list(samples)
-    accepted = sum(sum(s.accepted_per_round) for s in chosen)
-    rejected = sum(
-        a < p
-        for s in chosen
-        for p, a in zip(_judged_per_round(s), s.accepted_per_round, strict=True)
-    )
-    return accepted / max(1, accepted + rejected)
-
-
-def _judged_per_round(sample: Sample) -> list[int]:
-    """The number of proposals in each round that were accepted or could have been rejected.
-
-    These are all proposals, except in a last round whose accepted proposals end the text (an
-    end-of-text token or a stop string): those after the end were not judged.
-    """
-    proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
-    # Every other round adds one token of the target's own, whether or not it rejects a proposal.
-    whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
-    if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
-        return [*proposed[:-1], *accepted[-1:]]
-    return list(proposed)
-
-
-def _analytic_alpha(forecasts: Forecasts) -> float | None:
-    """Mean over all positions of the sum of min(p, q)."""
-    overlaps = [o for text in forecasts.texts.values() for o in text.overlap or ()]
-    return sum(overlaps) / len(overlaps) if overlaps else None
-
-
-def prompts_by_category(samples: Samples, prompts: Iterable[int]) -> dict[str, list[int]]:
-    """The indices among `prompts` of each category, all rising; empty for fewer than two."""
-    found: dict[str, list[int]] = {}
-    for index in sorted(prompts):
-        if (name := samples[index].category) is not None:
-            found.setdefault(name, []).append(index)
-    return dict(sorted(found.items())) if len(found) > 1 else {}
-
-
 def _per_category(
     samples: Samples, baseline: Samples, k: int, seed: int
 ) -> dict[str, CategoryMetrics]:
@@ -425,20 +258,3 @@ def _length_interval(length: SumRatio, mean: float, k: int, seed: int) -> list[f
         return [mean, mean] if len(length.columns) >= stats.FEWEST else None
     low, high = (min(max(end, 1.0), k + 1.0) for end in found)
     return [min(low, mean), max(high, mean)]
-
-
-def measured_speed(samples: Iterable[Sample]) -> SumRatio:
-    """Output tokens that rounds decided, per second of round time."""
-    chosen = list(samples)
-    return stats.speed(list(map(decoded_tokens, chosen)), list(map(decode_seconds, chosen)))
-
-
-def without_errors(samples: Samples) -> dict[int, Sample]:
-    """The samples of prompts that could run."""
-    return {i: s for i, s in samples.items() if s.could_run}
-
-
-def why_none(samples: Samples) -> str:
-    """The reason of a point that did not fail, but none of whose prompts ran."""
-    why = next((s.error for s in samples.values() if s.error), None)
-    return f"no prompt could run: {why}" if why else "no prompt was run"

@@ -1,21 +1,20 @@
 """The repeats of one prompt at one point, and which of them something disturbed."""
 
 from collections.abc import Sequence
-from statistics import median
 
 from specdec_cli.experiment.records import Sample
 
-OUTLYING = 1.5  # times its fellows
+OUTLYING = 1.5  # times the fastest repeat
 
 
 def usual_repeats(seconds: Sequence[float]) -> list[int]:
-    """The places of the repeats that did not take far longer than their fellows.
+    """The places of the repeats that did not take far longer than the fastest.
 
-    Repeats do the same work, and a disturbance only adds time. So of two that disagree the faster
-    one counts; of more the median tells what is usual.
+    Repeats do the same work, and a disturbance only adds time. So the fastest is the one to be
+    believed, even where most repeats were disturbed.
     """
-    usual = median(seconds) if len(seconds) > 2 else min(seconds, default=0.0)
-    return [place for place, value in enumerate(seconds) if value <= OUTLYING * usual]
+    fastest = min(seconds, default=0.0)
+    return [place for place, value in enumerate(seconds) if value <= OUTLYING * fastest]
 
 
 def usual_mean(sample: Sample, values: Sequence[float]) -> float:

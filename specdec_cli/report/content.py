@@ -6,10 +6,10 @@ from typing import Any
 from specdec_cli.experiment.promise import lossless_in_words
 from specdec_cli.experiment.records import Point
 from specdec_cli.report import findings, tables
+from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Best
 from specdec_cli.report.first_tokens import first_tokens
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import Table
 from specdec_cli.report.vllm import deployment
 
 

@@ -7,6 +7,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
+from specdec_cli.report.cells import Table, Value, is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.plots import Plot
@@ -17,7 +18,6 @@ from specdec_cli.report.raw_tables import (
     raw_points,
 )
 from specdec_cli.report.runs import SideBySide
-from specdec_cli.report.tables import Table, Value, is_text
 from specdec_cli.text import inert, one_line
 
 # Characters that begin a formula in spreadsheets.

@@ -4,8 +4,8 @@ from functools import partial
 
 from specdec_cli.core.figures import TTFT_PARTS
 from specdec_cli.experiment.records import Point
+from specdec_cli.report.cells import Cell, Column, Table, Value, by_point
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import Cell, Column, Table, Value, by_point
 
 _NOTE = (
     "Means over prompts. The queue is the wait for a slot, which the time to the first token does "

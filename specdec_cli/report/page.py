@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec_cli.report.cells import is_text
 from specdec_cli.report.content import Content
 from specdec_cli.report.plots import Plot
-from specdec_cli.report.tables import is_text
 from specdec_cli.text import inert
 
 

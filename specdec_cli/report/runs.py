@@ -13,10 +13,10 @@ from typing import Any
 from specdec_cli.experiment import stats
 from specdec_cli.experiment.records import Point, Sample
 from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
+from specdec_cli.report.cells import Column, Table, Value
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder
 from specdec_cli.report.page import rows_of
-from specdec_cli.report.tables import Column, Table, Value
 
 Prompt = tuple[tuple[int, ...], int]  # its ids, and which of the prompts with these ids
 _SEED = 0

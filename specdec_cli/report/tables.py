@@ -1,7 +1,7 @@
-"""The tables of a report as values, for HTML, markdown and CSV alike."""
+"""The tables of a report, for HTML, markdown and CSV alike."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.records import (
@@ -15,103 +15,39 @@ from specdec_cli.experiment.records import (
     blocks_in_words,
 )
 from specdec_cli.experiment.stats import FEWEST, proposing_rate
+from specdec_cli.report.cells import (
+    Cell,
+    Column,
+    Table,
+    Value,
+    by_point,
+    figure,
+    is_ok,
+    percent,
+    span,
+    span_of,
+)
 from specdec_cli.report.findings import Best, residual, residuals_in_words
 from specdec_cli.report.folder import ReportedRun
 
 PERCENTILES = ("p50", "p90", "p99")
-
-Value = str | float | int | None
-
-
-@dataclass(frozen=True, slots=True)
-class Column:
-    """A column. digits: after the decimal point; None for text and whole numbers."""
-
-    title: str
-    digits: int | None = None
-    unit: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """A table. name: of its file. note: below the title. strong: rows to mark."""
-
-    name: str
-    title: str
-    columns: tuple[Column, ...]
-    rows: tuple[tuple[Value, ...], ...]
-    note: str = ""
-    strong: frozenset[int] = frozenset()
-
-    def shown(self, row: Sequence[Value]) -> list[str]:
-        """A row's cells as text."""
-        return [cell(value, column) for value, column in zip(row, self.columns, strict=True)]
-
-
-def is_text(table: Table, column: int) -> bool:
-    """Whether a column holds words, which are left-aligned."""
-    return any(
-        isinstance(row[column], str) and not table.columns[column].title.endswith("interval")
-        for row in table.rows
-    )
-
-
-def cell(value: Value, column: Column) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, float) and column.digits is not None:
-        return f"{value:.{column.digits}f}"
-    return str(value)
-
-
-Cell = tuple[Column, Callable[[Point], Value]]  # a column, and its value for a point
-
-
-def by_point(
-    texts: tuple[str, str, str], run: ReportedRun, points: Iterable[Point], cells: Iterable[Cell]
-) -> Table:
-    """A table with a row for each point, after the columns that name it.
-
-    texts: the table's name, title and note.
-    """
-    setting: list[Cell]
-    if run.is_comparison:
-        setting = [
-            (Column("target TP"), lambda p: p.target_tp),
-            (Column("draft TP"), lambda p: None if p.is_baseline else p.draft_tp),
-        ]
-    else:
-        setting = [(Column("draft"), lambda p: run.labels[p.draft])]
-    setting += [(Column("batch"), lambda p: p.batch_size), (Column("k"), lambda p: p.k)]
-    columns, values = zip(*setting, *cells, strict=True)
-    rows = tuple(tuple(value(point) for value in values) for point in points)
-    name, title, note = texts
-    return Table(name, title, columns, rows, note)
-
-
-def _figure(title: str, digits: int, unit: str, name: str, part: str | None = None) -> Cell:
-    return Column(title, digits, unit), lambda p: p.number(name, part)
-
-
-def _percent(value: float | None) -> float | None:
-    return None if value is None else 100 * value
 
 
 def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
     cells: list[Cell] = [
         (Column("speed-up", 2, "×"), _speedup),
-        (Column("95 % interval"), lambda p: _span_of(p, p.speedup_ci)),
-        _figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
-        _figure("tokens a round", 2, "", "mean_acceptance_length"),
-        (Column("95 % interval"), lambda p: _span_of(p, p.mean_acceptance_length_ci)),
-        (Column("accepted", 1, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
+        (Column("95 % interval"), lambda p: span_of(p, p.speedup_ci)),
+        figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
+        figure("tokens a round", 2, "", "mean_acceptance_length"),
+        (Column("95 % interval"), lambda p: span_of(p, p.mean_acceptance_length_ci)),
+        (Column("accepted", 1, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
     ]
     if any(_proposing(point) is not None for point in run.points):
         cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
-        cells.insert(-1, _figure("tokens a round, all rounds", 2, "", "tokens_per_round"))
+        cells.insert(-1, figure("tokens a round, all rounds", 2, "", "tokens_per_round"))
     if run.is_comparison:
-        cells.append(_figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
+        cells.append(figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
         cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
     cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
@@ -133,8 +69,8 @@ def break_even(run: ReportedRun) -> Table | None:
     cells: list[Cell] = [
         (Column("tokens a round, all rounds", 2), tokens_over_all_rounds),
         (Column("breaks even at", 2), lambda p: _even(p).tokens_per_round),
-        (Column("95 % interval"), lambda p: _span_of(p, _even(p).tokens_per_round_ci)),
-        (Column("accepted", 0, "%"), lambda p: _percent(p.number("draft_acceptance_rate"))),
+        (Column("95 % interval"), lambda p: span_of(p, _even(p).tokens_per_round_ci)),
+        (Column("accepted", 0, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
         (Column("needs accepted", 0, "%"), lambda p: _needed(_even(p).draft_acceptance_rate)),
         (Column("needs a chance of", 0, "% each"), lambda p: _needed(_even(p).alpha)),
     ]
@@ -155,7 +91,7 @@ def _even(point: Point) -> BreakEven:
 
 
 def _needed(rate: float | None) -> Value:
-    return "never" if rate is None else _percent(rate)
+    return "never" if rate is None else percent(rate)
 
 
 def tokens_over_all_rounds(point: Point) -> float | None:
@@ -216,29 +152,19 @@ def _decision_in_words(decided: object) -> str | None:
 def _proposing(point: Point) -> float | None:
     if (m := point.metrics) is None:
         return None
-    return _percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
-
-
-def _span_of(point: Point, interval: Sequence[float] | None) -> str | None:
-    if interval is None and point.is_ok and (point.number("num_prompts") or FEWEST) < FEWEST:
-        return "too few prompts"
-    return _span(interval)
-
-
-def _span(interval: Sequence[float] | None) -> str | None:
-    return None if interval is None else f"{interval[0]:.2f} – {interval[1]:.2f}"
+    return percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
 
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
     shown = [s for s in STAGES if any((p.number(f"{s}_ms") or 0.0) > 0 for p in run.points)]
-    cells = [_figure(part, 3, "ms", f"{part}_ms") for part in (*shown, "round")]
-    cells.append((Column("95 % interval", 0), lambda p: _span_of(p, p.round_ms_ci)))
-    cells.append(_figure("prefill", 2, "ms", "prefill_ms"))
+    cells = [figure(part, 3, "ms", f"{part}_ms") for part in (*shown, "round")]
+    cells.append((Column("95 % interval", 0), lambda p: span_of(p, p.round_ms_ci)))
+    cells.append(figure("prefill", 2, "ms", "prefill_ms"))
     if counts_experts(run):
-        cells.append(_figure("experts", 1, "a layer", "distinct_experts"))
+        cells.append(figure("experts", 1, "a layer", "distinct_experts"))
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return by_point(("rounds", "Time of a round", note), run, filter(_is_ok, run.points), cells)
+    return by_point(("rounds", "Time of a round", note), run, filter(is_ok, run.points), cells)
 
 
 def counts_experts(run: ReportedRun) -> bool:
@@ -247,14 +173,10 @@ def counts_experts(run: ReportedRun) -> bool:
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    cells = [_figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
-    cells += [_figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
+    cells = [figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
+    cells += [figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return by_point(("latencies", "Latency", note), run, filter(_is_ok, run.points), cells)
-
-
-def _is_ok(point: Point) -> bool:
-    return point.is_ok
+    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cells)
 
 
 def predictions(run: ReportedRun) -> Table | None:
@@ -263,14 +185,14 @@ def predictions(run: ReportedRun) -> Table | None:
     if not points:
         return None
     cells: list[Cell] = [
-        _figure("predicted", 3, "×", "predicted_speedup"),
+        figure("predicted", 3, "×", "predicted_speedup"),
         (
             Column("95 % interval"),
-            lambda p: _span(p.prediction.speedup_ci) if p.prediction else None,
+            lambda p: span(p.prediction.speedup_ci) if p.prediction else None,
         ),
-        _figure("measured", 3, "×", "speedup"),
-        (Column("95 % interval"), lambda p: _span(p.speedup_ci)),
-        (Column("residual", 1, "%"), lambda p: _percent(residual(p))),
+        figure("measured", 3, "×", "speedup"),
+        (Column("95 % interval"), lambda p: span(p.speedup_ci)),
+        (Column("residual", 1, "%"), lambda p: percent(residual(p))),
     ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
@@ -305,13 +227,13 @@ def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Tabl
     for name, row in point.per_category.items():
         few = row.num_prompts < FEWEST
         lengths, gains = (
-            "too few prompts" if few and ends is None else _span(ends)
+            "too few prompts" if few and ends is None else span(ends)
             for ends in (row.mean_acceptance_length_ci, row.speedup_ci)
         )
         found.append(
             (
                 *(name, row.num_prompts, row.mean_acceptance_length, lengths),
-                _percent(row.draft_acceptance_rate),
+                percent(row.draft_acceptance_rate),
                 *(row.decode_tokens_per_second, _speedup(row), gains),
                 *(_named(run, own.get(name), fastest) for fastest in (True, False)),
             )
@@ -381,7 +303,7 @@ def comparisons(run: ReportedRun) -> Table | None:
         parts += one.per_category.items()
         for name, part in parts:
             kept: tuple[Value, ...] = ("all" if name is None else name,) if has_categories else ()
-            found = (part.speed_ratio, _span(part.speed_ratio_ci), _tie_in_words(part.tied))
+            found = (part.speed_ratio, span(part.speed_ratio_ci), _tie_in_words(part.tied))
             rows.append((*setting, *kept, part.num_prompts, *found))
     columns = [Column("arm"), Column("against"), Column("batch")]
     columns += [Column("category")] * has_categories

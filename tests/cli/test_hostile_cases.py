@@ -5,14 +5,18 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 
 import specdec_cli.app
+from tests.hostile import runner
 from tests.hostile.cases import KINDS, case_of, kind_of
 from tests.hostile.materials import Materials, made_in_fork
 from tests.hostile.runner import Case, preload, run_cases
+
+FORK = get_context("fork")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +75,59 @@ def test_ends_that_break_a_promise_are_found(name: str, tmp_path: Path) -> None:
     [end] = run_cases([0], lambda *_: case, tmp_path, seconds=1.0 if name == "hang" else 30.0)
     assert len(end.problems) == len(problems), end.problems
     assert all(found.startswith(one) for found, one in zip(end.problems, problems, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lines", "problems"),
+    [
+        ("folder", ["/r.yaml:72: target: duplicate key", "/r.yaml:73: data: duplicate key"], []),
+        ("folder", ["/r.yaml:72: target: duplicate key", "cannot read /r.yaml"], ["several"]),
+        ("config", ["/r.yaml:72: target: duplicate key"] * 2, ["several"]),
+        ("weights", ["x.safetensors is cut", "x.safetensors: no header"], ["several"]),
+        ("recipe", ["target: unknown", "draft: unknown"], []),
+    ],
+)
+def test_each_error_line_is_a_problem_of_its_own(
+    kind: str, lines: list[str], problems: list[str], tmp_path: Path
+) -> None:
+    told = said("\n".join(f"error: {line}" for line in lines), 2, '{"error": {}}')
+    case = Case(0, kind, "planted", ["generate", "--json"], setup=told)
+    [end] = run_cases([0], lambda *_: case, tmp_path)
+    assert [one.split()[0] for one in end.problems] == problems and end.lines[0].startswith("error")
+
+
+@pytest.mark.parametrize(("waited", "problems"), [(60.0, []), (0.1, ["hang"])])
+def test_a_case_that_other_work_starves_is_no_hang(
+    waited: float, problems: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "starved", lambda _: waited)
+    case = Case(0, "slow", "planted", ["x"], setup=replaced(lambda _: time.sleep(1.5) or 0))
+    [end] = run_cases([0], lambda *_: case, tmp_path, seconds=0.5)
+    assert end.problems == problems
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel keeps none")
+def test_only_a_process_that_is_ready_and_does_not_run_is_starved() -> None:
+    """Two loops on one processor starve each other; one that sleeps waits for nothing."""
+
+    def looping() -> None:
+        os.setpgid(0, 0)
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        while True:
+            pass
+
+    loops = [FORK.Process(target=looping) for _ in range(2)]
+    sleeps = FORK.Process(target=lambda: (os.setpgid(0, 0), time.sleep(60)))
+    try:
+        for process in (*loops, sleeps):
+            process.start()
+        time.sleep(1.5)
+        assert runner.starved(loops[0].pid) + runner.starved(loops[1].pid) > 0.5
+        assert runner.starved(sleeps.pid) < 0.5
+    finally:
+        for process in (*loops, sleeps):
+            process.kill()
+            process.join()
 
 
 def test_a_case_is_the_same_again(materials: Materials, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import resource
 import signal
 import sys
@@ -24,6 +25,7 @@ BYTES = 4 * 2**30
 _NOISE = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "Exception ign")
 _LONGEST_LINE = 1100
 _ONE_LINE = ("config", "index", "tokenizer", "weights", "head", "files", "folder", "meanwhile")
+_AT_A_LINE = re.compile(r"error: (?P<place>.+?:\d+): ")
 _NOT_MADE = 99
 
 
@@ -70,10 +72,14 @@ class Ended:
         return (self.folder / ".err").read_text(errors="replace")
 
     @property
+    def lines(self) -> list[str]:
+        """The errors that the command told."""
+        return [one for one in self.err.splitlines() if one.startswith("error:")]
+
+    @property
     def line(self) -> str:
-        """The first error that the command told."""
-        errors = (one for one in self.err.splitlines() if one.startswith("error:"))
-        return next(errors, "")
+        """The first of them."""
+        return next(iter(self.lines), "")
 
 
 def preload(configs: Iterable[str] = ()) -> None:
@@ -100,7 +106,8 @@ def run_cases(
 ) -> Iterator[Ended]:
     """Run cases, at most `jobs` at a time, and yield them as they end.
 
-    make: writes the files of a case into its folder and returns it; runs in the fork.
+    make: writes the files of a case into its folder and returns it; runs in the fork. seconds:
+    limit of a case, without those in which it was starved.
     """
     waiting, running = list(reversed(numbers)), dict[int, tuple[int, Path, float]]()
     while waiting or running:
@@ -112,7 +119,7 @@ def run_cases(
         for child, (number, folder, began) in list(running.items()):
             ended, status, usage = os.wait4(child, os.WNOHANG)
             spent = time.monotonic() - began
-            if not ended and spent > seconds:
+            if not ended and spent > seconds and spent - starved(child) > seconds:
                 os.killpg(child, signal.SIGKILL)
                 ended, status, usage = os.wait4(child, 0)
             if ended:
@@ -127,6 +134,21 @@ def run_cases(
                 end.problems = list(problems_of(end, seconds))
                 yield end
         time.sleep(0.01)
+
+
+def starved(group: int) -> float:
+    """Seconds that the living processes of a group were ready to run and other work ran instead.
+
+    On a busy machine an honest case takes long by that alone. A case that loops gets to its limit
+    all the same, and one that waits for nothing is not ready to run.
+    """
+    waited = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            after_name = (folder / "stat").read_text().rpartition(")")[2].split()
+            if int(after_name[2]) == group:
+                waited += int((folder / "schedstat").read_text().split()[1])
+    return waited / 1e9
 
 
 def _forked(number: int, make: Make, folder: Path) -> int:
@@ -196,8 +218,7 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "traceback"
     if max(map(len, err.splitlines()), default=0) > _LONGEST_LINE:
         yield "endless line"
-    # Recipes and data may have several problems, each with a line.
-    if end.err.count("\nerror: ") + end.err.startswith("error: ") > 1 and end.kind in _ONE_LINE:
+    if len(end.lines) > 1 and not _are_several_problems(end):
         yield "several error lines"
     if any(char not in "\n\t" and ord(char) < 32 for char in err):
         yield "control characters"
@@ -205,6 +226,13 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
         yield "no error line"
     if "--json" in end.arguments and (told := _document_problem(end)):
         yield f"--json: {told}"
+
+
+def _are_several_problems(end: Ended) -> bool:
+    """Whether each line is a problem of its own: recipes and data may have several, and other
+    files where each line names another place in a file."""
+    places = [found["place"] for line in end.lines if (found := _AT_A_LINE.match(line))]
+    return end.kind not in _ONE_LINE or len(set(places)) == len(end.lines)
 
 
 def _document_problem(end: Ended) -> str | None:

@@ -96,15 +96,17 @@ def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
     # Rows that lie apart, as in a slice of a wider tensor.
     x = normal(rows, 2 * width, **kind)[:, :width]
     residual = normal(rows, 3 * features, **kind)[:, :features]
-    weight = normal(features, width, scale=width**-0.5, **kind)
-    norm = normal(features, **kind)
+    longer = normal(features + 1, width, scale=width**-0.5, **kind)
+    longer[features] = float("nan")  # what lies behind the weight is not read
+    weight = longer[:features]
+    norm, bias = normal(features, **kind), normal(features + 1, **kind)[1:]
     squares = normal(rows, 5, dtype=torch.float32, device=device).square() * width
+    steps = {"squares": squares, "eps": EPS, "residual": residual, "norm_weight": norm}
     for _ in range(2):
-        out, scaled, parts = few_rows_linear(
-            x, weight, tiles, squares=squares, eps=EPS, residual=residual, norm_weight=norm
-        )
+        out, scaled, parts = few_rows_linear(x, weight, tiles, bias=bias, **steps)
         factor = torch.rsqrt(squares.double().sum(1, keepdim=True) / width + EPS)
-        expected = residual.double() + F.linear(x.double() * factor, weight.double())
+        product = F.linear(x.double() * factor, weight.double(), bias.double())
+        expected = residual.double() + product
         assert_close("out", expected, out, TOLERANCE[dtype])
         assert_close("scaled", out.double() * norm.double(), scaled, TOLERANCE[dtype])
         assert_close("squares", out.double().square().sum(1), parts.sum(1), 1e-5)
@@ -226,6 +228,27 @@ def test_linear_into_given_memory(dtype, device):
         out = products_triton.linear_triton(x, weight, into=into[:rows])
         assert out.data_ptr() == into.data_ptr() and into[rows].isnan().all()
         assert_close("out", F.linear(x.double(), weight.double()), out, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_given", [False, True], ids=["new", "given"])
+@pytest.mark.parametrize(
+    "size", [(1, 40, 24), (1, 72, 33), (5, 130, 50), (FEW_ROWS + 1, 40, 17)], ids=str
+)
+def test_linear_adds_the_bias(size, is_given, dtype, device):
+    """By each kernel and by the library; `ops.linear` does it on a CPU."""
+    rows, width, features = size
+    kind = {"dtype": dtype, "device": device}
+    x, weight = normal(rows, width, **kind), normal(features, width, scale=width**-0.5, **kind)
+    bias = normal(features, **kind)
+    into = torch.full((rows, features), float("nan"), **kind) if is_given else None
+    out = products_triton.linear_triton(x, weight, bias, into)
+    assert into is None or out.data_ptr() == into.data_ptr()
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    assert_close("out", expected, out, TOLERANCE[dtype])
+    assert_close(
+        "reference", expected.cpu(), ops.linear(x.cpu(), weight.cpu(), bias.cpu()), TOLERANCE[dtype]
+    )
 
 
 def test_norm_then_product(device):

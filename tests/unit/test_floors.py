@@ -1,16 +1,25 @@
-"""Floors of the benchmark of rounds, which count the experts that are read."""
+"""Floors of the benchmarks: the bytes that passes read, at rates that the run measures."""
+
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from scripts.bench.floors import (
+    Rates,
     bytes_read,
     chosen_of,
     distinct_experts,
     has_experts,
+    prefill_ms,
     products,
+    round_ms,
 )
+from scripts.bench.rates import product_rate, read_rate
+from specdec_cli.engine.plan import plan
+from specdec_cli.recipe import load_recipe
 from tests.support import tiny_config
 
 
@@ -44,3 +53,90 @@ def test_bytes_that_are_read(family: str) -> None:
     if family in ("llama", "qwen3_moe"):
         assert products(module) == pytest.approx(matrices + experts / 4 / 2)
     assert chosen_of(module) == (0 if family == "llama" else 2)
+
+
+class Clock:
+    """Stands in for `graph_times`: every step ran, and takes the next of some medians."""
+
+    def __init__(self, *microseconds: float) -> None:
+        self.microseconds = list(microseconds)
+        self.calls: list[tuple[int, int]] = []
+
+    def __call__(self, step: Callable[[int], object], launches: int, replays: int) -> list[float]:
+        step(0)
+        self.calls.append((launches, replays))
+        usual = self.microseconds[len(self.calls) - 1]
+        return [0.1 * usual, *[usual] * (replays - 2), 50 * usual]
+
+
+def test_the_bandwidth_is_that_of_the_fastest_matrix_vector_read() -> None:
+    clock = Clock(4.0, 2.0, 3.0)
+    assert read_rate(clock, "cpu", (96, 64)) == pytest.approx(96 * 64 * 2 / 2.0e-6 / 1e12)
+    assert len(clock.calls) == 3 and all(n > 1 and replays > 4 for n, replays in clock.calls)
+
+
+def test_the_rate_of_products_counts_both_operations() -> None:
+    assert product_rate(Clock(5.0), "cpu", 32) == pytest.approx(2 * 32**3 / 5.0e-6 / 1e12)
+
+
+def test_rates_are_told() -> None:
+    told = "a matrix-vector read at 4.32 TB/s, products at 790 TFLOP/s"
+    assert str(Rates(4.321, 790.2)) == f"measured in this run: {told}"
+
+
+def test_floors_are_bytes_and_products_at_the_measured_rates() -> None:
+    """The demo pair: k passes of the draft and one of the target; a head fuses states once."""
+    planned = plan(load_recipe("demo", {"run.device": "cpu"}))
+    draft = planned.draft
+    target_bytes = bytes_read(planned.target.module, 1)
+    draft_bytes = bytes_read(draft.module, 1)
+    rates = Rates(tb_per_s=2.0, tflop_per_s=100.0)
+    assert rates.read_ms(4e9) == pytest.approx(2.0)
+    assert rates.product_ms(5e10) == pytest.approx(1.0)
+    assert round_ms(planned, 0, 1, rates) == pytest.approx(target_bytes / 2e9)
+    three = (target_bytes + 3 * draft_bytes) / 2e9
+    assert round_ms(planned, 3, 1, rates) == pytest.approx(three)
+    assert round_ms(planned, 3, 1, Rates(4.0, 1.0)) == pytest.approx(three / 2)
+    # Few tokens are bound by reading weights, many by products.
+    assert prefill_ms(planned, 1, 0, rates) == pytest.approx(target_bytes / 2e9)
+    assert prefill_ms(planned, 1, 3, rates) == pytest.approx((target_bytes + draft_bytes) / 2e9)
+    many = 10**6
+    bound = 2 * products(planned.target.module) * many / 100e9
+    assert prefill_ms(planned, many, 0, rates) == pytest.approx(bound)
+
+
+def test_a_head_fuses_hidden_states_once_a_round() -> None:
+    planned = plan(
+        load_recipe(
+            "demo",
+            {
+                "run.device": "cpu",
+                "draft.model": "demo:eagle3",
+                "speculation.method": "eagle3",
+            },
+        )
+    )
+    rates, head = Rates(1.0, 1.0), planned.draft
+    one, three = (round_ms(planned, k, 1, rates) for k in (1, 3))
+    assert one == pytest.approx((bytes_read(planned.target.module, 2) + head.weight_bytes) / 1e9)
+    fused = 3 * head.config.hidden_size * head.config.target_hidden_size * 4
+    assert three - one == pytest.approx(2 * (head.weight_bytes - fused) / 1e9)
+    logits = head.config.draft_vocab_size * head.config.hidden_size * 4
+    of_head = prefill_ms(planned, 1, 3, rates) - prefill_ms(planned, 1, 0, rates)
+    assert of_head == pytest.approx((head.weight_bytes - logits) / 1e9)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "k", "floor"),
+    [
+        ("llama-8b", "llama-1b", 5, 3.49 + 5 * 0.575),
+        ("gemma-2-9b", "gemma-2-2b", 3, 10.87 / 1.37),
+        ("gemma-3-1b", "gemma-3-270m", 3, 2.65 / 3.16),
+    ],
+)
+def test_shapes_have_the_floors_of_the_page(target: str, draft: str, k: int, floor: float) -> None:
+    """docs/performance.md gives them at 4.3 TB/s."""
+    shapes = Path(__file__).parents[2] / "recipes" / "shapes"
+    models = {"target.model": str(shapes / target), "draft.model": str(shapes / draft)}
+    planned = plan(load_recipe("bench-8b-1b-dummy", models | {"run.device": "cpu"}))
+    assert round_ms(planned, k, 1, Rates(4.3, 790.0)) == pytest.approx(floor, rel=0.005)

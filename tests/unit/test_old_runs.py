@@ -24,9 +24,9 @@ from specdec_cli.experiment.results import to_json
 from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.recipe import load_recipe
+from specdec_cli.report.cells import Column
 from specdec_cli.report.content import Content
 from specdec_cli.report.folder import read_folder
-from specdec_cli.report.tables import Column
 
 SPAN = Column("95 % interval")
 OLD = Path(__file__).parent.parent / "old_runs"

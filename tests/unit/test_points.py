@@ -9,16 +9,10 @@ import pytest
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Sequence
 from specdec_cli.experiment.disturbed import DISTURBED
+from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.measure import MeasuringLoop, sample_of
 from specdec_cli.experiment.noise import impossible_speeds
-from specdec_cli.experiment.points import (
-    Failure,
-    Forecasts,
-    Samples,
-    arm_points,
-    measured,
-    speedup,
-)
+from specdec_cli.experiment.points import Failure, arm_points, measured
 from specdec_cli.experiment.predict import Text, iid_length
 from specdec_cli.experiment.records import (
     CategoryMetrics,
@@ -28,6 +22,7 @@ from specdec_cli.experiment.records import (
     Sample,
     not_measured,
 )
+from specdec_cli.experiment.samples import Samples, speedup
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend
@@ -371,6 +366,26 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
     assert prediction.mean_acceptance_length_error == pytest.approx(2.0 / 1.5 - 1)
     assert prediction.analytic_alpha == pytest.approx(7 / 12) and not prediction.is_exact
     assert plain.prediction.speedup == 1.0 and plain.prediction.speedup_error == 0.0
+
+
+def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_it() -> None:
+    """Of prompts whose first half or two thirds are accepted: two of those a round, then one."""
+    accepted = [6 + 2 * (i % 2) for i in range(9)]
+    texts = {
+        i: Text(limit=12, draft_limit=99, accept=(1.0,) * n + (0.0,) * (12 - n))
+        for i, n in enumerate(accepted)
+    }
+    parts = {0: {i: 0.1 for i in range(4)}, 1: {i: 0.15 for i in range(4)}}
+    forecasts = Forecasts(1, texts, parts, is_exact=True)
+    keys = [Key("d", 1, 0), Key("d", 1, 1)]
+    skipped = dict.fromkeys(keys, Failure("skipped", "predicted, not measured"))
+    point = arm_points({}, keys, skipped, forecasts, seed=0)[1]
+    gain = forecasts.gain(1, texts, parts[1])
+    assert gain is not None and point.prediction is not None
+    assert gain.value == pytest.approx(point.predicted_speedup)
+    assert gain.value == pytest.approx(108 / (5 * 9 + 4 * 8) / 1.5)
+    low, high = point.prediction.speedup_ci or (0.0, 0.0)
+    assert low < gain.value < high < 1.2 * low
 
 
 def test_the_stages_of_the_time_curve() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specdec_cli.experiment import points, stats
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
-from specdec_cli.experiment.points import Failure, Samples
+from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.records import (
     Key,
     PairFacts,
@@ -22,6 +22,7 @@ from specdec_cli.experiment.records import (
     read_records,
 )
 from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.samples import Samples, speedup, without_errors
 from specdec_cli.text import digest
 
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")
@@ -113,11 +114,11 @@ class ComparisonRecords:
             self.settings, pair, batch_size, own, self.of(pair, batch_size, 0), failure
         )
         update = self._blocks([pair])
-        own = points.without_errors(own)
+        own = without_errors(own)
         equal = Pair(pair.target_tp, pair.target_tp)
         if point.is_ok and self.is_complete(equal, batch_size):
-            others = points.without_errors(self.of(equal, batch_size, self.settings.k))
-            if (faster := points.speedup(own, others)) is not None:
+            others = without_errors(self.of(equal, batch_size, self.settings.k))
+            if (faster := speedup(own, others)) is not None:
                 is_equal, name = pair == equal, "speedup_vs_equal_tp"
                 update[name] = 1.0 if is_equal else faster.value
                 update[f"{name}_ci"] = (
@@ -176,7 +177,7 @@ def point_of(
     """
     k = settings.k if k is None else k
     key = Key(settings.draft, batch_size, k)
-    found = points.measured(key, own, points.without_errors(plain), failure, settings.seed)
+    found = points.measured(key, own, without_errors(plain), failure, settings.seed)
     metrics = found["metrics"]
     return Point(
         target_tp=pair.target_tp,
@@ -202,7 +203,7 @@ def merge_repeats(worlds: Sequence[Samples]) -> dict[int, Sample]:
     """
     merged: dict[int, Sample] = {}
     for samples in worlds:
-        could_run = points.without_errors(samples)
+        could_run = without_errors(samples)
         for index, sample in samples.items():
             known = merged.get(index)
             if known is None or (not known.could_run and index in could_run):

@@ -15,8 +15,8 @@ from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.disturbed import doubt_in_words
 from specdec_cli.experiment.factors import choose
 from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.points import measured_speed, without_errors
 from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.samples import measured_speed, without_errors
 from specdec_cli.experiment.stats import SumRatio
 
 Verdict = dict[str, Any]

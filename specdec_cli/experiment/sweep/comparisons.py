@@ -8,7 +8,6 @@ from itertools import combinations
 from typing import Any
 
 from specdec_cli.experiment.factors import Measure, interval_of, ratio_of
-from specdec_cli.experiment.points import Samples, measured_speed, prompts_by_category
 from specdec_cli.experiment.records import (
     Arm,
     CategoryComparison,
@@ -16,6 +15,7 @@ from specdec_cli.experiment.records import (
     Key,
     Point,
 )
+from specdec_cli.experiment.samples import Samples, measured_speed, prompts_by_category
 from specdec_cli.experiment.sweep.gains import Gains
 
 

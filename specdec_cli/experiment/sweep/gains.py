@@ -7,14 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from specdec_cli.experiment.factors import Product
-from specdec_cli.experiment.points import (
-    Forecasts,
-    Samples,
-    baseline_of,
-    speedup,
-    without_errors,
-)
+from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.records import Key, Point
+from specdec_cli.experiment.samples import Samples, baseline_of, speedup, without_errors
 from specdec_cli.experiment.stats import SumRatio
 
 

@@ -32,9 +32,10 @@ from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, units_of
 from specdec_cli.experiment.order import balanced
-from specdec_cli.experiment.points import Failure, baseline_of, without_errors
+from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, given
+from specdec_cli.experiment.samples import baseline_of, without_errors
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan

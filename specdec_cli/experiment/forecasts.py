@@ -1,0 +1,151 @@
+"""Predictions of points: the rounds of replayed texts, at the costs of the time curve."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec_cli.experiment.break_even import break_even
+from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
+from specdec_cli.experiment.records import BreakEven, Point, Prediction, Sample, given
+from specdec_cli.experiment.samples import Samples, speedup
+from specdec_cli.experiment.stats import SumRatio
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasts:
+    """The basis of predictions, for one draft and batch size.
+
+    texts: outputs of the run at the largest k, by prompt. parts: for each k, seconds of engine time
+    per round of one sequence, in each part of the time curve. is_exact: whether replaying `texts`
+    gives exactly the rounds of every k.
+    """
+
+    largest_k: int
+    texts: Mapping[int, Text]
+    parts: Mapping[int, Mapping[int, float]]
+    is_exact: bool
+    _known: dict[tuple[int, int], Rounds] = field(default_factory=dict, init=False)
+
+    def rounds(self, index: int, k: int) -> Rounds:
+        """The expected rounds of one prompt at a k."""
+        if (index, k) not in self._known:
+            self._known[index, k] = expected_rounds([self.texts[index]], k)
+        return self._known[index, k]
+
+    def gain(self, k: int, prompts: Iterable[int], parts: Iterable[int]) -> Product | None:
+        """The predicted speed-up at `k` over some prompts and parts; None without them."""
+        chosen, timed = sorted(prompts), sorted(parts)
+        plain = [self.rounds(i, 0).total for i in chosen]
+        rounds = [self.rounds(i, k).total for i in chosen]
+        if not timed or not sum(rounds):
+            return None
+        costs = [[self.parts[0][part], self.parts[k][part]] for part in timed]
+        return Product(
+            SumRatio(np.stack((np.asarray(plain), np.asarray(rounds)), axis=1), (1, -1)),
+            MidRatio(np.asarray(costs), (1, -1)),
+        )
+
+    def break_even(self, k: int, seed: int) -> BreakEven | None:
+        """The break-even at a k, at the costs of the time curve; None without them."""
+        parts = sorted(self.timed(0, k))
+        if k == 0 or not parts or not self.texts:
+            return None
+        costs = np.asarray([[self.parts[k][part], self.parts[0][part]] for part in parts])
+        rounds = [self.rounds(index, k) for index in self.texts]
+        return break_even(
+            MidRatio(costs, (1, -1)),
+            k,
+            drafts=sum(r.drafts for r in rounds),
+            draft_tokens=sum(r.draft_tokens for r in rounds),
+            rounds=sum(r.total for r in rounds),
+            seed=seed,
+        )
+
+    def timed(self, *ks: int) -> set[int]:
+        """The parts of the time curve in which all of some ks were timed."""
+        return set.intersection(*(set(self.parts.get(k, ())) for k in ks))
+
+
+def prediction_of(
+    point: Point,
+    forecasts: Forecasts,
+    alpha: float,
+    samples: Samples,
+    baseline: Samples,
+    seed: int,
+) -> Prediction | None:
+    """The predicted mean length and speed-up, with their errors where both are known.
+
+    samples, baseline: of the point and at k = 0, without errors.
+    """
+    if not forecasts.texts:
+        return None
+    k, parts = point.k, forecasts.timed(0, point.k)
+    rounds = [forecasts.rounds(index, k) for index in sorted(forecasts.texts)]
+    gain = forecasts.gain(k, forecasts.texts, parts)
+    predicted = None
+    if gain is not None:
+        costs = [midmean([forecasts.parts[one][part] for part in sorted(parts)]) for one in (0, k)]
+        total, plain = (
+            sum(forecasts.rounds(index, one).total for index in forecasts.texts) for one in (k, 0)
+        )
+        predicted = plain * costs[0] / (total * costs[1])
+    common = forecasts.texts.keys() & samples.keys() & baseline.keys()
+    error = None
+    if common and (paired := forecasts.gain(k, common, parts)) is not None:
+        found = speedup({i: samples[i] for i in common}, baseline)
+        assert found is not None
+        error = Product(paired.prompts.over(found), paired.parts).interval(seed)
+    faster = point.speedup
+    length, iid = mean_length(rounds), iid_length(alpha, k)
+    true_length = point.metrics.mean_acceptance_length if point.metrics else None
+    return Prediction(
+        method="replay",
+        is_exact=forecasts.is_exact,
+        speedup=predicted,
+        speedup_error=predicted / faster - 1 if predicted and faster else None,
+        mean_acceptance_length=length,
+        mean_acceptance_length_error=length / true_length - 1 if true_length else None,
+        iid_alpha=alpha,
+        iid_mean_acceptance_length=iid,
+        iid_error=iid / true_length - 1 if true_length else None,
+        analytic_alpha=_analytic_alpha(forecasts),
+        **given(
+            speedup_ci=gain.interval(seed) if gain is not None else None,
+            speedup_error_ci=[end - 1 for end in error] if error else None,
+        ),
+    )
+
+
+def iid_alpha(samples: Iterable[Sample]) -> float:
+    """The acceptance rate of a proposal whose predecessors were accepted, at any position."""
+    chosen = list(samples)
+    accepted = sum(sum(s.accepted_per_round) for s in chosen)
+    rejected = sum(
+        a < p
+        for s in chosen
+        for p, a in zip(_judged_per_round(s), s.accepted_per_round, strict=True)
+    )
+    return accepted / max(1, accepted + rejected)
+
+
+def _judged_per_round(sample: Sample) -> list[int]:
+    """The number of proposals in each round that were accepted or could have been rejected.
+
+    These are all proposals, except in a last round whose accepted proposals end the text (an
+    end-of-text token or a stop string): those after the end were not judged.
+    """
+    proposed, accepted = sample.proposed_per_round, sample.accepted_per_round
+    # Every other round adds one token of the target's own, whether or not it rejects a proposal.
+    whole = sum(accepted) + len(accepted) + sample.rounds_without_proposal
+    if sample.finish_reason in ("eos", "stop") and len(sample.token_ids) < whole:
+        return [*proposed[:-1], *accepted[-1:]]
+    return list(proposed)
+
+
+def _analytic_alpha(forecasts: Forecasts) -> float | None:
+    """Mean over all positions of the sum of min(p, q)."""
+    overlaps = [o for text in forecasts.texts.values() for o in text.overlap or ()]
+    return sum(overlaps) / len(overlaps) if overlaps else None
