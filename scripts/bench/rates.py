@@ -4,6 +4,7 @@ Imports nothing of `specdec_cli`, since transformers, which that imports, looks 
 `kernels`, finds the script of this folder, and runs its imports.
 """
 
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import Protocol
@@ -14,6 +15,7 @@ from specdec_kernels import ops
 _MATRIX = (131072, 4096)  # 1 GiB of bf16, many times the L2 cache
 _SQUARE = 8192  # rows and columns of a product that keeps every multiprocessor busy
 _LAUNCHES, _REPLAYS = 8, 9
+_PAUSE = 0.5  # seconds in which a device cools
 
 
 class Timed(Protocol):
@@ -50,17 +52,26 @@ def read_rate(timed: Timed, device: str = "cuda", shape: tuple[int, int] = _MATR
 
 @torch.inference_mode()
 def product_rate(timed: Timed, device: str = "cuda", size: int = _SQUARE) -> float:
-    """TFLOP/s of a product of two square bf16 matrices."""
+    """TFLOP/s of a product of two square bf16 matrices, one after a pause.
+
+    Products that go on for more than some 15 ms make a GPU lower its clock: an H200 does 800
+    TFLOP/s first and 680 from then on. Short passes are as fast as the first ones, and a floor has
+    to hold for them too.
+    """
     one, other = (
         torch.empty(size, size, dtype=torch.bfloat16, device=device).normal_() for _ in range(2)
     )
-    return 2 * size**3 / _fastest([lambda _: one @ other], timed) / 1e6
+    return 2 * size**3 / _fastest([lambda _: one @ other], timed, launches=1) / 1e6
 
 
-def _fastest(steps: list[Callable[[int], object]], timed: Timed) -> float:
-    """Microseconds of the fastest step, each run once before it is timed."""
+def _fastest(
+    steps: list[Callable[[int], object]], timed: Timed, launches: int = _LAUNCHES
+) -> float:
+    """Microseconds of the fastest step, each run once, and followed by a pause, before it is
+    timed."""
     found = []
     for step in steps:
         step(0)
-        found.append(median(timed(step, _LAUNCHES, _REPLAYS)))
+        time.sleep(_PAUSE)
+        found.append(median(timed(step, launches, _REPLAYS)))
     return min(found)

@@ -60,7 +60,7 @@ def test_graphs_compiled_and_eager_passes_write_the_same(temperature: float, met
     for name, keys in ways.items():
         keys |= {"sampling__temperature": temperature, "speculation__method": method}
         # A draw of seed 0 is within 3e-8 of the border between two tokens: rounding decides.
-        engine, params = demo_engine(4, sampling__seed=1, **keys)
+        engine, params = demo_engine(4, run__seed=1, **keys)
         assert engine.is_captured == (name != "eager")
         assert (engine.target.compiled is not None) == (name == "compiled")
         found[name] = told(engine.run(requests(), 4, params))

@@ -76,7 +76,9 @@ def test_the_bandwidth_is_that_of_the_fastest_matrix_vector_read() -> None:
 
 
 def test_the_rate_of_products_counts_both_operations() -> None:
-    assert product_rate(Clock(5.0), "cpu", 32) == pytest.approx(2 * 32**3 / 5.0e-6 / 1e12)
+    clock = Clock(5.0)
+    assert product_rate(clock, "cpu", 32) == pytest.approx(2 * 32**3 / 5.0e-6 / 1e12)
+    assert clock.calls == [(1, 9)], "products in a row make a GPU slower"
 
 
 def test_rates_are_told() -> None:
