@@ -111,7 +111,7 @@ def test_copies_of_a_long_prompt_s_keys_by_hand(tmp_path: Path) -> None:
     recipe = pair(tmp_path, "llama", None, head_dim=64)
     (planned,) = plan_all_ranks(recipe, Permissions(), CUDA)
     each = 2 * 2 * 2 * 64
-    assert chunk_bytes(planned, CacheNeed(4, 512, 0, 8)) == (0, 0)
+    assert chunk_bytes(planned, CacheNeed(4, 448, 0, 8)) == (0, 0)
     assert chunk_bytes(planned, CacheNeed(4, 2001, 0, 8)) == (2000 * each, 0)
     assert chunk_bytes(planned, CacheNeed(1, 5001, 0, 8)) == (2048 * each, 2952 * each)
     assert chunk_bytes(planned, CacheNeed(1, 10**5, 0, 8)) == (2048 * each, 30720 * each)
