@@ -4,8 +4,6 @@ A model passes when every layer asks our attention function for plain causal or 
 attention. Most models that fail it would not crash but write wrong text.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 # Quantisation methods that transformers can undo with torch alone.
 _DEQUANTISED = {"fp8", "mxfp4"}
 _PROBE_TOKENS = 3
-_PLAIN = int | float | str | None  # attributes that layers may differ in
 
 
 def check_config(config: Any, name: str) -> None:
@@ -84,12 +81,10 @@ def rope_settings(config: Any) -> list[dict[str, Any]]:
 
 
 @torch.inference_mode()
-def probe(model: Any, name: str, known: Sequence[torch.nn.Module] = ()) -> list[LayerShape]:
+def probe(model: Any, name: str) -> list[LayerShape]:
     """Run a pass on the meta device; returns the cache shapes of the layers, in order.
 
-    known: the model's layers, if their code is known to depend on nothing but their own attributes.
-    Of those that are alike only the first is run, since a meta pass takes 10 ms a layer. Raises
-    `Unsupported` unless every layer calls the registered attention exactly once and nothing
+    Raises `Unsupported` unless every layer calls the registered attention exactly once and nothing
     else mixes tokens.
     """
     kind = model.config.model_type
@@ -102,13 +97,9 @@ def probe(model: Any, name: str, known: Sequence[torch.nn.Module] = ()) -> list[
             raise Unsupported(name, f"{kind} mixes neighbouring tokens by convolution")
     recorder = Recorder()
     attach(model, recorder)
-    firsts = _firsts_alike(known)
-    with _left_out([layer for i, layer in enumerate(known) if firsts[i] != i]):
-        _trial_pass(model, name)
+    _trial_pass(model, name)
     shapes = {layer: shape for layer, shape, _ in recorder.calls}
     layers = model.config.num_hidden_layers
-    if known and len(recorder.calls) == len(shapes) and shapes.keys() == set(firsts):
-        return [shapes[first] for first in firsts]
     if len(recorder.calls) != layers or sorted(shapes) != list(range(layers)):
         raise Unsupported(
             name,
@@ -116,36 +107,6 @@ def probe(model: Any, name: str, known: Sequence[torch.nn.Module] = ()) -> list[
             f"calls came from {len(shapes)} layers",
         )
     return [shapes[layer] for layer in range(layers)]
-
-
-def _firsts_alike(layers: Sequence[torch.nn.Module]) -> list[int]:
-    """For each layer the place of the first one with the same attributes and shapes."""
-    first: dict[tuple[object, ...], int] = {}
-    return [first.setdefault(_traits(layer), i) for i, layer in enumerate(layers)]
-
-
-def _traits(layer: torch.nn.Module) -> tuple[object, ...]:
-    """Everything that decides what a layer computes, except for values and its place."""
-    found: list[object] = []
-    for name, part in layer.named_modules():
-        plain = {key: value for key, value in vars(part).items() if isinstance(value, _PLAIN)}
-        plain.pop("layer_idx", None)
-        found.append((name, type(part), *plain.items()))
-    tensors = (*layer.named_parameters(), *layer.named_buffers())
-    found += [(name, tensor.shape, tensor.dtype) for name, tensor in tensors]
-    return tuple(found)
-
-
-@contextmanager
-def _left_out(layers: list[torch.nn.Module]) -> Iterator[None]:
-    """Let layers return the hidden states that they are given."""
-    for layer in layers:
-        layer.forward = lambda hidden_states, *_, **__: hidden_states
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.forward  # the class's own shows again
 
 
 def _trial_pass(model: Any, name: str) -> None:

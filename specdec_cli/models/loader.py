@@ -23,7 +23,6 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
@@ -132,8 +131,7 @@ def describe(
         # assignment bypasses the config's own check, since some families require a number.
         vars(module.config)["pad_token_id"] = None
         module.eval()
-        known = () if family_of(module) is None else module.model.layers
-        layers, shards = probe(module, spec.name, known), WHOLE
+        layers, shards = probe(module, spec.name), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
     except SetupError:

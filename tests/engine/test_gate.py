@@ -16,7 +16,6 @@ from specdec_cli.core.types import Sequence
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.models import attention
 from specdec_cli.models.attention import ATTENTION_NAME
-from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import check_config, probe
 from specdec_cli.models.loader import ModelSpec, describe, load
 from specdec_cli.models.paged import PagedModel
@@ -344,45 +343,6 @@ def test_rules_behind_the_one_for_layer_types(values: dict[str, Any], reason: st
         module = build(values, ATTENTION_NAME)
     with pytest.raises(Unsupported, match=reason):
         probe(module, "m")
-
-
-@pytest.mark.parametrize(
-    ("family", "changes", "kinds"),
-    [
-        ("llama", {}, 1),
-        ("gemma3", {}, 2),  # with and without a window
-        ("gpt_oss", {}, 2),
-        ("qwen3_moe", {"mlp_only_layers": [2]}, 2),
-    ],
-)
-def test_of_layers_that_are_alike_one_is_run(
-    family: str, changes: dict[str, Any], kinds: int
-) -> None:
-    types = {"layer_types": ["sliding_attention", "full_attention"] * 3} if kinds == 2 else {}
-    types = types if family in ("gemma3", "gpt_oss") else {}
-    with torch.device("meta"):
-        module = AutoModelForCausalLM.from_config(
-            tiny_config(family, num_hidden_layers=6, **types, **changes),
-            attn_implementation=ATTENTION_NAME,
-        ).eval()
-    layers, fed = module.model.layers, list[int]()
-    for layer in layers:
-        layer.self_attn.register_forward_pre_hook(lambda part, _: fed.append(part.layer_idx))
-    assert family_of(module) is not None
-    found = probe(module, "m", layers)
-    assert len(fed) == kinds and fed[0] == 0
-    assert found == probe(module, "m") and len(found) == 6
-    assert sorted(fed[kinds:]) == list(range(6)), "left out for good"
-
-
-def test_a_layer_with_other_heads_is_run_too() -> None:
-    with torch.device("meta"):
-        module = build(LLAMA | {"num_hidden_layers": 3}, ATTENTION_NAME)
-    other = module.model.layers[1].self_attn
-    for projection in (other.k_proj, other.v_proj):
-        projection.weight = torch.nn.Parameter(projection.weight[: other.head_dim])
-    shapes = probe(module, "m", module.model.layers)
-    assert [shape.num_kv_heads for shape in shapes] == [2, 1, 2]
 
 
 def test_rotary_settings_are_found_wherever_a_config_has_them() -> None:
