@@ -3,6 +3,7 @@
 Computed from records alone, so that merged and resumed runs are looked at like whole ones.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from itertools import combinations
@@ -43,8 +44,9 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     """A warning if rounds became slower or faster at some prompt and stayed so.
 
     Prompts are measured in the order of their indices, each at every point, so that the mean over
-    points of a round's time, each relative to its point's median, is the machine's. Prompts that
-    are decoded together share their rounds: they are one observation, not many.
+    points of a round's time, each relative to its point's median, is the machine's, but for what
+    longer texts take: rounds read more keys, and data sets are often in an order of lengths.
+    Prompts that are decoded together share their rounds: they are one observation, not many.
     """
     common = sorted(set.intersection(*(set(of) for of in samples.values())))
     plain = min(samples, key=lambda key: key.k)
@@ -52,14 +54,20 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     count = len(common) // together
     if count < _FEWEST:
         return []
+    used = common[: count * together]
+
+    def by_batch(values: Iterable[float]) -> np.ndarray[Any, Any]:
+        means: np.ndarray[Any, Any] = np.fromiter(values, float).reshape(count, -1).mean(axis=1)
+        return means
+
     rows = []
     for of in samples.values():
-        times = np.log([_round_seconds(of[i]) for i in common[: count * together]])
-        batches = times.reshape(count, together).mean(axis=1)
+        batches = by_batch(math.log(_round_seconds(of[i])) for i in used)
         rows.append(batches - np.median(batches))
     speeds = np.mean(rows, axis=0)
+    lengths = by_batch(_context(samples[plain][i]) for i in used)
     edge = max(2, count // 8)
-    splits = [(_step(speeds, split), split) for split in range(edge, count - edge + 1)]
+    splits = [(_step(speeds, lengths, split), split) for split in range(edge, count - edge + 1)]
     (change, error), place = max(splits, key=lambda item: abs(item[0][0]) / item[0][1])
     split = place * together
     slower = float(np.expm1(abs(change)))
@@ -79,12 +87,25 @@ def _drift(samples: Mapping[Key, Samples]) -> list[Notice]:
     return [Notice("baseline_drift", told, evidence | figures)]
 
 
-def _step(values: np.ndarray[Any, Any], split: int) -> tuple[float, float]:
-    """The change of the mean at a split, and its standard error."""
-    first, last = values[:split], values[split:]
-    squares = ((first - first.mean()) ** 2).sum() + ((last - last.mean()) ** 2).sum()
-    error = np.sqrt(squares / (len(values) - 2) * (1 / len(first) + 1 / len(last)))
-    return float(last.mean() - first.mean()), max(float(error), 1e-9)
+def _step(
+    values: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any], split: int
+) -> tuple[float, float]:
+    """The change of the mean at a split, beside a change in proportion to `lengths`, by least
+    squares; and its standard error. All lengths may be the same."""
+    after = (np.arange(len(values)) >= split).astype(float)
+    known = np.stack((np.ones(len(values)), lengths - lengths.mean()), axis=1)
+    # What is left of both once the mean and the lengths are taken out of them.
+    rest, own = (v - known @ np.linalg.lstsq(known, v, rcond=None)[0] for v in (values, after))
+    weight = max(float(own @ own), 1e-9)
+    change = float(own @ rest) / weight
+    squares = float(((rest - change * own) ** 2).sum())
+    error = math.sqrt(squares / (len(values) - 3) / weight)
+    return change, max(error, 1e-9)
+
+
+def _context(sample: Sample) -> float:
+    """Tokens that a round of a prompt reads, on average."""
+    return len(sample.prompt_token_ids) + len(sample.token_ids) / 2
 
 
 def _outliers(samples: Mapping[Key, Samples]) -> list[Notice]:

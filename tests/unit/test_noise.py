@@ -80,6 +80,22 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
     assert ("slower" in notice.message) == (factor > 1)
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_longer_texts_take_longer_and_are_no_drift(steps: int) -> None:
+    """Prompts in an order of lengths, whose rounds take up to half as long again; and a machine
+    that gets slower in the end."""
+    samples = samples_of(quiet(3))
+    for of in samples.values():
+        for i, one in of.items():
+            longer = (1 + 0.02 * i) * (1.4 if steps and i >= 14 else 1.0)
+            times = [value * longer for value in one.decode_seconds]
+            update = {"decode_seconds": times, "prompt_token_ids": [5] * (20 * i)}
+            of[i] = one.model_copy(update=update)
+    found = noise_in(samples)
+    assert [one.code for one in found] == ["baseline_drift"] * steps
+    assert all(one.evidence["from_prompt"] == 14 for one in found)
+
+
 @pytest.mark.parametrize(("together", "told"), [(8, []), (2, ["baseline_drift"])])
 def test_prompts_that_are_decoded_together_are_one_observation(
     together: int, told: list[str]
