@@ -108,7 +108,7 @@ def profile(command: list[str]) -> str:
 
 
 def _stderr_of(arguments: list[str]) -> str:
-    """What a Python process writes to stderr. Ends this one if that fails."""
+    """The stderr of a Python process. Ends this process if that one fails."""
     ended = subprocess.run(
         [sys.executable, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True
     )

@@ -218,7 +218,7 @@ def test_a_pass_is_written_while_the_one_before_is_copied() -> None:
 
 
 def test_graphs_draw_as_the_run_does(tmp_path: Path) -> None:
-    """What filters logits is a part of a graph, the seed and the prompts' indices are not."""
+    """Filters of logits are part of a graph; the seed and the prompts' indices are its inputs."""
     engine, graphs = replaying_engine(tmp_path / "replayed", prefill_chunk=24)
     plain = make_engine(save_tiny(tmp_path / "plain", "llama"), None, batch_size=5)
     requests = [Request(2**33 + i, tuple(seq.tokens)) for i, seq in enumerate(sequences())]

@@ -1,4 +1,4 @@
-"""How `scripts/proofs/disturbed.py` judges its pairs of sweeps."""
+"""The judgement of `scripts/proofs/disturbed.py` on its pairs of sweeps."""
 
 from typing import Any
 

@@ -129,7 +129,7 @@ def test_outliers_of_one_batch_are_one_disturbance(batch_size: int, told: bool) 
 
 
 def test_many_are_more_than_chance_gives_where_2_percent_are_usual() -> None:
-    """Of 432 repeats 21 may be outliers by chance; with 22 that has less than 1 in 1000."""
+    """Chance may explain 21 outliers of 432 repeats; 22 have a probability below 1 in 1000."""
     samples = twins([0.9, 0.9], prompts=108)
     plain = samples[Key(None, 1, 0)]
     for i in range(22):

@@ -369,7 +369,7 @@ def test_a_prediction_is_held_against_what_was_measured() -> None:
 
 
 def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_it() -> None:
-    """Of prompts whose first half or two thirds are accepted: two of those a round, then one."""
+    """Prompts have their first half or two thirds accepted: two of those a round, then one."""
     accepted = [6 + 2 * (i % 2) for i in range(9)]
     texts = {
         i: Text(limit=12, draft_limit=99, accept=(1.0,) * n + (0.0,) * (12 - n))
