@@ -11,7 +11,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ import yaml
 
 FEWEST = 8  # real prompts that a time is over
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-COLUMNS = "engine batch k rounds tokens_a_round ms_a_round tokens_per_s first_token_ms".split()
 
 
 @dataclass(frozen=True)
@@ -94,16 +93,23 @@ Start = Callable[[Work, int, int], Started]
 
 @dataclass(frozen=True)
 class Row:
-    """One repeat. Times in ms; tokens_per_s without the first pass. rounds: of all prompts."""
+    """One repeat. Times in ms; tokens_per_s without the first pass. rounds: of all prompts.
+
+    prompt_tokens: the mean.
+    """
 
     engine: str
     batch: int
+    prompt_tokens: int
     k: int
     rounds: int
     tokens_a_round: float
     ms_a_round: float
     tokens_per_s: float
     first_token_ms: float
+
+
+COLUMNS = [field.name for field in fields(Row)]
 
 
 def main(engine: str, start: Start) -> None:
@@ -147,20 +153,25 @@ def chosen(args: argparse.Namespace) -> dict[str, Any]:
 def timed(
     engine: str, what: Work, start: Start, args: argparse.Namespace, asked: list[list[int]] | None
 ) -> list[list[Row]]:
-    """Rows by batch size and repeat, over `asked` or over one batch of made-up prompts."""
-    most = max(map(len, asked)) if asked else args.prompt_tokens
+    """Rows by batch size, length of made-up prompts and repeat, over `asked` or over one batch of
+    such prompts."""
+    most = max(map(len, asked)) if asked else max(args.prompt_tokens)
     decode = start(what, max(args.batch_size), most + what.new_tokens + 16).decode
     print("started", flush=True)
+    settings = [
+        (batch, batches(asked, batch) if asked else [prompts(batch, length)])
+        for batch in args.batch_size
+        for length in ([0] if asked else args.prompt_tokens)
+    ]
     rows = []
     with turn(args.lock):
-        for batch in args.batch_size:
-            parts = batches(asked, batch) if asked else [prompts(batch, args.prompt_tokens)]
+        for batch, parts in settings:
             decode(parts[0], 32)
             repeats = []
             for _ in range(args.repeats):
                 first = sum(decode(part, 1).seconds for part in parts)
                 got = joined([decode(part, what.new_tokens) for part in parts])
-                repeats.append(row(engine, what.k, batch, got, first))
+                repeats.append(row(engine, what.k, batch, parts, got, first))
             rows.append(repeats)
     return rows
 
@@ -223,7 +234,7 @@ def arguments(engine: str) -> argparse.ArgumentParser:
     add("recipe", help="recipe file, or name of a bundled recipe")
     add("--k", type=numbers, metavar="LIST", help="proposal lengths; 0 is plain decoding")
     add("--batch-size", type=numbers, default=[1], metavar="LIST")
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="of made-up prompts")
+    add("--prompt-tokens", type=numbers, default=[128], metavar="LIST", help="of made-up prompts")
     add("--new-tokens", type=int, metavar="N", help="default: the recipe's")
     add("--dtype", choices=["float32", "bfloat16"], help="default: the recipe's")
     add("--ignore-eos", action="store_true", help="texts end at --new-tokens only")
@@ -285,14 +296,19 @@ def token_ids(path: Path) -> list[list[int]]:
     return [json.loads(line)["token_ids"] for line in path.read_text().splitlines() if line]
 
 
-def row(engine: str, k: int, batch: int, got: Decoded, first: float) -> Row:
-    """A repeat. first: seconds until each prompt had its first token, measured by itself."""
+def row(
+    engine: str, k: int, batch: int, parts: list[list[list[int]]], got: Decoded, first: float
+) -> Row:
+    """A repeat over batches `parts`. first: seconds until each prompt had its first token, measured
+    by itself."""
+    lengths = [len(prompt) for part in parts for prompt in part]
     texts, tokens = len(got.token_ids), sum(map(len, got.token_ids))
     rounds = got.rounds or tokens - texts
     by_rounds = tokens - texts * (got.apart if got.rounds else 1)
     return Row(
         engine=engine,
         batch=batch,
+        prompt_tokens=round(statistics.mean(lengths)),
         k=k,
         rounds=rounds,
         tokens_a_round=by_rounds / rounds,
@@ -313,9 +329,12 @@ def show(rows: list[list[Row]]) -> None:
     print("|" + "---|" * len(COLUMNS))
     for repeats in rows:
         told: dict[str, Any] = asdict(median(repeats))
-        times = [r.ms_a_round for r in repeats]
-        told["ms_a_round"] = f"{statistics.median(times):.2f} ({min(times):.2f} – {max(times):.2f})"
-        for name in ("tokens_a_round", "tokens_per_s", "first_token_ms"):
+        for name, times in (
+            ("ms_a_round", [r.ms_a_round for r in repeats]),
+            ("first_token_ms", [r.first_token_ms for r in repeats]),
+        ):
+            told[name] = f"{statistics.median(times):.2f} ({min(times):.2f} – {max(times):.2f})"
+        for name in ("tokens_a_round", "tokens_per_s"):
             told[name] = f"{told[name]:.{2 if name == 'tokens_a_round' else 1}f}"
         print("| " + " | ".join(str(told[c]) for c in COLUMNS) + " |")
 

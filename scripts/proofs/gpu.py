@@ -1,4 +1,4 @@
-"""Checks of the engine on a GPU, with the demo pair.
+"""Checks of the engine on a GPU, with the demo models and every method.
 
     python scripts/proofs/gpu.py [--graphs auto|off]
 
@@ -30,6 +30,12 @@ from tests.support import greedy_reference
 
 DEVICE = "cuda"
 PROMPTS, NEW_TOKENS = 40, 64
+PROPOSERS: dict[str, dict[str, object]] = {
+    "demo:draft": {},
+    "demo:target": {"draft.model": "demo:target"},
+    "demo:eagle3": {"draft.model": "demo:eagle3", "speculation.method": "eagle3"},
+    "n-grams": {"draft.model": None, "speculation.method": "ngram"},
+}
 
 
 def prompts() -> list[list[int]]:
@@ -56,6 +62,8 @@ def run(
         "sampling.ignore_eos": True,
         **more,
     }
+    if overrides["draft.model"] is None:  # a draft's other keys would ask for one
+        overrides = {key: v for key, v in overrides.items() if not key.startswith("draft.")}
     planned = plan(load_recipe(None, overrides))
     engine = build(planned, max(map(len, asked)))
     requests = [Request(i, tuple(p)) for i, p in enumerate(asked)]
@@ -75,18 +83,18 @@ def alone(asked: list[list[int]], dtype: torch.dtype) -> list[list[int]]:
 
 def equal_in_fp32(asked: list[list[int]], graphs: str) -> int:
     want, bad = alone(asked, torch.float32), 0
-    for draft in ("demo:draft", "demo:target"):
+    for name, proposer in PROPOSERS.items():
         for k in (0, 1, 3, 6):
             for batch in (1, 8):
                 started = time.perf_counter()
-                seqs = run(asked, k, batch, "float32", graphs, **{"draft.model": draft})
+                seqs = run(asked, k, batch, "float32", graphs, **proposer)
                 differ = [s.index for s, w in zip(seqs, want, strict=True) if s.output_ids != w]
                 bad += len(differ)
                 rounds = [a for s in seqs for a in s.accepted_per_round]
                 length = 1 + sum(rounds) / len(rounds) if rounds else 1.0
                 seconds = time.perf_counter() - started
                 print(
-                    f"fp32 {draft:<11} k={k} b={batch}: {length:.3f} tokens a round, "
+                    f"fp32 {name:<11} k={k} b={batch}: {length:.3f} tokens a round, "
                     f"{seconds:.1f} s, differ: {differ or 'none'}",
                     flush=True,
                 )
@@ -113,37 +121,48 @@ def width_noise(asked: list[list[int]], width: int) -> float:
 @torch.inference_mode()
 def near_ties_in_bf16(asked: list[list[int]], graphs: str) -> int:
     want, exact, bad = alone(asked, torch.bfloat16), target(torch.float32), 0
-    for k in (0, 1, 3, 5):
-        for batch in (1, 8):
-            noise, gaps = width_noise(asked, max(2, k + 1, batch)), []
-            for seq, other in zip(run(asked, k, batch, "bfloat16", graphs), want, strict=True):
-                at = next((i for i in range(NEW_TOKENS) if seq.output_ids[i] != other[i]), None)
-                if at is None:
-                    continue
-                prefix = asked[seq.index] + other[:at]
-                logits = exact(torch.tensor([prefix], device=DEVICE)).logits[0, -1]
-                ours, theirs = logits[seq.output_ids[at]], logits[other[at]]
-                # From the best logit to the lower of the two choices.
-                gaps.append(float(logits.max() - torch.minimum(ours, theirs)))
-            unexplained = sum(gap > noise for gap in gaps)
-            bad += unexplained
-            print(
-                f"bf16 k={k} b={batch}: {len(gaps)} of {len(asked)} prompts diverge, largest gap "
-                f"{max(gaps, default=0):.4f}, width noise {noise:.4f}, unexplained {unexplained}",
-                flush=True,
-            )
+    noises = {width: width_noise(asked, width) for width in (2, 4, 6, 8)}
+    for name, proposer in PROPOSERS.items():
+        for k in (0, 1, 3, 5):
+            for batch in (1, 8):
+                noise, gaps = noises[max(2, k + 1, batch)], []
+                seqs = run(asked, k, batch, "bfloat16", graphs, **proposer)
+                for seq, other in zip(seqs, want, strict=True):
+                    at = next((i for i in range(NEW_TOKENS) if seq.output_ids[i] != other[i]), None)
+                    if at is None:
+                        continue
+                    prefix = asked[seq.index] + other[:at]
+                    logits = exact(torch.tensor([prefix], device=DEVICE)).logits[0, -1]
+                    ours, theirs = logits[seq.output_ids[at]], logits[other[at]]
+                    # From the best logit to the lower of the two choices.
+                    gaps.append(float(logits.max() - torch.minimum(ours, theirs)))
+                unexplained = sum(gap > noise for gap in gaps)
+                bad += unexplained
+                print(
+                    f"bf16 {name:<11} k={k} b={batch}: {len(gaps)} of {len(asked)} diverge, "
+                    f"largest gap {max(gaps, default=0):.4f}, width noise {noise:.4f}, unexplained "
+                    f"{unexplained}",
+                    flush=True,
+                )
     return bad
 
 
 def sampling_repeats(asked: list[list[int]], graphs: str) -> int:
-    hot: dict[str, object] = {"sampling.temperature": 0.8, "sampling.top_p": 0.95}
-    first = [s.output_ids for s in run(asked, 4, 1, "float32", graphs, **hot)]
-    again = [s.output_ids for s in run(asked, 4, 1, "float32", graphs, **hot)]
-    wide = [s.output_ids for s in run(asked, 4, 8, "float32", graphs, **hot)]
-    repeats = sum(a != b for a, b in zip(first, again, strict=True))
-    batches = sum(a != b for a, b in zip(first, wide, strict=True))
-    print(f"sampled fp32: {repeats} differ when repeated, {batches} between batch 1 and 8")
-    return repeats + batches
+    bad = 0
+    for name, proposer in PROPOSERS.items():
+        hot = {"sampling.temperature": 0.8, "sampling.top_p": 0.95, **proposer}
+        first, again, wide = (
+            [s.output_ids for s in run(asked, 4, batch, "float32", graphs, **hot)]
+            for batch in (1, 1, 8)
+        )
+        repeats = sum(a != b for a, b in zip(first, again, strict=True))
+        batches = sum(a != b for a, b in zip(first, wide, strict=True))
+        bad += repeats + batches
+        print(
+            f"sampled fp32 {name}: {repeats} differ when repeated, {batches} between batch 1 and 8",
+            flush=True,
+        )
+    return bad
 
 
 def main() -> int:

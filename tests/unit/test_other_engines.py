@@ -1,6 +1,7 @@
 """Other engines get the work that a recipe describes, and times and rounds are counted alike."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +18,16 @@ def test_a_bundled_recipe_is_read_as_specdec_reads_it() -> None:
     assert (plain.draft, plain.rates, plain.target) == (None, [], what.target)
 
 
+TWO = [[[1] * 5, [1] * 7]]
+
+
 def test_a_row_leaves_out_the_first_pass_and_counts_rounds_of_a_prompt() -> None:
     """Two prompts of 31 tokens, 10 rounds each, in 3.5 s of which 0.5 went to first tokens."""
     got = work.Decoded(3.5, [[1] * 31] * 2, rounds=20)
-    row = work.row("some", 4, 2, got, first=0.5)
+    row = work.row("some", 4, 2, TWO, got, first=0.5)
     assert (row.tokens_a_round, row.ms_a_round, row.tokens_per_s) == (3.0, 300.0, 20.0)
-    plain = work.row("some", 0, 2, work.Decoded(3.5, [[1] * 31] * 2, 0), first=0.5)
+    assert row.prompt_tokens == 6
+    plain = work.row("some", 0, 2, TWO, work.Decoded(3.5, [[1] * 31] * 2, 0), first=0.5)
     assert (plain.tokens_a_round, plain.ms_a_round) == (1.0, 100.0)
 
 
@@ -40,14 +45,35 @@ def test_small_batches_of_real_prompts_are_several() -> None:
 def test_a_row_over_several_batches_has_the_time_of_one_round() -> None:
     """Two batches of one take 3 s for 20 rounds behind first tokens of 0.25 s each."""
     got = work.joined([work.Decoded(2.0, [[1] * 31], 10), work.Decoded(1.5, [[1] * 31], 10)])
-    row = work.row("some", 4, 1, got, first=0.5)
+    row = work.row("some", 4, 1, [[[1] * 4], [[1] * 8]], got, first=0.5)
     assert (row.rounds, row.tokens_a_round, row.ms_a_round) == (20, 3.0, 150.0)
     assert (row.tokens_per_s, row.first_token_ms) == (20.0, 250.0)
 
 
+def test_each_batch_size_is_timed_at_each_length(capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[int, int, int]] = []
+
+    def decode(ids: list[list[int]], new: int) -> work.Decoded:
+        seen.append((len(ids), len(ids[0]), new))
+        return work.Decoded(1.0 if new == 1 else 2.0, [[1] * new] * len(ids), 0)
+
+    def start(what: work.Work, batch: int, longest: int) -> work.Started:
+        assert (batch, longest) == (2, 9 + 4 + 16)
+        return work.Started(decode, lambda ids, new: [])
+
+    given = ["bench-8b-1b-dummy", "--batch-size", "1,2", "--prompt-tokens", "5,9", "--repeats", "1"]
+    args = work.arguments("some").parse_args(given)
+    what = replace(work.read("bench-8b-1b-dummy", 0), new_tokens=4)
+    rows = work.timed("some", what, start, args, None)
+    assert [(r.batch, r.prompt_tokens) for (r,) in rows] == [(1, 5), (1, 9), (2, 5), (2, 9)]
+    assert [size[:2] for size in seen if size[2] == 4] == [(1, 5), (1, 9), (2, 5), (2, 9)]
+    work.show(rows)
+    assert "| some | 2 | 9 | 0 | 6 | 1.00 | 333.33 (333.33 – 333.33) |" in capsys.readouterr().out
+
+
 def test_first_tokens_count_where_a_round_wrote_them() -> None:
     got = work.Decoded(3.5, [[1] * 31] * 2, rounds=20, apart=0)
-    row = work.row("some", 4, 2, got, first=0.5)
+    row = work.row("some", 4, 2, TWO, got, first=0.5)
     assert (row.tokens_a_round, row.tokens_per_s) == (3.1, 20.0)
 
 
