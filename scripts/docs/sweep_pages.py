@@ -1,17 +1,21 @@
 """Writes the reports of sweeps in docs, and their tables on pages, from the samples beside them.
 
-    python scripts/docs/sweep_pages.py [smollm2] [demo-sweep]
+    python scripts/docs/sweep_pages.py [smollm2] [smollm2-sampled] [smollm2-cpu] [demo-sweep]
 
-Both sweeps ran on machines with nothing else to do:
+smollm2 and smollm2-sampled ran on GPUs, the others on two CPU cores, all with nothing else to do:
 
     specdec sweep-k smollm2-offline --chat --draft demo:smollm2-draft --draft demo:smollm2-eagle3
-      --draft ngram --prompt-file question.jsonl --sample stratified --limit 160 --k 2,4,6
-      --batch-size 1,32 --max-new-tokens 128 --set run.repeats=1 --set target.dtype=bfloat16
-      --set draft.dtype=bfloat16
+      --draft ngram --prompt-file question.jsonl --k 2,4,6 --batch-size 1,8,32
+      --max-new-tokens 128 --set run.repeats=1 --set target.dtype=bfloat16
+      --set draft.dtype=bfloat16 [--temperature 0.7]
+    OMP_WAIT_POLICY=passive specdec sweep-k smollm2-offline --chat (the same drafts, file and k)
+      --sample stratified --limit 52 --batch-size 1 --max-new-tokens 128 --set run.repeats=1
+      --set target.dtype=float32 --set draft.dtype=float32 --device cpu
     specdec sweep-k demo --draft demo:draft --draft demo:eagle3 --draft ngram --k 1-6 --limit 80
       --max-new-tokens 64 --set run.repeats=1
 
-question.jsonl is Spec-Bench's. Large files of samples are compressed.
+question.jsonl is Spec-Bench's. Large files of samples are compressed. What predictions of the
+sampled sweep rest on (replay.jsonl, 3 MB compressed) is left out.
 """
 
 import io
@@ -31,7 +35,6 @@ from specdec_cli.report.write import write_report
 from specdec_cli.terminal.sweep import print_results
 
 DOCS = Path(__file__).parents[2] / "docs"
-_FORMATS = ("html", "md", "png")
 _AFTER = "```\n"
 
 
@@ -39,12 +42,13 @@ _AFTER = "```\n"
 class Sweep:
     """A sweep whose samples are in docs: its folder there, and the page with its table.
 
-    points_only: leave out of that table what follows the points.
+    points_only: leave out of that table what follows the points. formats: of the report.
     """
 
     name: str
     page: str
     points_only: bool = False
+    formats: tuple[str, ...] = ("html", "md", "png")
 
     @property
     def folder(self) -> Path:
@@ -82,7 +86,7 @@ class Sweep:
     def write(self) -> None:
         with self.recomputed() as (content, table):
             shutil.rmtree(self.folder / "plots", ignore_errors=True)
-            for file in write_report(content, self.folder, _FORMATS):
+            for file in write_report(content, self.folder, self.formats):
                 print(file.relative_to(DOCS.parent))
         page = DOCS / self.page
         changed = self.with_table(page.read_text(encoding="utf-8"), table)
@@ -90,7 +94,12 @@ class Sweep:
         print(page.relative_to(DOCS.parent))
 
 
-SWEEPS = (Sweep("smollm2", "README.md", points_only=True), Sweep("demo-sweep", "sweep.md"))
+SWEEPS = (
+    Sweep("smollm2", "README.md", points_only=True),
+    Sweep("smollm2-sampled", "README.md", points_only=True, formats=("html", "md")),
+    Sweep("smollm2-cpu", "README.md", points_only=True, formats=("html", "md")),
+    Sweep("demo-sweep", "sweep.md"),
+)
 
 
 def main() -> None:

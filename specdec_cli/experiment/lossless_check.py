@@ -19,7 +19,7 @@ from specdec_cli.experiment.records import Key
 from specdec_cli.launch.world import World
 
 PROMPTS = 4  # whose texts are written for the check, where the run's own cannot be compared
-_MOST_LOOKED_AT = 32  # divergences; each takes two passes over a text
+_MOST_LOOKED_AT = 16  # divergences of a point; each takes two passes over a text
 _WIDEST = 256  # tokens of a second pass; each has a row of logits
 _NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
 
@@ -53,14 +53,15 @@ class LosslessCheck:
 
     def compare(self, engine: Engine, key: Key, texts: Mapping[int, Text]) -> None:
         """Compare the texts of a point, by prompt. The engine must be idle."""
-        width = max(2, key.k + 1, key.batch_size)
+        width, looked_at = max(2, key.k + 1, key.batch_size), 0
         self._prompts |= texts.keys()
         self._compared += len(texts)
         for index, text in sorted(texts.items()):
             if (at := text.parted_at) is None:
                 continue
             gap = None
-            if len(self._parted) < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
+            if looked_at < _MOST_LOOKED_AT and at < min(len(text.tokens), len(text.plain)):
+                looked_at += 1
                 tokens = [*text.prompt, *text.plain[:at]]
                 # The pass over a prompt decides the first token of plain decoding.
                 most = width if at else max(width, min(len(tokens), _WIDEST))

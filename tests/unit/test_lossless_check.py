@@ -59,6 +59,18 @@ def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, widt
     assert engine.asked == [(prompt, 1), (prompt, width)]
 
 
+def test_divergences_of_every_point_are_looked_at() -> None:
+    """Of 20 at each of two points 16 are, not those of the first point alone."""
+    engine, check = Fixed(0.1), LosslessCheck("bfloat16")
+    texts = {i: Text([7], [0, 1], [0, 0]) for i in range(20)}
+    for draft in ("one", "other"):
+        check.compare(cast(Engine, engine), Key(draft, 2, 1), texts)
+    found = check.as_dict()
+    assert (found["num_diverging"], found["num_near_ties"]) == (40, 32)
+    gaps = [one["gap"] for one in found["diverging"] if one["draft"] == "other"]
+    assert [gap is None for gap in gaps] == [False] * 16 + [True] * 4
+
+
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
     found, engine = checked("bfloat16", 1.0, [0, 0, 0])
     assert found["passed"] and engine.asked == []

@@ -7,11 +7,10 @@ from specdec_cli.errors import LOGGED
 from specdec_cli.report.export import markdown
 
 _STALE = "stale: run `python scripts/docs/sweep_pages.py`"
-_ARMS = {
-    "smollm2": ("demo:smollm2-eagle3", "demo:smollm2-draft", "ngram"),
-    "demo-sweep": ("demo:draft", "demo:eagle3", "ngram"),
-}
-_LARGE = {"smollm2"}  # 3200 samples in 13 categories
+_SMOLLM2 = ("demo:smollm2-eagle3", "demo:smollm2-draft", "ngram")
+_ARMS = dict.fromkeys(("smollm2", "smollm2-sampled", "smollm2-cpu"), _SMOLLM2)
+_ARMS["demo-sweep"] = ("demo:draft", "demo:eagle3", "ngram")
+_LARGE = {"smollm2", "smollm2-sampled"}  # 14,400 samples in 13 categories
 
 
 @pytest.mark.parametrize(
