@@ -80,6 +80,21 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
     assert ("slower" in notice.message) == (factor > 1)
 
 
+@pytest.mark.parametrize(("factor", "told"), [(1.0, []), (2.0, ["baseline_drift"])])
+def test_prompts_that_differ_are_no_drift(factor: float, told: list[str]) -> None:
+    """Rounds of prompts differ by 6 %, and those of the last three by 22 %, on a quiet machine; on a
+    disturbed one they take twice as long from the middle on."""
+    rng = random.Random(5)
+    of_prompts = [rng.gauss(1, 0.06) * (0.8 if i >= PROMPTS - 3 else 1) for i in range(PROMPTS)]
+    samples = samples_of(quiet(3))
+    for of in samples.values():
+        for i, one in of.items():
+            longer = of_prompts[i] * (factor if i >= PROMPTS // 2 else 1)
+            times = [value * longer for value in one.decode_seconds]
+            of[i] = one.model_copy(update={"decode_seconds": times})
+    assert [one.code for one in noise_in(samples)] == told
+
+
 @pytest.mark.parametrize("steps", [0, 1])
 def test_longer_texts_take_longer_and_are_no_drift(steps: int) -> None:
     """Prompts in an order of lengths, whose rounds take up to half as long again; and a machine
