@@ -23,12 +23,11 @@ from statistics import median
 
 import torch
 from graph_times import alternated_times
+from kernel_times import BLOCK_SIZE, Batch, error_of
 from specdec_kernels.attention.chunks import gather_kv
 from specdec_kernels.attention.dense_triton import TILES, DenseTiles, dense_attention_triton
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from torch import Tensor
-
-from kernels import BLOCK_SIZE, Batch, error_of
 
 HEADS, KV_HEADS = 32, 8
 SHAPES = ["1x511x511", "1x1024x1024", "1x1536x1536", "1x2047x2047", "1x2048x2448", "1x2048x4096"]

@@ -9,7 +9,7 @@ columns; a gate has twice its features as rows. Needs a CUDA device; bf16. Each 
 repeatedly in a CUDA graph, with weights from memory and with weights that stay in the L2 cache. If
 both take the same time, the kernel's loop is the limit. The chosen tiles are printed first, then
 the best. The best tiles alone may not be the best in a pass, where kernels overlap: see
-`kernels.py --parts passes`. Compiling takes a second per candidate; N processes with
+`kernel_times.py --parts passes`. Compiling takes a second per candidate; N processes with
 `--compile I/N` compile in advance.
 """
 

@@ -1,6 +1,6 @@
 """Launch configurations of attention, chosen from shapes and measured on an H200.
 
-`scripts/bench/kernels.py` shows their effect.
+`scripts/bench/kernel_times.py` shows their effect.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU.
 
-`scripts/bench/kernels.py` shows their effect. Nothing is tuned at run time: every rank and every
+`scripts/bench/kernel_times.py` shows their effect. Nothing is tuned at run time: every rank and every
 run uses the same.
 """
 

@@ -1,6 +1,6 @@
 """Time the kernels of a decode pass against memory bandwidth, one by one and as whole passes.
 
-    PYTHONPATH=.:kernels python scripts/bench/kernels.py --models 1b 8b --batches 1x1 1x6 16x1
+    PYTHONPATH=.:kernels python scripts/bench/kernel_times.py --models 1b 8b --batches 1x1 1x6 16x1
 
 Needs a CUDA device; weights are random and have the real shapes. Every time is of a CUDA graph over
 buffers that together exceed the L2 cache. "attention within a pass" is the cost of attention per
