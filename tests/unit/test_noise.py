@@ -82,8 +82,8 @@ def test_a_drift_of_all_points_is_told_with_its_prompt(factor: float) -> None:
 
 @pytest.mark.parametrize(("factor", "told"), [(1.0, []), (2.0, ["baseline_drift"])])
 def test_prompts_that_differ_are_no_drift(factor: float, told: list[str]) -> None:
-    """On a quiet machine prompts differ by 6 %, and the last three by 22 %; on a disturbed one rounds
-    take twice as long from the middle on."""
+    """On a quiet machine prompts differ by 6 %, and the last three by 22 %; on a disturbed one
+    rounds take twice as long from the middle on."""
     rng = random.Random(5)
     of_prompts = [rng.gauss(1, 0.06) * (0.8 if i >= PROMPTS - 3 else 1) for i in range(PROMPTS)]
     samples = samples_of(quiet(3))

@@ -1,7 +1,7 @@
 """Launch configurations of products of few rows: looked up in `tile_tables` and fitted to a GPU.
 
-`scripts/bench/kernel_times.py` shows their effect. Nothing is tuned at run time: every rank and every
-run uses the same.
+`scripts/bench/kernel_times.py` shows their effect. Nothing is tuned at run time: every rank and
+every run uses the same.
 """
 
 import math
