@@ -1,6 +1,7 @@
 """Outlying repeats cast doubt where they say more than that they do not count."""
 
 import json
+import lzma
 import math
 import random
 from functools import cache
@@ -14,7 +15,7 @@ from specdec_cli.experiment.records import Key, Sample
 from specdec_cli.experiment.repeats import usual_repeats
 from tests.report_helpers import sample_record
 
-RECORDED = Path(__file__).parents[2] / "docs" / "demo-sweep" / "run" / "samples.jsonl"
+RECORDED = Path(__file__).parents[2] / "docs" / "demo-sweep" / "run" / "samples.jsonl.xz"
 Samples = dict[Key, dict[int, Sample]]
 
 
@@ -22,7 +23,7 @@ Samples = dict[Key, dict[int, Sample]]
 def recorded() -> Samples:
     """24 prompts at nine points of a sweep on a quiet machine, as if of half as many tokens."""
     found = Samples()
-    for line in RECORDED.read_text(encoding="utf-8").splitlines():
+    for line in lzma.decompress(RECORDED.read_bytes()).splitlines():
         sample = Sample(**json.loads(line))
         if sample.index < 24 and sample.k <= 4 and sample.draft != "demo:eagle3":
             half = {"decode_seconds": [0.5 * value for value in sample.decode_seconds]}
