@@ -119,23 +119,31 @@ def width_noise(asked: list[list[int]], width: int) -> float:
 
 
 @torch.inference_mode()
+def gap_at_parting(
+    exact: Any, prompt: list[int], text: list[int], other: list[int]
+) -> float | None:
+    """The gap of `exact`'s logits between the best token and the lower of the two where texts part;
+    None for equal texts."""
+    at = next((i for i in range(NEW_TOKENS) if text[i] != other[i]), None)
+    if at is None:
+        return None
+    logits = exact(torch.tensor([prompt + other[:at]], device=DEVICE)).logits[0, -1]
+    return float(logits.max() - torch.minimum(logits[text[at]], logits[other[at]]))
+
+
 def near_ties_in_bf16(asked: list[list[int]], graphs: str) -> int:
     want, exact, bad = alone(asked, torch.bfloat16), target(torch.float32), 0
     noises = {width: width_noise(asked, width) for width in (2, 4, 6, 8)}
     for name, proposer in PROPOSERS.items():
         for k in (0, 1, 3, 5):
             for batch in (1, 8):
-                noise, gaps = noises[max(2, k + 1, batch)], []
+                noise = noises[max(2, k + 1, batch)]
                 seqs = run(asked, k, batch, "bfloat16", graphs, **proposer)
-                for seq, other in zip(seqs, want, strict=True):
-                    at = next((i for i in range(NEW_TOKENS) if seq.output_ids[i] != other[i]), None)
-                    if at is None:
-                        continue
-                    prefix = asked[seq.index] + other[:at]
-                    logits = exact(torch.tensor([prefix], device=DEVICE)).logits[0, -1]
-                    ours, theirs = logits[seq.output_ids[at]], logits[other[at]]
-                    # From the best logit to the lower of the two choices.
-                    gaps.append(float(logits.max() - torch.minimum(ours, theirs)))
+                found = (
+                    gap_at_parting(exact, asked[seq.index], seq.output_ids, other)
+                    for seq, other in zip(seqs, want, strict=True)
+                )
+                gaps = [gap for gap in found if gap is not None]
                 unexplained = sum(gap > noise for gap in gaps)
                 bad += unexplained
                 print(

@@ -1,4 +1,4 @@
-"""How near to a tie a sweep's greedy texts part from plain decoding's, by transformers' own logits.
+"""Gaps of logits where a sweep's greedy texts part from plain decoding's, by transformers.
 
     python scripts/proofs/margins.py RUN_FOLDER --target FOLDER
 
@@ -20,31 +20,35 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from specdec_cli.experiment.lossless_check import Text
+
 Point = tuple[str, int, int]  # draft, batch size, k
 
 
 @dataclass(frozen=True)
 class Parting:
-    """Where a text leaves that of plain decoding. tokens: up to there. two: the next of each."""
+    """A place where a text leaves that of plain decoding.
+
+    tokens: the prompt and the text up to there. two: the next token of each.
+    """
 
     tokens: list[int]
     two: tuple[int, int]
 
 
 def partings(samples: list[dict[str, Any]]) -> dict[Point, list[Parting]]:
-    """By point. Texts that are the beginning of the other one have none."""
+    """The partings of each point. A text that is the beginning of the other one has none."""
     plain = {(s["batch_size"], s["index"]): s["token_ids"] for s in samples if s["k"] == 0}
     found: dict[Point, list[Parting]] = {}
     for s in samples:
         if s["k"] == 0:
             continue
         those = found.setdefault((s["draft"], s["batch_size"], s["k"]), [])
-        other = plain[s["batch_size"], s["index"]]
-        pairs = enumerate(zip(s["token_ids"], other, strict=False))
-        at = next((place for place, (a, b) in pairs if a != b), None)
-        if at is not None:
-            tokens = [*s["prompt_token_ids"], *other[:at]]
-            those.append(Parting(tokens, (s["token_ids"][at], other[at])))
+        text = Text(s["prompt_token_ids"], s["token_ids"], plain[s["batch_size"], s["index"]])
+        at = text.parted_at
+        if at is not None and at < min(len(text.tokens), len(text.plain)):
+            tokens = [*text.prompt, *text.plain[:at]]
+            those.append(Parting(tokens, (text.tokens[at], text.plain[at])))
     return found
 
 
@@ -60,6 +64,7 @@ class Judge:
 
     @torch.inference_mode()
     def gap_and_rounding(self, parting: Parting) -> tuple[float, float]:
+        """Both in units of logits, as the script's docstring defines them."""
         key = tuple(parting.tokens)
         if key not in self._known:
             ids = torch.tensor([parting.tokens])

@@ -5,6 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from scripts.proofs.margins import Parting, partings
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.lossless_check import LosslessCheck, Text, failed_check
 from specdec_cli.experiment.promise import check_line, lossless_in_words
@@ -60,7 +61,7 @@ def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, widt
 
 
 def test_divergences_of_every_point_are_looked_at() -> None:
-    """Of 20 at each of two points 16 are, not those of the first point alone."""
+    """Each of two points has 20 divergences, and 16 of each are looked at."""
     engine, check = Fixed(0.1), LosslessCheck("bfloat16")
     texts = {i: Text([7], [0, 1], [0, 0]) for i in range(20)}
     for draft in ("one", "other"):
@@ -69,6 +70,16 @@ def test_divergences_of_every_point_are_looked_at() -> None:
     assert (found["num_diverging"], found["num_near_ties"]) == (40, 32)
     gaps = [one["gap"] for one in found["diverging"] if one["draft"] == "other"]
     assert [gap is None for gap in gaps] == [False] * 16 + [True] * 4
+
+
+def test_margins_are_asked_where_two_texts_part() -> None:
+    """A text that only ends earlier parts nowhere. Each batch size has a baseline of its own."""
+    rows = [(0, 1, [3, 4]), (2, 1, [3, 5]), (0, 8, [3, 5, 6]), (2, 8, [3, 5])]
+    samples = [
+        {"draft": "d", "k": k, "batch_size": b, "index": 0, "prompt_token_ids": [9], "token_ids": t}
+        for k, b, t in rows
+    ]
+    assert partings(samples) == {("d", 1, 2): [Parting([9, 3], (5, 4))], ("d", 8, 2): []}
 
 
 def test_the_same_texts_need_no_logits_and_no_texts_are_no_proof() -> None:
