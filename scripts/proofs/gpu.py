@@ -1,6 +1,6 @@
 """Checks of the engine on a GPU, with the demo models and every method.
 
-    python scripts/proofs/gpu.py [--graphs auto|off]
+    python scripts/proofs/gpu.py [--graphs auto|off] [--checks fp32,bf16,sampled]
 
 1. fp32: greedy token ids equal transformers' `generate` on the same device.
 2. bf16: every first divergence from the target alone is a near-tie: in fp32 the two best logits
@@ -173,14 +173,24 @@ def sampling_repeats(asked: list[list[int]], graphs: str) -> int:
     return bad
 
 
+CHECKS = {"fp32": equal_in_fp32, "bf16": near_ties_in_bf16, "sampled": sampling_repeats}
+
+
+def named(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := [name for name in names if name not in CHECKS]:
+        raise argparse.ArgumentTypeError(f"no check {unknown[0]!r}; {', '.join(CHECKS)}")
+    return names
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--graphs", choices=("auto", "off"), default="auto")
-    graphs = parser.parse_args().graphs
+    parser.add_argument("--checks", type=named, default=list(CHECKS), help="NAME,...")
+    given = parser.parse_args()
     asked = prompts()
     print(torch.cuda.get_device_name(), torch.__version__, f"{len(asked)} prompts x {NEW_TOKENS}")
-    checks = (equal_in_fp32, near_ties_in_bf16, sampling_repeats)
-    bad = sum(check(asked, graphs) for check in checks)
+    bad = sum(CHECKS[name](asked, given.graphs) for name in given.checks)
     print("all hold" if not bad else f"{bad} do not hold")
     return 1 if bad else 0
 
