@@ -18,6 +18,7 @@ from specdec_kernels.attention.paged import (
 )
 from specdec_kernels.attention.rope import rope_attention
 from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
+from specdec_kernels.comm.staging import fetch_staged, tell_tokens
 from specdec_kernels.experts.mixture import mixture_add_norm
 from specdec_kernels.experts.reference import CLAMPED, Experts, Routing
 from specdec_kernels.linear.cpu import (

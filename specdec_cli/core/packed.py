@@ -2,27 +2,21 @@
 
 A pass has a width: its tokens are packed at the front, and padding follows. Padding belongs to no
 sequence, its keys go to the trash block, and its outputs mean nothing. The host writes everything
-into one of two pieces of pinned memory, which one copy brings. Knows nothing of models.
+into one of two pieces of its memory, which the pass itself fetches, and finds its tokens there in
+the end. Knows nothing of models.
 Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
 """
 
+from typing import TypeAlias
+
 import numpy as np
+import numpy.typing as npt
 import torch
 from specdec_kernels import ops
 
 from specdec_cli.core.batch import ForwardBatch, Span
 
-
-class _OnHost:
-    """Pinned memory for a pass's words, as its parts. copied: when the last copy of it ended."""
-
-    def __init__(
-        self, num_words: int, num_tokens: int, num_sequences: int, device: torch.device
-    ) -> None:
-        is_cuda = device.type == "cuda"
-        self.words = torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda)
-        self.parts = [part.numpy() for part in _parts(self.words, num_tokens, num_sequences)]
-        self.copied: torch.cuda.Event | None = None
+Tokens: TypeAlias = npt.NDArray[np.int64]
 
 
 class PackedInputs:
@@ -31,6 +25,8 @@ class PackedInputs:
     token_ids, positions: int64 [T]. query_start: int32 [B + 1]. context_lens: int32 [B], 0 for
     rows without a sequence. index: int64 [B], what keys the random numbers of each sequence. seed:
     int64 scalar. block_tables: int32 [B, MB]; entries past a sequence's blocks mean nothing.
+
+    A pass is filled, runs `fetch` and `tell`, and has then `passed`.
     """
 
     def __init__(
@@ -43,46 +39,74 @@ class PackedInputs:
     ) -> None:
         self.num_tokens, self.num_sequences = num_tokens, num_sequences
         self.block_size = block_size
-        words = sum(_lengths(num_tokens, num_sequences)) + num_sequences * num_columns
-        self._sent = torch.zeros(words, dtype=torch.int32, device=device)
-        on_device = _parts(self._sent, num_tokens, num_sequences)
+        self.device = device
+        sizes = num_tokens, num_sequences, num_columns
+        words = sum(_lengths(*sizes))
+        self._words = torch.zeros(words, dtype=torch.int32, device=device)
+        on_device = _parts(self._words, sizes)
         self.token_ids, self.positions, self.query_start, self.context_lens = on_device[:4]
         self.index, self.seed, self.block_tables = on_device[4:]
-        # Two, since the copy of the pass before may wait until the device comes to it.
-        self._on_host = [_OnHost(words, num_tokens, num_sequences, device) for _ in range(2)]
+
+        def on_host(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, pin_memory=device.type == "cuda")
+
+        # Two of each, since the pass before may not have begun yet.
+        self._staged = on_host(2, words)
+        self._told = on_host(2, num_sequences, dtype=torch.int64)
+        self._pieces = [
+            tuple(part.numpy() for part in _parts(piece, sizes)) for piece in self._staged
+        ]
+        self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
+        # Passes that have run as the device counts them, that the host knows of, and launched ones.
+        self._passes = torch.zeros(1, dtype=torch.int32, device=device)
+        self._ended = on_host(1)
+        self._num_ended = self._ended.numpy()
+        self._num_launched = 0
+        self._places = np.arange(num_columns * block_size)
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
-        """Enter `spans`, at most `width` tokens, without waiting for the device.
+        """Enter `spans`, at most `width` tokens; waits only for the pass before the last one.
 
         shift: feed the tokens that many places further on, at the spans' own positions.
         """
-        self._on_host.reverse()
-        held = self._on_host[0]
-        if held.copied is not None:  # else the copy of an earlier pass may still be reading
-            held.copied.synchronize()
-        tokens, positions, starts, contexts, index, of_run, tables = held.parts
+        if self._num_ended[0] < self._num_launched - 1:
+            torch.cuda.synchronize(self.device)
+        piece = self._pieces[self._num_launched % 2]
+        tokens, positions, starts, contexts, index, of_run, tables = piece
         of_run[...] = seed
-        at = 0
-        for row, span in enumerate(spans):
-            end = at + span.length
-            tokens[at:end] = span.seq.tokens[span.start + shift : span.stop + shift]
-            positions[at:end] = np.arange(span.start, span.stop)
-            contexts[row] = span.stop
-            index[row] = span.seq.noise_key
-            blocks = span.seq.block_table[: -(-span.stop // self.block_size)]
+        at, ends = 0, [0]
+        for row, (seq, start, stop) in enumerate((s.seq, s.start, s.stop) for s in spans):
+            end = at + stop - start
+            tokens[at:end] = seq.tokens[start + shift : stop + shift]
+            positions[at:end] = self._places[start:stop]
+            blocks = seq.block_table[: -(-stop // self.block_size)]
             tables[row, : len(blocks)] = blocks
-            starts[row + 1] = at = end
-        assert at <= width <= self.num_tokens and len(spans) <= self.num_sequences
+            ends.append(end)
+            at = end
+        count = len(spans)
+        assert at <= width <= self.num_tokens and count <= self.num_sequences
         tokens[at:width] = positions[at:width] = 0
-        starts[len(spans) + 1 :] = at
-        contexts[len(spans) :] = 0
-        # The rows of tables are the last of what is sent, and those without a sequence stay.
-        used = len(self._sent) - tables[len(spans) :].size
-        self._sent[:used].copy_(held.words[:used], non_blocking=True)
-        if self._sent.is_cuda:
-            held.copied = held.copied or torch.cuda.Event()
-            held.copied.record()
+        starts[: count + 1] = ends
+        starts[count + 1 :] = at
+        contexts[:count] = [span.stop for span in spans]
+        contexts[count:] = 0
+        index[:count] = [span.seq.noise_key for span in spans]
+
+    def fetch(self) -> None:
+        """Bring what was filled; the first step of a pass, on the device."""
+        ops.fetch_staged(self._words, self._staged, self._passes)
+
+    def tell(self, tokens: torch.Tensor | None) -> None:
+        """Send the tokens that a pass decided, int64 [M], or none; its last step on the device."""
+        ops.tell_tokens(self._passes, tokens, self._told, self._ended)
+
+    def passed(self) -> Tokens:
+        """Count a pass that was launched; returns where its tokens will be when it has ended. They
+        stay until the next pass but one."""
+        tokens = self._tokens[self._num_launched % 2]
+        self._num_launched += 1
+        return tokens
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
         """The pass over the first `width` tokens. It reads nothing on the host.
@@ -122,25 +146,28 @@ def last_blocks(batch: ForwardBatch, block_size: int) -> torch.Tensor:
     return (blocks * (batch.context_lens > 0)).long()
 
 
-def _lengths(num_tokens: int, num_sequences: int) -> list[int]:
+def _lengths(num_tokens: int, num_sequences: int, num_columns: int) -> list[int]:
     """Words of the token ids, the positions, where queries start, the contexts, the prompts'
-    indices, and the seed.
+    indices, the seed, and the tables.
 
     Each begins at a multiple of 16 bytes: Triton compiles a kernel again for an address that it
-    knows less of.
+    knows less of. All of them are a multiple of 16 words, which are copied in larger pieces.
     """
     words = 2 * num_tokens, 2 * num_tokens, num_sequences + 1, num_sequences, 2 * num_sequences, 2
-    return [-(-count // 4) * 4 for count in words]
+    lengths = [-(-count // 4) * 4 for count in words]
+    tables = num_sequences * num_columns
+    return [*lengths, tables + -(sum(lengths) + tables) % 16]
 
 
-def _parts(words: torch.Tensor, num_tokens: int, num_sequences: int) -> tuple[torch.Tensor, ...]:
+def _parts(words: torch.Tensor, sizes: tuple[int, int, int]) -> tuple[torch.Tensor, ...]:
     """Views of the words: token ids, positions, where queries start, contexts, the prompts'
-    indices, the seed, and the tables."""
-    lengths = _lengths(num_tokens, num_sequences)
-    *parts, tables = words.split([*lengths, len(words) - sum(lengths)])
+    indices, the seed, and the tables. sizes: tokens, sequences, and columns of the tables."""
+    num_tokens, num_sequences, num_columns = sizes
+    parts = words.split(_lengths(*sizes))
     ids, positions, index, seed = (parts[i].view(torch.int64) for i in (0, 1, 4, 5))
     return (
         *(ids[:num_tokens], positions[:num_tokens]),
         *(parts[2][: num_sequences + 1], parts[3][:num_sequences]),
-        *(index[:num_sequences], seed[0], tables.view(num_sequences, -1)),
+        *(index[:num_sequences], seed[0]),
+        parts[6][: num_sequences * num_columns].view(num_sequences, num_columns),
     )

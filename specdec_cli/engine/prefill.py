@@ -17,6 +17,7 @@ from specdec_cli.engine.metrics import Moment
 from specdec_cli.engine.run import Drawn, PrefillStep, Run
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.prompt_passes import Results
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +76,15 @@ def feed(
     if chunk.targets:
         ending = chunk.ending if run.k == 0 else []
         assert ending == chunk.targets[: len(ending)], "only the last span can be cut"
-        logits, features, tokens = target.prefill(
+        found = target.prefill(
             chunk.targets,
             with_hidden=_reads_hidden(run, proposer),
             num_logits=len(ending),
             draws=run.params,
         )
+        features = found.hidden
         if ending:
-            seqs = [span.seq for span in ending]
-            drawn = _drawn(seqs, _draw(run, seqs, logits) if tokens is None else tokens)
+            drawn = _drawn(run, [span.seq for span in ending], found)
     halfway = end = Moment(target.device)
     if chunk.proposers and proposer is not None:
         proposer.prefill(chunk.proposers, features)
@@ -112,10 +113,13 @@ def _has_token(run: Run, seq: Sequence) -> bool:
     return seq.first_token_at is not None or (run.drawn is not None and seq in run.drawn.seqs)
 
 
-def _drawn(seqs: list[Sequence], tokens: torch.Tensor) -> Drawn:
-    """The next token of each of `seqs`, int64 [R], on its way to the host."""
+def _drawn(run: Run, seqs: list[Sequence], found: Results) -> Drawn:
+    """The next token of each of `seqs`, on its way to the host."""
+    if found.tokens is not None and found.told is not None:
+        return Drawn(seqs, found.tokens, found.told)
+    tokens = _draw(run, seqs, found.logits)
     on_host = torch.empty(len(seqs), dtype=torch.int64, pin_memory=tokens.is_cuda)
-    return Drawn(seqs, tokens, on_host.copy_(tokens, non_blocking=True))
+    return Drawn(seqs, tokens, on_host.copy_(tokens, non_blocking=True).numpy())
 
 
 @torch.inference_mode()

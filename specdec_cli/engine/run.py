@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.packed import Tokens
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.detokenize import StopFinder
 from specdec_cli.engine.graphs import Rounds
@@ -49,7 +50,7 @@ class Drawn:
 
     seqs: list[Sequence]
     on_device: torch.Tensor
-    on_host: torch.Tensor
+    on_host: Tokens
 
 
 @dataclass(frozen=True, slots=True)

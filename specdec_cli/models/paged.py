@@ -113,7 +113,6 @@ class PagedModel:
         found = make_batch(spans, logits_per_span, self.cache.block_size, self.device)
         return self._run(found, with_hidden=with_hidden)
 
-    @torch.inference_mode()
     def prefill(
         self,
         spans: list[Span],
@@ -133,12 +132,7 @@ class PagedModel:
             return Results(*self.forward(spans, rows, with_hidden=with_hidden))
         layers = self.hidden_layers if with_hidden else ()
         found = self._prompts(spans, layers, num_logits=num_logits, draws=draws)
-        count = sum(span.length for span in spans)
-        return Results(
-            None if found.logits is None else found.logits[:num_logits],
-            None if found.hidden is None else found.hidden[:count],
-            None if found.tokens is None else found.tokens[:num_logits],
-        )
+        return found.cut(num_logits, sum(span.length for span in spans))
 
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None

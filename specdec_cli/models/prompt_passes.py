@@ -8,6 +8,7 @@ Legend: W a pass's width, B most sequences.
 """
 
 import gc
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -17,7 +18,7 @@ from specdec_kernels.compile_ahead import is_ahead
 from torch import Tensor
 
 from specdec_cli.core.batch import ForwardBatch, Span
-from specdec_cli.core.packed import PackedInputs
+from specdec_cli.core.packed import PackedInputs, Tokens
 from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.state import slot_counts
 from specdec_cli.core.types import SamplingParams
@@ -27,7 +28,8 @@ WIDTHS = (16, 32, 64, 128, 256, 384, 512, 640, 768, 1024, 1280, 1536, 2048)
 
 def width_of(num_tokens: int) -> int | None:
     """The width of passes over so many tokens; None for passes that are run as they are."""
-    return next((width for width in WIDTHS if width >= num_tokens), None)
+    place = bisect_left(WIDTHS, num_tokens)
+    return WIDTHS[place] if place < len(WIDTHS) else None
 
 
 # Multiplications by a layer's weights that a GPU does while the host queues the layer's kernels:
@@ -43,11 +45,28 @@ def width_busy_with(numbers: float) -> int:
 
 class Results(NamedTuple):
     """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. tokens: int64 [M],
-    drawn from the logits, which are left out then. None for what is not wanted."""
+    drawn from the logits, which are left out then. told: the tokens on the host, valid when the
+    pass has ended, until the next but one ends. None for what is not wanted."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
     tokens: Tensor | None = None
+    told: Tokens | None = None
+
+    def cut(self, num_rows: int, num_tokens: int) -> "Results":
+        """The results of the first sequences and tokens alone."""
+        logits, hidden, tokens, told = self
+        return Results(
+            _first_rows(logits, num_rows),
+            _first_rows(hidden, num_tokens),
+            _first_rows(tokens, num_rows),
+            told if told is None or len(told) == num_rows else told[:num_rows],
+        )
+
+
+def _first_rows(result: Tensor | None, count: int) -> Tensor | None:
+    # Slicing a tensor that has not been used for a while takes the host 70 us.
+    return result if result is None or len(result) == count else result[:count]
 
 
 # A pass over a batch. `kind` says what is wanted. `given`: [W, ...], rows of further input, or
@@ -146,6 +165,11 @@ class PromptPasses:
         self._given: Tensor | None = None
         self._kept: dict[tuple[object, ...], Tensor] = {}
         self._captured: dict[Hashable, tuple[torch.cuda.CUDAGraph, Results]] = {}
+        # As many rows of logits as a round has: its kernels are compiled.
+        counts = (0, *slot_counts(inputs.num_sequences))
+        self._num_rows = [
+            next(n for n in counts if n >= count) for count in range(inputs.num_sequences + 1)
+        ]
 
     def fits(self, spans: list[Span]) -> bool:
         """Whether a pass over `spans` is short enough."""
@@ -153,7 +177,6 @@ class PromptPasses:
         most = min(self._graphs.num_tokens, self.inputs.num_tokens)
         return count <= most and len(spans) <= self.inputs.num_sequences
 
-    @torch.inference_mode()
     def __call__(
         self,
         spans: list[Span],
@@ -176,29 +199,50 @@ class PromptPasses:
         assert width is not None
         self.inputs.fill(spans, width, shift, draws.seed if draws is not None else 0)
         if given is not None:
-            if self._given is None:
-                self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
-            self._given[:count].copy_(given)
-        # As many rows as a round has: its kernels are compiled.
-        most = self.inputs.num_sequences
-        num_rows = next(n for n in (0, *slot_counts(most)) if n >= num_logits)
+            self._give(given, count)
+        num_rows = self._num_rows[num_logits]
         key = (width, kind, num_rows, draws.filters if draws is not None and num_rows else None)
-        if (made := self._captured.get(key)) is not None:
-            graph, results = made
-            graph.replay()
-            return results
+        made = self._captured.get(key)
+        if made is None:
+            return self._first(key, draws)
+        graph, results = made
+        graph.replay()
+        return self._passed(results)
+
+    def _passed(self, results: Results) -> Results:
+        """Count a pass once it is launched."""
+        told = self.inputs.passed()
+        return results if results.tokens is None else results._replace(told=told)
+
+    @torch.inference_mode()
+    def _give(self, given: Tensor, count: int) -> None:
+        """Copy further input of the first `count` tokens to an address that stays."""
+        if self._given is None:
+            self._given = given.new_zeros(self.inputs.num_tokens, *given.shape[1:])
+        self._given[:count].copy_(given)
+
+    @torch.inference_mode()
+    def _first(
+        self, key: tuple[int, Hashable, int, object], draws: SamplingParams | None
+    ) -> Results:
+        """Run a pass of a new kind as it is, then capture it."""
+        width, kind, num_rows, _ = key
 
         def run() -> Results:
+            self.inputs.fetch()
             rows = None if self._given is None else self._given[:width]
             found = self._body(self.inputs.batch(width, num_rows), kind, rows)
             if draws is not None and found.logits is not None:
                 found = Results(None, found.hidden, self._drawn(found.logits, draws))
-            return Results(*map(self._keep, Results._fields, found))
+            logits, hidden, tokens = map(self._keep, Results._fields[:3], found[:3])
+            self.inputs.tell(tokens)
+            return Results(logits, hidden, tokens)
 
         results = run()
+        passed = results if is_ahead() else self._passed(results)
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results
-        return results
+        return passed
 
     def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
         """Next tokens of the first sequences, of which the pass has fed every token."""

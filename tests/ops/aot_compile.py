@@ -536,6 +536,23 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         )
         for scaled in (False, True)
     },
+    "fetch_staged": (
+        "comm.staging_triton",
+        "fetch_staged_kernel",
+        "*i32",
+        {"BLOCK": 1024},
+        {},
+    ),
+    **{
+        f"tell_tokens{'' if has_tokens else '-none'}": (
+            "comm.staging_triton",
+            "tell_tokens_kernel",
+            "*i32",
+            {"BLOCK": 4} | ({} if has_tokens else {"tokens_ptr": None}),
+            {"told_ptr": "*i64"} | ({"tokens_ptr": "*i64"} if has_tokens else {}),
+        )
+        for has_tokens in (True, False)
+    },
     "gate": (
         "linear.norm_triton",
         "gate_kernel",

@@ -34,6 +34,7 @@ SHAPES = [
     Shape((17, 2), (17, 33), sinks=True, window=7, heads=8, kv_heads=2),
     Shape((2, 1), (12, 7), padding=3),
     Shape((18,), (25,), padding=2),
+    Shape((1, 5), (40, 8), padding=150),
 ]
 
 

@@ -117,7 +117,7 @@ def joined(
 
 
 # Counts change from pass to pass; a variant compiled for each kind of value would cost seconds.
-@triton.jit(do_not_specialize=["num_sequences", "table_stride"])
+@triton.jit(do_not_specialize=["num_tokens", "num_sequences", "table_stride"])
 def paged_attention_kernel(
     query_ptr,  # [T, H, DK]
     key_cache_ptr,  # [NB, BLOCK_SIZE, Hkv, DK]
@@ -131,6 +131,7 @@ def paged_attention_kernel(
     row_sum_ptr,  # [T, H, SPLITS] fp32, out; only with SPLITS > 1
     scale,
     softcap,
+    num_tokens,
     num_sequences,
     num_heads,
     query_stride_t,
@@ -174,10 +175,24 @@ def paged_attention_kernel(
     query_begin = tl.load(query_start_ptr + sequence)
     query_len = tl.load(query_start_ptr + sequence + 1) - query_begin
     context = tl.load(context_lens_ptr + sequence)
+    row = tl.arange(0, BLOCK_M)
+    if SPLITS == 1:
+        # No program attends the tokens past the last sequence, whose output is zero: the programs
+        # of a head write a tile of them each, in turn.
+        padding = tl.load(query_start_ptr + num_sequences) + tl.program_id(1) * TILE
+        for begin in range(padding, num_tokens, tl.num_programs(1) * TILE):
+            past = (begin + row // GROUP).to(tl.int64)
+            unused = (row < TILE * GROUP) & (past < num_tokens)
+            out_at = out_ptr + (past * num_heads + kv_head * GROUP + row % GROUP)[:, None] * DV
+            dim = tl.arange(0, BLOCK_DV)
+            tl.store(
+                out_at + dim[None, :],
+                tl.zeros([BLOCK_M, BLOCK_DV], out_ptr.dtype.element_ty),
+                mask=unused[:, None] & (dim < DV)[None, :],
+            )
     if tile_start >= query_len:
         return
 
-    row = tl.arange(0, BLOCK_M)
     token = tile_start + row // GROUP
     head = kv_head * GROUP + row % GROUP
     row_live = (row < TILE * GROUP) & (token < query_len)
@@ -367,19 +382,19 @@ def paged_attention_triton(
             splits = paged_splits(programs, num_columns * block_size, block_n)
 
     device = query.device
+    # Rows past the last sequence are written too, by the combine step if there is one.
+    out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
     if splits > 1:
-        # The combine step writes every row, those past the last sequence too.
-        out = torch.empty((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial = torch.empty((num_tokens, num_heads, splits, dv), device=device)
         row_stats = torch.empty((2, num_tokens, num_heads, splits), device=device)
     else:
-        out = torch.zeros((num_tokens, num_heads, dv), dtype=query.dtype, device=device)
         partial, row_stats = out, out.new_empty((2, 0))
     paged_attention_kernel[(kv_heads, min(by_sequence, by_token), splits)](
         *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
         *(partial, row_stats[0], row_stats[1]),
         float(scale),
         float(softcap),
+        num_tokens,
         num_sequences,
         num_heads,
         *query.stride()[:2],
