@@ -7,6 +7,7 @@ the end. Knows nothing of models.
 Legend: T most tokens, B most sequences, MB block-table columns, W a pass's width.
 """
 
+from struct import pack_into
 from typing import TypeAlias
 
 import numpy as np
@@ -78,7 +79,10 @@ class PackedInputs:
         at, ends = 0, [0]
         for row, (seq, start, stop) in enumerate((s.seq, s.start, s.stop) for s in spans):
             end = at + stop - start
-            tokens[at:end] = seq.tokens[start + shift : stop + shift]
+            # A third of the time that NumPy takes to convert a list.
+            pack_into(
+                f"{end - at}q", tokens.data, 8 * at, *seq.tokens[start + shift : stop + shift]
+            )
             positions[at:end] = self._places[start:stop]
             blocks = seq.block_table[: -(-stop // self.block_size)]
             tables[row, : len(blocks)] = blocks
