@@ -42,7 +42,8 @@ class PackedInputs:
         self.block_size = block_size
         self.device = device
         sizes = num_tokens, num_sequences, num_columns
-        words = sum(_lengths(*sizes))
+        lengths = _lengths(*sizes)
+        words = sum(lengths)
         self._words = torch.zeros(words, dtype=torch.int32, device=device)
         on_device = _parts(self._words, sizes)
         self.token_ids, self.positions, self.query_start, self.context_lens = on_device[:4]
@@ -54,16 +55,15 @@ class PackedInputs:
         # Two of each, since the pass before may not have begun yet.
         self._staged = on_host(2, words)
         self._told = on_host(2, num_sequences, dtype=torch.int64)
-        self._pieces = [
-            tuple(part.numpy() for part in _parts(piece, sizes)) for piece in self._staged
-        ]
+        self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
+        self._offsets = [4 * sum(lengths[:part]) for part in range(len(lengths))]
         self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
         # Passes that have run as the device counts them, that the host knows of, and launched ones.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy()
         self._num_launched = 0
-        self._places = np.arange(num_columns * block_size)
+        self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
     def fill(self, spans: list[Span], width: int, shift: int = 0, seed: int = 0) -> None:
@@ -73,29 +73,33 @@ class PackedInputs:
         """
         if self._num_ended[0] < self._num_launched - 1:
             torch.cuda.synchronize(self.device)
-        piece = self._pieces[self._num_launched % 2]
-        tokens, positions, starts, contexts, index, of_run, tables = piece
-        of_run[...] = seed
+        # `struct` converts a list in a third of NumPy's time. It also has less code, which the
+        # processor has to load again after it has waited for a pass.
+        held = self._pieces[self._num_launched % 2]
+        of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
+        columns = 4 * self.block_tables.shape[1]
         at, ends = 0, [0]
         for row, (seq, start, stop) in enumerate((s.seq, s.start, s.stop) for s in spans):
-            end = at + stop - start
-            # A third of the time that NumPy takes to convert a list.
-            pack_into(
-                f"{end - at}q", tokens.data, 8 * at, *seq.tokens[start + shift : stop + shift]
-            )
-            positions[at:end] = self._places[start:stop]
+            ids = seq.tokens[start + shift : stop + shift]
+            pack_into(f"{len(ids)}q", held, of_ids + 8 * at, *ids)
+            end = at + len(ids)
+            place, past = of_positions + 8 * at, of_positions + 8 * end
+            held[place:past] = self._positions[8 * start : 8 * stop]
             blocks = seq.block_table[: -(-stop // self.block_size)]
-            tables[row, : len(blocks)] = blocks
+            pack_into(f"{len(blocks)}i", held, of_tables + columns * row, *blocks)
             ends.append(end)
             at = end
-        count = len(spans)
-        assert at <= width <= self.num_tokens and count <= self.num_sequences
-        tokens[at:width] = positions[at:width] = 0
-        starts[: count + 1] = ends
-        starts[count + 1 :] = at
-        contexts[:count] = [span.stop for span in spans]
-        contexts[count:] = 0
-        index[:count] = [span.seq.noise_key for span in spans]
+        none = [0] * (self.num_sequences - len(spans))
+        assert at <= width <= self.num_tokens
+        padding = bytes(8 * (width - at))
+        for part in (of_ids, of_positions):
+            held[part + 8 * at : part + 8 * width] = padding
+        starts = *ends, *(at for _ in none)
+        pack_into(f"{len(starts)}i", held, of_starts, *starts)
+        contexts = *(span.stop for span in spans), *none
+        pack_into(f"{len(contexts)}i", held, of_contexts, *contexts)
+        pack_into(f"{len(spans)}q", held, of_index, *(span.seq.noise_key for span in spans))
+        pack_into("q", held, of_seed, seed)
 
     def fetch(self) -> None:
         """Bring what was filled; the first step of a pass, on the device."""
