@@ -109,12 +109,15 @@ class PackedInputs:
         """Send the tokens that a pass decided, int64 [M], or none; its last step on the device."""
         ops.tell_tokens(self._passes, tokens, self._told, self._ended)
 
-    def passed(self) -> Tokens:
-        """Count a pass that was launched; returns where its tokens will be when it has ended. They
-        stay until the next pass but one."""
-        tokens = self._tokens[self._num_launched % 2]
+    @property
+    def told(self) -> Tokens:
+        """Where the tokens of the pass that was filled will be when it has ended, until the next
+        but one ends; int64 [B]."""
+        return self._tokens[self._num_launched % 2]
+
+    def passed(self) -> None:
+        """Count the pass that was filled, since it was launched."""
         self._num_launched += 1
-        return tokens
 
     def batch(self, width: int, num_logits: int) -> ForwardBatch:
         """The pass over the first `width` tokens. It reads nothing on the host.

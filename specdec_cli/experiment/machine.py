@@ -16,7 +16,7 @@ import torch
 from specdec_cli.errors import Notice
 
 _APART = 0.25  # least seconds between two readings
-_SHORTEST = 3.0  # seconds of a stretch about which something can be said
+_SHORTEST = 3.0  # seconds of a stretch about which shares of the time can be told
 _STARVED = 0.05  # share of the time that this process was ready to run and did not
 _STARVED_HALF = 0.10  # the same in one half
 _LEAST_RUNNING = 0.8  # processor seconds a second, of passes on a CPU
@@ -63,10 +63,10 @@ class MachineWatch:
         """Warnings about the stretches so far."""
         spans = [pair for s in self._stretches for pair in pairwise(s)]
         wall = sum(b.wall - a.wall for a, b in spans)
+        of_gpu = self._gpu_notices()
         if wall < _SHORTEST:
-            return []
-        return [*self._starved(spans, wall), *_throttled(spans, wall), *self._crowded(),
-                *self._gpu_notices()]  # fmt: skip
+            return of_gpu
+        return [*self._starved(spans, wall), *_throttled(spans, wall), *self._crowded(), *of_gpu]
 
     def _starved(self, spans: list[tuple[_Reading, _Reading]], wall: float) -> list[Notice]:
         process = sum(b.process - a.process for a, b in spans)

@@ -210,8 +210,10 @@ class PromptPasses:
         return self._passed(results)
 
     def _passed(self, results: Results) -> Results:
-        """Count a pass once it is launched."""
-        told = self.inputs.passed()
+        """Count a pass once it is launched. One that only compiles its kernels is not."""
+        told = self.inputs.told
+        if not is_ahead():
+            self.inputs.passed()
         return results if results.tokens is None else results._replace(told=told)
 
     @torch.inference_mode()
@@ -239,7 +241,7 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        passed = results if is_ahead() else self._passed(results)
+        passed = self._passed(results)
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results
         return passed

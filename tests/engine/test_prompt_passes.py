@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from specdec_kernels import ops
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
-from specdec_cli.core.packed import PackedInputs
+from specdec_cli.core.packed import PackedInputs, Tokens
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
+from specdec_cli.models import prompt_passes
 from specdec_cli.models.prompt_passes import (
     WIDTHS,
     PromptGraphs,
@@ -220,17 +222,39 @@ def test_a_pass_is_written_while_the_one_before_waits() -> None:
         assert inputs.token_ids[:3].tolist() == seqs[place].tokens[:3]
         inputs.tell(torch.tensor([7 + place]))
 
+    def launch() -> Tokens:
+        told = inputs.told
+        inputs.passed()
+        return told
+
     fill(0)
-    told = [inputs.passed()]
+    first = launch()
     fill(1)  # while the first has not begun
+    second = launch()
     end(0)
-    told.append(inputs.passed())
+    assert first[0] == 7
     fill(2)
+    third = launch()
     end(1)
-    told.append(inputs.passed())
-    assert [tokens[0] for tokens in told[:2]] == [7, 8]
+    assert [first[0], second[0]] == [7, 8]
     end(2)
-    assert told[2][0] == 9 and inputs.passed() is told[1]
+    assert third[0] == 9 and third is first
+
+
+def test_passes_that_only_compile_are_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels are not launched then, so that the device counts no pass either."""
+    engine, graphs = replaying_engine(tmp_path)
+    requests = [Request(i, tuple(range(3, 12 + i))) for i in range(3)]
+    params = SamplingParams(max_new_tokens=4)
+    want = [seq.tokens for seq in engine.run(requests, 0, params).seqs]
+    with monkeypatch.context() as ahead:
+        ahead.setattr(prompt_passes, "is_ahead", lambda: True)
+        ahead.setattr(graphs, "capture", lambda run: None)
+        ahead.setattr(ops, "tell_tokens", lambda *_: None)
+        engine.run([Request(9, (5, 6, 7))], 0, replace(params, temperature=0.5))
+    assert [seq.tokens for seq in engine.run(requests, 0, params).seqs] == want
 
 
 def test_graphs_draw_as_the_run_does(tmp_path: Path) -> None:

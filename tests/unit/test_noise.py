@@ -206,11 +206,11 @@ def test_a_prediction_that_is_off_says_by_how_much_and_in_which_direction() -> N
 def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each sign has its warning, and a calm machine none."""
 
-    def told(**changes: Any) -> list[str]:
-        """Ten seconds in readings a second apart, which gain `changes` (totals) or have them."""
+    def told(seconds: int = 10, **changes: Any) -> list[str]:
+        """Seconds in readings a second apart, which gain `changes` (totals) or have them."""
         watch = MachineWatch(torch.device("cpu"))
         calm = {"process": 0.98, "waited": 0.001, "throttled": 0.0}
-        for second in range(11):
+        for second in range(seconds + 1):
             totals = {name: changes.get(name, step) * second for name, step in calm.items()}
             states = {n: changes[n] for n in ("slowed", "on_gpu") if n in changes}
             reading = machine._Reading(
@@ -227,3 +227,4 @@ def test_the_machine_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told(runnable=999) == ["cpu_load"]
     assert told(slowed=0x8) == ["gpu_throttled"] and told(slowed=0x4) == []
     assert told(on_gpu=3) == ["gpu_shared"] and told(on_gpu=1) == []
+    assert told(1, on_gpu=3, slowed=0x8, waited=0.3) == ["gpu_throttled", "gpu_shared"]
