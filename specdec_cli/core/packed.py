@@ -61,7 +61,7 @@ class PackedInputs:
         # Passes that have run as the device counts them, that the host knows of, and launched ones.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
-        self._num_ended = self._ended.numpy()
+        self._num_ended = self._ended.numpy().data
         self._num_launched = 0
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)

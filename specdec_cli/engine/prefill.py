@@ -172,7 +172,8 @@ def settle(run: Run) -> list[tuple[Sequence, int]]:
         seq.draft_prefill_seconds += of_draft
     if step.drawn is None:
         return []
-    return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=True))
+    # What is on the host may be longer: slicing it before would keep the device waiting.
+    return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
 
 def _reads_hidden(run: Run, proposer: Proposer | None) -> bool:

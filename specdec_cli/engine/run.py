@@ -44,8 +44,8 @@ class Emission:
 class Drawn:
     """The next token of each of `seqs`, decided by a prefill pass.
 
-    on_device, on_host: int64 [R], -1 where logits were not finite. What is on the host is valid
-    when the pass has ended, what is on the device until the next pass.
+    on_device, on_host: int64 [R] and at least [R], -1 where logits were not finite. What is on the
+    host is valid when the pass has ended, what is on the device until the next pass.
     """
 
     seqs: list[Sequence]

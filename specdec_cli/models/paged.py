@@ -131,8 +131,7 @@ class PagedModel:
             rows = [1] * num_logits + [0] * (len(spans) - num_logits)
             return Results(*self.forward(spans, rows, with_hidden=with_hidden))
         layers = self.hidden_layers if with_hidden else ()
-        found = self._prompts(spans, layers, num_logits=num_logits, draws=draws)
-        return found.cut(num_logits, sum(span.length for span in spans))
+        return self._prompts(spans, layers, num_logits=num_logits, draws=draws)
 
     def prompt_pass(
         self, batch: ForwardBatch, layers: tuple[int, ...], given: torch.Tensor | None = None

@@ -44,29 +44,15 @@ def width_busy_with(numbers: float) -> int:
 
 
 class Results(NamedTuple):
-    """logits: [M, V] of the last tokens of the first sequences. hidden: [W, F]. tokens: int64 [M],
-    drawn from the logits, which are left out then. told: the tokens on the host, valid when the
-    pass has ended, until the next but one ends. None for what is not wanted."""
+    """logits: [M, V] of the last tokens of the first sequences. hidden: [T, F]. tokens: int64 [M],
+    drawn from the logits, which are left out then. told: the tokens on the host, and more behind
+    them, valid when the pass has ended, until the next but one ends. None for what is not
+    wanted. What a body returns has the rows of its padding too."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None
     tokens: Tensor | None = None
     told: Tokens | None = None
-
-    def cut(self, num_rows: int, num_tokens: int) -> "Results":
-        """The results of the first sequences and tokens alone."""
-        logits, hidden, tokens, told = self
-        return Results(
-            _first_rows(logits, num_rows),
-            _first_rows(hidden, num_tokens),
-            _first_rows(tokens, num_rows),
-            told if told is None or len(told) == num_rows else told[:num_rows],
-        )
-
-
-def _first_rows(result: Tensor | None, count: int) -> Tensor | None:
-    # Slicing a tensor that has not been used for a while takes the host 70 us.
-    return result if result is None or len(result) == count else result[:count]
 
 
 # A pass over a batch. `kind` says what is wanted. `given`: [W, ...], rows of further input, or
@@ -187,8 +173,7 @@ class PromptPasses:
         num_logits: int = 0,
         draws: SamplingParams | None = None,
     ) -> Results:
-        """A pass over `spans`. Its results are valid until the next one; rows past those of the
-        spans mean nothing.
+        """A pass over `spans`. Its results are valid until the next one.
 
         kind: handed to the body. given: [T, ...] further input of each token. shift: as in
         `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
@@ -202,19 +187,18 @@ class PromptPasses:
             self._give(given, count)
         num_rows = self._num_rows[num_logits]
         key = (width, kind, num_rows, draws.filters if draws is not None and num_rows else None)
-        made = self._captured.get(key)
-        if made is None:
-            return self._first(key, draws)
-        graph, results = made
-        graph.replay()
-        return self._passed(results)
-
-    def _passed(self, results: Results) -> Results:
-        """Count a pass once it is launched. One that only compiles its kernels is not."""
         told = self.inputs.told
-        if not is_ahead():
+        if (made := self._captured.get(key)) is not None:
+            graph, (logits, hidden, tokens, _) = made
+            graph.replay()
             self.inputs.passed()
-        return results if results.tokens is None else results._replace(told=told)
+        else:
+            logits, hidden, tokens, _ = self._first(key, draws)
+        if num_rows != num_logits:  # slicing takes the host 70 us after a wait
+            logits, tokens = (None if t is None else t[:num_logits] for t in (logits, tokens))
+        if width != count and hidden is not None:
+            hidden = hidden[:count]
+        return Results(logits, hidden, tokens, None if tokens is None else told)
 
     @torch.inference_mode()
     def _give(self, given: Tensor, count: int) -> None:
@@ -241,10 +225,11 @@ class PromptPasses:
             return Results(logits, hidden, tokens)
 
         results = run()
-        passed = self._passed(results)
+        if not is_ahead():  # kernels that are only compiled are no pass
+            self.inputs.passed()
         if (captured := self._graphs.capture(run)) is not None:
             self._captured[key] = captured, results
-        return passed
+        return results
 
     def _drawn(self, logits: Tensor, params: SamplingParams) -> Tensor:
         """Next tokens of the first sequences, of which the pass has fed every token."""
