@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from specdec_cli.acceptance.base import draw_next
 from specdec_cli.core.batch import Span
+from specdec_cli.core.candidates import Noise, TargetOutput
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine import loop
@@ -37,6 +39,16 @@ from tests.support import (
 )
 
 PROMPT_LENGTHS = [1, 9, 2, 17, 5, 4]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_round_without_proposals_marks_logits_that_are_not_finite(temperature: float) -> None:
+    logits = torch.tensor([[[0.0, 3.0, 1.0]], [[0.0, float("nan"), 1.0]], [[9.0, 0.0, 0.0]]])
+    noise = Noise(torch.empty(3, 0), torch.empty(3, 0), torch.full((3, 1), 0.5))
+    params = SamplingParams(temperature=temperature)
+    verdict = draw_next(TargetOutput(logits), params, noise if temperature else None)
+    assert verdict.token_ids.tolist() == [[1], [-1], [0]]
+    assert verdict.num_accepted.tolist() == [0, -1, 0]
 
 
 @pytest.mark.parametrize("draft", [target_rule, wrong, sometimes], ids=["right", "wrong", "mixed"])
