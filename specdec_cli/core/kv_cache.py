@@ -94,10 +94,10 @@ class BlockAllocator:
         """Grow `table` to hold `num_tokens` tokens; the caller has checked `missing`."""
         missing = self.missing(table, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks are missing, {self.num_free} free"
-        for block in (taken := self._free[: -missing - 1 : -1]):
+        for _ in range(missing):
+            block = self._free.pop()
             self._is_free[block] = False
-        table += taken
-        del self._free[len(self._free) - missing :]
+            table.append(block)
 
     def shrink(self, table: list[int], num_tokens: int) -> None:
         """Release the blocks of `table` that `num_tokens` tokens do not need."""

@@ -58,7 +58,7 @@ class PackedInputs:
         self._pieces = [piece.numpy().data.cast("B") for piece in self._staged]
         self._offsets = [4 * sum(lengths[:part]) for part in range(len(lengths))]
         self._tokens: list[Tokens] = [piece.numpy() for piece in self._told]
-        # Passes that have run as the device counts them, that the host knows of, and launched ones.
+        # The device counts the passes that have run, and tells the host, which counts launches.
         self._passes = torch.zeros(1, dtype=torch.int32, device=device)
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
@@ -111,8 +111,8 @@ class PackedInputs:
 
     @property
     def told(self) -> Tokens:
-        """Where the tokens of the pass that was filled will be when it has ended, until the next
-        but one ends; int64 [B]."""
+        """The host's memory for the tokens of the pass that was filled, int64 [B]. They are there
+        when it has ended, until the next but one ends."""
         return self._tokens[self._num_launched % 2]
 
     def passed(self) -> None:

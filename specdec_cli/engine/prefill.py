@@ -172,7 +172,7 @@ def settle(run: Run) -> list[tuple[Sequence, int]]:
         seq.draft_prefill_seconds += of_draft
     if step.drawn is None:
         return []
-    # What is on the host may be longer: slicing it before would keep the device waiting.
+    # What is on the host may be longer. It is not cut while the device waits for its pass.
     return list(zip(step.drawn.seqs, step.drawn.on_host.tolist(), strict=False))
 
 

@@ -22,9 +22,9 @@ from specdec_cli.experiment.samples import Samples, measured_speed, without_erro
 from specdec_cli.experiment.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told, its error taken off
-# Standard errors. The largest of many splits is looked at, and no machine is wholly quiet: in 28
-# quiet sweeps on two shared cores the largest change was 9 % more than its error, and in 18 with
-# work beside them the smallest was 13 %.
+# Standard errors that are taken off. The largest of many splits is looked at, and no machine is
+# wholly quiet: in 28 quiet sweeps on two shared cores at most 9 % were left, and in 18 with work
+# beside them at least 13 %.
 _CERTAIN = 4.5
 _FEWEST = 8  # batches of prompts in which a drift can be seen
 _DISAGREE = 0.03  # least difference of two repeats that is told, at the near end of its interval

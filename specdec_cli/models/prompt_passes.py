@@ -45,9 +45,9 @@ def width_busy_with(numbers: float) -> int:
 
 class Results(NamedTuple):
     """logits: [M, V] of the last tokens of the first sequences. hidden: [T, F]. tokens: int64 [M],
-    drawn from the logits, which are left out then. told: the tokens on the host, and more behind
-    them, valid when the pass has ended, until the next but one ends. None for what is not
-    wanted. What a body returns has the rows of its padding too."""
+    drawn from the logits, which are left out then. told: int64 [B], the tokens on the host, and
+    more behind them, valid when the pass has ended, until the next but one ends. None for what is
+    not wanted. What a body returns has the rows of its padding too."""
 
     logits: Tensor | None = None
     hidden: Tensor | None = None

@@ -187,8 +187,9 @@ def test_json_and_table(capsys: Capture) -> None:
     assert all(re.search(f"batch size {size}: {line}", result.out) for size in (1, 2))
     # Which of two prompts' points is the fastest is chance; k = 1 is shown where it is.
     points = [Point.model_validate(point) for point in document["points"]]
-    told = _first_token_line(points, 2, {"k": 1, "draft": points[1].draft}, with_draft=False)
-    assert re.fullmatch(rf"{line}; .* at k = 1 \(.*draft's prefill .*first round .*\)", told or "")
+    of_draft = _first_token_line(points, 2, {"k": 1, "draft": points[1].draft}, with_draft=False)
+    its_parts = r"at k = 1 \(.*draft's prefill .*first round .*\)"
+    assert of_draft is not None and re.fullmatch(rf"{line}; .* {its_parts}", of_draft)
     # Without a warm-up a first run may be so slow that others look impossibly fast.
     told = [line for line in result.err.splitlines() if "is impossible" not in line]
     assert told == [
