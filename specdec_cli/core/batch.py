@@ -15,8 +15,7 @@ from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """Feed `seq.tokens[start:stop]`."""
 
     seq: Sequence

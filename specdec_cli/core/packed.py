@@ -78,8 +78,8 @@ class PackedInputs:
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         columns = 4 * self.block_tables.shape[1]
-        at, ends = 0, [0]
-        for row, (seq, start, stop) in enumerate((s.seq, s.start, s.stop) for s in spans):
+        at, ends, contexts, keys = 0, [0], [], []
+        for row, (seq, start, stop) in enumerate(spans):
             ids = seq.tokens[start + shift : stop + shift]
             pack_into(f"{len(ids)}q", held, of_ids + 8 * at, *ids)
             end = at + len(ids)
@@ -88,17 +88,18 @@ class PackedInputs:
             blocks = seq.block_table[: -(-stop // self.block_size)]
             pack_into(f"{len(blocks)}i", held, of_tables + columns * row, *blocks)
             ends.append(end)
+            contexts.append(stop)
+            keys.append(seq.noise_key)
             at = end
-        none = [0] * (self.num_sequences - len(spans))
         assert at <= width <= self.num_tokens
-        padding = bytes(8 * (width - at))
-        for part in (of_ids, of_positions):
-            held[part + 8 * at : part + 8 * width] = padding
-        starts = *ends, *(at for _ in none)
-        pack_into(f"{len(starts)}i", held, of_starts, *starts)
-        contexts = *(span.stop for span in spans), *none
-        pack_into(f"{len(contexts)}i", held, of_contexts, *contexts)
-        pack_into(f"{len(spans)}q", held, of_index, *(span.seq.noise_key for span in spans))
+        if at < width:
+            padding = bytes(8 * (width - at))
+            for part in (of_ids, of_positions):
+                held[part + 8 * at : part + 8 * width] = padding
+        rows, empty = self.num_sequences, self.num_sequences - len(spans)
+        pack_into(f"{rows + 1}i", held, of_starts, *ends, *[at] * empty)
+        pack_into(f"{rows}i", held, of_contexts, *contexts, *[0] * empty)
+        pack_into(f"{len(spans)}q", held, of_index, *keys)
         pack_into("q", held, of_seed, seed)
 
     def fetch(self) -> None:

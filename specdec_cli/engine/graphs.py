@@ -46,7 +46,7 @@ class Outcome:
 class _Flight:
     seqs: list[Sequence]
     record: Record  # on the host
-    done: torch.cuda.Event | None
+    done: torch.Event | None
     launched_at: float
 
 
@@ -61,6 +61,7 @@ class _Round:
         self.on_host = [
             Record.empty(state.num_slots, k, torch.device("cpu")) for _ in range(Rounds.IN_FLIGHT)
         ]
+        self.done: list[torch.Event | None] = [None for _ in self.on_host]
         self.graph: torch.cuda.CUDAGraph | None = None
 
         def run() -> None:
@@ -71,6 +72,7 @@ class _Round:
         if state.device.type == "cuda":
             for record in self.on_host:
                 record.flat = record.flat.pin_memory()
+            self.done = [torch.Event(state.device) for _ in self.on_host]
         if is_captured:
             self.graph = capture(run, state.device, pool)
             self.run = self.graph.replay
@@ -152,11 +154,10 @@ class Rounds:
         made = self._by_k[k]
         self.last_k = k
         made.run()
-        record = made.on_host[self._num_launched % self.IN_FLIGHT]
+        place = self._num_launched % self.IN_FLIGHT
+        record, done = made.on_host[place], made.done[place]
         record.flat.copy_(made.record.flat, non_blocking=True)
-        done = None
-        if self.state.device.type == "cuda":
-            done = torch.cuda.Event()
+        if done is not None:
             done.record()
         self._flights.append(_Flight(self.seqs, record, done, launched_at))
         self._num_launched += 1

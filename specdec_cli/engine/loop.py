@@ -20,7 +20,7 @@ from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine import prefill
 from specdec_cli.engine.graphs import Outcome, Rounds
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.metrics import Moments, RunClock, summarise
 from specdec_cli.engine.round import RoundParts
 from specdec_cli.engine.rounds import RoundCache
 from specdec_cli.engine.run import Emission, Request, Run, RunResult
@@ -80,6 +80,7 @@ class Engine:
         self.parallel = parallel
         self.prompts = prompts
         self.costs = RoundCosts(parallel)
+        self._moments = Moments(target.device)
         self._rounds = RoundCache(allocator, batch_size, is_captured, runs_ahead)
 
     def with_batch_size(self, batch_size: int) -> "Engine":
@@ -227,7 +228,9 @@ class Engine:
         if not run.rounds.in_flight:
             chunk = prefill.next_chunk(run, self.proposer, self.prefill_chunk)
             if chunk is not None:
-                decided = prefill.feed(run, chunk, self.target, self.proposer, started)
+                decided = prefill.feed(
+                    run, chunk, self.target, self.proposer, self._moments, started
+                )
                 if not self.runs_ahead:
                     decided += prefill.settle(run)
                 return self._take(run, decided)

@@ -5,9 +5,10 @@ with the round's verdict, which the host waits for anyway.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -17,14 +18,16 @@ from specdec_cli.core.types import Sequence
 
 
 class Moment:
-    """The present, as the device sees it, which on CUDA runs behind the host."""
+    """The present, as the device sees it, which on CUDA runs behind the host.
 
-    def __init__(self, device: torch.device) -> None:
+    event: what the device's queue is marked with; None where the device has no queue.
+    """
+
+    def __init__(self, event: torch.Event | None = None) -> None:
         self._at = time.perf_counter()
-        self._event: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._event = torch.cuda.Event(enable_timing=True)
-            self._event.record(torch.cuda.current_stream(device))
+        self._event = event
+        if event is not None:
+            event.record()
 
     def seconds_until(self, later: "Moment") -> float:
         """Seconds from here to `later`, after waiting until the device has come to it."""
@@ -32,6 +35,25 @@ class Moment:
             return later._at - self._at
         later._event.synchronize()
         return float(self._event.elapsed_time(later._event)) / 1e3
+
+
+class Moments:
+    """Moments of one device, of which the last AT_ONCE are valid.
+
+    Their events are used again. An event finds the present stream by itself. To make one and to
+    look the stream up in Python took the host longer than all else that a moment needs.
+    """
+
+    AT_ONCE = 4  # two for each of two steps in flight
+
+    def __init__(self, device: torch.device) -> None:
+        is_queue, number = device.type == "cuda", self.AT_ONCE
+        made = [torch.Event(device, enable_timing=True) for _ in range(number) if is_queue]
+        self._events: Iterator[torch.Event | None] = cycle(made or [None])
+
+    def now(self) -> Moment:
+        """The present."""
+        return Moment(next(self._events))
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ import torch
 from specdec_cli.core.batch import Span
 from specdec_cli.core.sampling import next_tokens
 from specdec_cli.core.types import Sequence
-from specdec_cli.engine.metrics import Moment
+from specdec_cli.engine.metrics import Moments
 from specdec_cli.engine.run import Drawn, PrefillStep, Run
 from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
@@ -46,13 +46,14 @@ def next_chunk(run: Run, proposer: Proposer | None, budget: int) -> Chunk | None
     hidden states takes in what the target takes in, as there are no others.
     """
     reads = _reads_hidden(run, proposer)
+    may_propose = run.k > 0 and proposer is not None
     targets: list[Span] = []
     proposers: list[Span] = []
     for seq in run.scheduler.running:
         end = len(seq.tokens) - 1
         if run.k == 0 and seq.target_kv < end:
             end += 1
-        proposes = proposer is not None and run.scheduler.proposal_len(seq) > 0
+        proposes = may_propose and run.scheduler.proposal_len(seq) > 0
         start, found = seq.target_kv, targets
         if start >= end and proposes and not reads and _is_behind(proposer, seq):
             start, found = seq.draft_kv, proposers
@@ -66,11 +67,16 @@ def next_chunk(run: Run, proposer: Proposer | None, budget: int) -> Chunk | None
 
 
 def feed(
-    run: Run, chunk: Chunk, target: PagedModel, proposer: Proposer | None, begun: float
+    run: Run,
+    chunk: Chunk,
+    target: PagedModel,
+    proposer: Proposer | None,
+    moments: Moments,
+    begun: float,
 ) -> list[tuple[Sequence, int]]:
     """Queue the passes over a chunk, then wait for those of the chunk before; returns their tokens.
 
-    begun: when the step began, seconds on the host's clock.
+    moments: of the target's device. begun: when the step began, seconds on the host's clock.
     """
     features = drawn = None
     if chunk.targets:
@@ -85,10 +91,10 @@ def feed(
         features = found.hidden
         if ending:
             drawn = _drawn(run, [span.seq for span in ending], found)
-    halfway = end = Moment(target.device)
+    halfway = end = moments.now()
     if chunk.proposers and proposer is not None:
         proposer.prefill(chunk.proposers, features)
-        end = Moment(target.device)
+        end = moments.now()
     for span in chunk.targets:
         span.seq.target_kv = span.stop
     for span in chunk.proposers:

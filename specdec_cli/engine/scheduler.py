@@ -50,10 +50,11 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self.waiting and len(self.running) < self.batch_size:
             seq = self.waiting[0]
-            if self._admission_blocks(seq) > self.allocator.num_free:
+            length = self._next_length(seq)
+            if self._admission_blocks(length) > self.allocator.num_free:
                 break
             self.waiting.popleft()
-            self.allocator.extend(seq.block_table, self._next_length(seq))
+            self.allocator.extend(seq.block_table, length)
             self.running.append(seq)
             admitted.append(seq)
         return admitted
@@ -83,7 +84,8 @@ class Scheduler:
         """True if `admit` would admit a sequence."""
         if not self.waiting or len(self.running) >= self.batch_size:
             return False
-        return self._admission_blocks(self.waiting[0]) <= self.allocator.num_free
+        length = self._next_length(self.waiting[0])
+        return self._admission_blocks(length) <= self.allocator.num_free
 
     def is_short(self, ahead: int) -> bool:
         """True if there are too few free blocks for `extend_ahead`."""
@@ -124,9 +126,9 @@ class Scheduler:
     def _next_length(self, seq: Sequence) -> int:
         return len(seq.tokens) + self.proposal_len(seq)
 
-    def _admission_blocks(self, seq: Sequence) -> int:
+    def _admission_blocks(self, length: int) -> int:
         # One spare block for each running sequence: otherwise the new one would soon be preempted.
-        return self.allocator.blocks_for(self._next_length(seq)) + len(self.running)
+        return self.allocator.blocks_for(length) + len(self.running)
 
     def _length_ahead(self, seq: Sequence, ahead: int) -> int:
         """Most tokens that the cache may have to hold; it never needs the last token."""

@@ -5,13 +5,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_cli.core.figures import Acceptance, Spread
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.engine.metrics import Moments, RunClock, summarise
 from specdec_cli.engine.run import Request, RunResult
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 from tests.support import CPU
@@ -309,3 +310,34 @@ def test_rounds_that_overlap_count_no_time_twice(monkeypatch: pytest.MonkeyPatch
     (seq,) = ahead.run([Request(0, (5,))], 0, SamplingParams(max_new_tokens=5)).seqs
     assert seq.finished_at is not None and seq.admitted_at is not None
     assert seq.decode_seconds < seq.finished_at - seq.admitted_at
+
+
+class Mark:
+    """An event of a device whose n-th one comes after 2 ** n milliseconds."""
+
+    recorded = 0
+
+    def __init__(self, device: torch.device, enable_timing: bool = False) -> None:
+        assert enable_timing
+        self.at = 0.0
+
+    def record(self) -> None:
+        Mark.recorded += 1
+        self.at = 2.0**Mark.recorded
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, later: "Mark") -> float:
+        return later.at - self.at
+
+
+def test_two_steps_in_flight_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "Event", Mark)
+    moments = Moments(torch.device("cuda"))
+    for first_mark in (1, 5, 9):  # their events are used again
+        step, following = ([moments.now(), moments.now()] for _ in range(2))
+        for number, (halfway, end) in enumerate((step, following)):
+            expected = 2.0 ** (first_mark + 2 * number)
+            assert halfway.seconds_until(end) == pytest.approx(expected / 1e3)
+            assert halfway.seconds_until(halfway) == 0
