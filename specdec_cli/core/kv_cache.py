@@ -94,10 +94,11 @@ class BlockAllocator:
         """Grow `table` to hold `num_tokens` tokens; the caller has checked `missing`."""
         missing = self.missing(table, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks are missing, {self.num_free} free"
-        for _ in range(missing):
-            block = self._free.pop()
+        first = len(self._free) - missing
+        for block in reversed(self._free[first:]):
             self._is_free[block] = False
             table.append(block)
+        del self._free[first:]
 
     def shrink(self, table: list[int], num_tokens: int) -> None:
         """Release the blocks of `table` that `num_tokens` tokens do not need."""

@@ -43,7 +43,7 @@ class Scheduler:
 
     def proposal_len(self, seq: Sequence) -> int:
         """k_i of the sequence's next round; it does not depend on other sequences."""
-        return min(self.k, seq.room(self.draft_max_len))
+        return min(self.k, seq.room(self.draft_max_len)) if self.k else 0
 
     def admit(self) -> list[Sequence]:
         """Move waiting sequences into free slots while there are blocks for them."""
