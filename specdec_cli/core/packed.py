@@ -63,6 +63,7 @@ class PackedInputs:
         self._ended = on_host(1)
         self._num_ended = self._ended.numpy().data
         self._num_launched = 0
+        self._row_bytes = 4 * num_columns  # of a block table
         self._positions = np.arange(num_columns * block_size).data.cast("B")
         self._no_rows = torch.zeros(0, dtype=torch.int64, device=device)
 
@@ -77,7 +78,6 @@ class PackedInputs:
         # processor has to load again after it has waited for a pass.
         held = self._pieces[self._num_launched % 2]
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
-        columns = 4 * self.block_tables.shape[1]
         at, ends, contexts, keys = 0, [0], [], []
         for row, (seq, start, stop) in enumerate(spans):
             ids = seq.tokens[start + shift : stop + shift]
@@ -86,7 +86,7 @@ class PackedInputs:
             place, past = of_positions + 8 * at, of_positions + 8 * end
             held[place:past] = self._positions[8 * start : 8 * stop]
             blocks = seq.block_table[: -(-stop // self.block_size)]
-            pack_into(f"{len(blocks)}i", held, of_tables + columns * row, *blocks)
+            pack_into(f"{len(blocks)}i", held, of_tables + self._row_bytes * row, *blocks)
             ends.append(end)
             contexts.append(stop)
             keys.append(seq.noise_key)
