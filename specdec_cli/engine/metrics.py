@@ -40,8 +40,9 @@ class Moment:
 class Moments:
     """Moments of one device, of which the last AT_ONCE are valid.
 
-    Their events are used again. An event finds the present stream by itself. To make one and to
-    look the stream up in Python took the host longer than all else that a moment needs.
+    Their events are used again, since the driver makes a new one when it is first recorded. A
+    `torch.Event` finds the present stream by itself. In Python that takes the host longer than to
+    record the event.
     """
 
     AT_ONCE = 4  # two for each of two steps in flight
@@ -52,7 +53,7 @@ class Moments:
         self._events: Iterator[torch.Event | None] = cycle(made or [None])
 
     def now(self) -> Moment:
-        """The present."""
+        """The present. It is valid until AT_ONCE later ones have been asked for."""
         return Moment(next(self._events))
 
 

@@ -334,6 +334,7 @@ class Mark:
 
 def test_two_steps_in_flight_keep_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", Mark)
+    monkeypatch.setattr(Mark, "recorded", 0)
     moments = Moments(torch.device("cuda"))
     for first_mark in (1, 5, 9):  # their events are used again
         step, following = ([moments.now(), moments.now()] for _ in range(2))
