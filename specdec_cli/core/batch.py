@@ -50,6 +50,12 @@ class ForwardBatch:
     chunks: ops.ChunkPlan | None = None
 
 
+def packed_ids(spans: list[Span], shift: int = 0) -> torch.Tensor:
+    """The tokens of `spans`, each `shift` places further on: int64 [T], on the host."""
+    parts = [seq.packed(start + shift, stop + shift) for seq, start, stop in spans]
+    return torch.frombuffer(bytearray().join(parts), dtype=torch.int64)
+
+
 def make_batch(
     spans: list[Span], logits_per_span: list[int], block_size: int, device: torch.device
 ) -> ForwardBatch:
@@ -70,15 +76,16 @@ def make_batch(
     def ints(values: object, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
+    positions = torch.cat([torch.arange(s.start, s.stop) for s in spans])
+    positions = positions.to(device, non_blocking=True)
     query_start_t = ints(query_start, torch.int32)
-    positions = ints([p for s in spans for p in range(s.start, s.stop)], torch.int64)
     context_lens = ints(contexts, torch.int32)
     block_tables = ints(tables, torch.int32)
     plan = None
     if device.type == "cpu":
         plan = ops.gather_plan(block_tables, query_start_t, context_lens, block_size)
     return ForwardBatch(
-        token_ids=ints([t for s in spans for t in s.seq.tokens[s.start : s.stop]], torch.int64),
+        token_ids=packed_ids(spans).to(device, non_blocking=True),
         positions=positions,
         slots=ops.slot_mapping(
             block_tables, query_start_t, positions, None, block_size, widest * block_size

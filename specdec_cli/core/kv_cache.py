@@ -72,7 +72,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.num_usable = num_blocks - 1
         self._free = list(range(num_blocks - 1, TRASH_BLOCK, -1))
-        self._is_free = [True] * num_blocks
+        self._used: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -80,7 +80,7 @@ class BlockAllocator:
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - len(self._free)
+        return len(self._used)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold this many tokens."""
@@ -95,16 +95,17 @@ class BlockAllocator:
         missing = self.missing(table, num_tokens)
         assert missing <= self.num_free, f"{missing} blocks are missing, {self.num_free} free"
         first = len(self._free) - missing
-        for block in reversed(self._free[first:]):
-            self._is_free[block] = False
-            table.append(block)
+        added = self._free[first:]
         del self._free[first:]
+        added.reverse()
+        self._used.update(added)
+        table += added
 
     def shrink(self, table: list[int], num_tokens: int) -> None:
         """Release the blocks of `table` that `num_tokens` tokens do not need."""
         keep = self.blocks_for(num_tokens)
         while len(table) > keep:
             block = table.pop()
-            assert block != TRASH_BLOCK and not self._is_free[block], f"block {block} freed twice"
-            self._is_free[block] = True
+            assert block in self._used, f"block {block} freed twice"
+            self._used.remove(block)
             self._free.append(block)

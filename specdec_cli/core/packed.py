@@ -80,9 +80,9 @@ class PackedInputs:
         of_ids, of_positions, of_starts, of_contexts, of_index, of_seed, of_tables = self._offsets
         at, ends, contexts, keys = 0, [0], [], []
         for row, (seq, start, stop) in enumerate(spans):
-            ids = seq.tokens[start + shift : stop + shift]
-            pack_into(f"{len(ids)}q", held, of_ids + 8 * at, *ids)
-            end = at + len(ids)
+            end = at + stop - start
+            place, past = of_ids + 8 * at, of_ids + 8 * end
+            held[place:past] = seq.packed(start + shift, stop + shift)
             place, past = of_positions + 8 * at, of_positions + 8 * end
             held[place:past] = self._positions[8 * start : 8 * stop]
             blocks = seq.block_table[: -(-stop // self.block_size)]

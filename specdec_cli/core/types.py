@@ -3,6 +3,7 @@
 Knows no text: a sequence is token ids. The types on the device are in `core.candidates`.
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -41,6 +42,7 @@ class Sequence:
 
     target_kv, draft_kv: numbers of leading tokens with valid keys and values in each cache. One
     `block_table` addresses both caches. Rolling back rejected tokens moves only these two integers.
+    `tokens` only grows.
     """
 
     index: int  # global prompt index: with the seed, the key of every random number
@@ -69,6 +71,17 @@ class Sequence:
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
+    _packed: bytes = field(init=False, repr=False)  # the tokens that it began with, int64
+
+    def __post_init__(self) -> None:
+        self._packed = array("q", self.tokens).tobytes()
+
+    def packed(self, start: int, stop: int) -> bytes:
+        """`tokens[start:stop]` as int64. Those that it began with are packed already, since the
+        device waits for the first pass."""
+        if 8 * stop <= len(self._packed):
+            return self._packed[8 * start : 8 * stop]
+        return array("q", self.tokens[start:stop]).tobytes()
 
     @property
     def noise_key(self) -> int:

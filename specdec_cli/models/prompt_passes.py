@@ -159,7 +159,7 @@ class PromptPasses:
 
     def fits(self, spans: list[Span]) -> bool:
         """Whether a pass over `spans` is short enough."""
-        count = sum(span.length for span in spans)
+        count = sum(stop - start for _, start, stop in spans)
         most = min(self._graphs.num_tokens, self.inputs.num_tokens)
         return count <= most and len(spans) <= self.inputs.num_sequences
 
@@ -179,7 +179,7 @@ class PromptPasses:
         `PackedInputs.fill`. num_logits: the number of spans, from the first one on, whose last
         tokens need logits. draws: draw a token from each row of them, see `sampling.next_tokens`.
         """
-        count = sum(span.length for span in spans)
+        count = sum(stop - start for _, start, stop in spans)
         width = width_of(count)
         assert width is not None
         self.inputs.fill(spans, width, shift, draws.seed if draws is not None else 0)

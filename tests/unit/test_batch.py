@@ -15,6 +15,7 @@ from specdec_cli.core.batch import (
     Span,
     live_batch,
     make_batch,
+    packed_ids,
 )
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import Sequence
@@ -50,6 +51,18 @@ def wanted(batch: ForwardBatch) -> list[int]:
     if batch.logit_rows is None:
         return list(range(len(batch.token_ids)))
     return batch.logit_rows.tolist()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 2**40), min_size=2, max_size=9), st.data())
+def test_ids_are_packed_also_of_tokens_that_came_later(tokens: list[int], data: Any) -> None:
+    seq = Sequence(0, tokens[: data.draw(st.integers(0, len(tokens)))], 1, 99)
+    seq.tokens.extend(tokens[len(seq.tokens) :])
+    stop = data.draw(st.integers(1, len(tokens) - 1))
+    spans = [Span(seq, data.draw(st.integers(0, stop - 1)), stop) for _ in range(2)]
+    for shift in (0, 1):
+        want = [t for s in spans for t in tokens[s.start + shift : s.stop + shift]]
+        assert packed_ids(spans, shift).tolist() == want
 
 
 @settings(max_examples=150, deadline=None)

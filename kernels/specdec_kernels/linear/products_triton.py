@@ -9,6 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
@@ -42,7 +43,7 @@ def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> 
     product = kernel_for("gate", x.scaled, weight)
     if product is None:
         assert x.squares is None
-        return gate_triton(F.linear(x.scaled, weight), activation)
+        return gate_triton(linear_without_workspace(x.scaled, weight), activation)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, activation=activation)[0]
 
 

@@ -15,6 +15,7 @@ from specdec_cli.core.batch import (
     Span,
     live_batch,
     make_batch,
+    packed_ids,
 )
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.packed import last_blocks, last_rows
@@ -73,9 +74,9 @@ class PagedHead:
         hidden states [T, H].
         """
         batch = make_batch(spans, [0] * len(spans), self.cache.block_size, self.device)
-        shifted = [t for s in spans for t in s.seq.tokens[s.start + 1 : s.stop + 1]]
+        shifted = packed_ids(spans, shift=1)
         assert len(shifted) == len(batch.token_ids), "the token after each row has to be known"
-        batch.token_ids = torch.tensor(shifted, dtype=torch.int64).to(self.device)
+        batch.token_ids = shifted.to(self.device)
         hidden = self._run(batch, inputs if fused else self.head.fuse(inputs)).hidden
         ends = batch.query_start[1:].long() - 1
         size = self.cache.block_size

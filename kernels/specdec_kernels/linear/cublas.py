@@ -1,0 +1,71 @@
+"""A product by cuBLAS that is given no workspace.
+
+With one, cuBLAS takes a kernel for wide products that counts its tiles there, and fills the counter
+first. Without, the same kernel has its tiles dealt beforehand, and is as fast. A CUDA graph that
+holds such a fill for each layer takes the host some 0.1 ms longer to launch. torch always gives a
+workspace, so the library is called here.
+"""
+
+import ctypes
+from ctypes import byref, c_float, c_int, c_size_t, c_void_p
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# Numbers of cublas_api.h and library_types.h.
+_PLAIN, _TRANSPOSED = 0, 1
+_TYPES = {torch.bfloat16: 14, torch.float16: 2}
+_FLOAT_SUMS = 68  # of products of both types
+_ANY_KERNEL = -1
+
+
+def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
+    """x @ weight^T of x [T, K], rows contiguous, and a contiguous weight [N, K]: [T, N].
+
+    By `torch.nn.functional.linear` where x is not on CUDA or not in 16 bits, and where cuBLAS does
+    not want to do without.
+    """
+    library = _library() if x.is_cuda and x.dtype in _TYPES else None
+    if library is None:
+        return F.linear(x, weight)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    # torch gives its handle the stream here, and the workspace back when it next multiplies.
+    handle = torch.cuda.current_blas_handle()
+    failed = library.cublasSetWorkspace_v2(handle, None, 0) or multiply(
+        library, handle, x, weight, out
+    )
+    return F.linear(x, weight) if failed else out
+
+
+def multiply(library: ctypes.CDLL, handle: int, x: Tensor, weight: Tensor, out: Tensor) -> int:
+    """Write x @ weight^T to `out` [T, N], contiguous; returns cuBLAS' status, 0 for success."""
+    (num_rows, width), num_features = x.shape, weight.shape[0]
+    kind = _TYPES[x.dtype]
+    # By columns, as cuBLAS sees matrices, this is out^T = weight @ x^T.
+    status: int = library.cublasGemmEx(
+        *(handle, _TRANSPOSED, _PLAIN, num_features, num_rows, width),
+        *(byref(c_float(1.0)), weight.data_ptr(), kind, weight.stride(0)),
+        *(x.data_ptr(), kind, x.stride(0)),
+        *(byref(c_float(0.0)), out.data_ptr(), kind, out.stride(0)),
+        *(_FLOAT_SUMS, _ANY_KERNEL),
+    )
+    return status
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    """The cuBLAS that torch has loaded; None if it is not there under its usual name."""
+    if torch.version.cuda is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{torch.version.cuda.split('.')[0]}")
+    except OSError:
+        return None
+    matrix: list[Any] = [c_void_p, c_int, c_int]  # its address, type and stride
+    sums = [c_void_p, *matrix, *matrix, c_void_p, *matrix, c_int, c_int]
+    library.cublasGemmEx.argtypes = [c_void_p, *5 * [c_int], *sums]
+    library.cublasSetWorkspace_v2.argtypes = [c_void_p, c_void_p, c_size_t]
+    return library
