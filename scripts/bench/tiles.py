@@ -1,38 +1,50 @@
-"""Tries tiles of a linear layer with few rows, to choose those of `specdec_kernels.linear.tiles`.
+"""Tries tiles of a linear layer with few rows beside cuBLAS, to write the table of a device.
 
-It does not try `linear.one_row_triton`, the kernel for one row of a narrow model.
+Prints each product's case for `specdec_kernels.linear.tile_tables`, which has none where cuBLAS is
+faster, with what it needs besides. Up to 128 rows; more have been slower at every size. It does not
+try `linear.one_row_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 
 A product is named by its kind (norm, gate or add, as in `choose_tiles`) and the weight's rows and
 columns; a gate has twice its features as rows. Needs a CUDA device; bf16. Each candidate runs
 repeatedly in a CUDA graph, with weights from memory and with weights that stay in the L2 cache. If
-both take the same time, the kernel's loop is the limit. The chosen tiles are printed first, then
-the best. The best tiles alone may not be the best in a pass, where kernels overlap: see
+both take the same time, the kernel's loop is the limit. What is chosen now is printed first, then
+cuBLAS and the best. The best tiles alone may not be the best in a pass, where kernels overlap: see
 `kernel_times.py --parts passes`. Compiling takes a second per candidate; N processes with
 `--compile I/N` compile in advance.
 """
 
 import argparse
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from statistics import median
 
 import torch
+import torch.nn.functional as F
 from graph_times import graph_times
 from rates import read_rate
 from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
+from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
-from specdec_kernels.linear.tiles import Tiles, choose_tiles
+from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
+from specdec_kernels.linear.tile_tables import Case
+from specdec_kernels.linear.tiles import FEW_ROWS, Tiles, choose_tiles
 from torch import Tensor
 
 WEIGHT_BYTES = 300e6  # read between two uses of the same weight
 LAUNCHES = 32
+GAIN = 1.01  # of cuBLAS' time, for tiles to take its place
+EPS = 1e-5
 
 
 def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[Tiles]:
     """Tiles that divide the width, with the stages that fit 1, 2 or 3 times on a multiprocessor."""
     parts = 2 if kind == "gate" else 1
+    if block_m > 64:
+        yield from wide_candidates(kind, width, features, block_m)
+        return
     for block_n, block_k, slices in product((16, 32, 64), (128, 256, 512, 1024), (1, 2, 4)):
         programs = -(-features // block_n)
         if width % block_k or not 64 <= block_k // slices <= 256:
@@ -46,6 +58,22 @@ def candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[T
                 yield tiles
             if stages >= 3 and kind != "gate" and width >= 1024 and 512 % block_k == 0:
                 yield tiles._replace(early=512)
+
+
+def wide_candidates(kind: str, width: int, features: int, block_m: int) -> Iterator[Tiles]:
+    """Tiles for more than 64 rows, with two warpgroups where the sums need their registers."""
+    parts = 2 if kind == "gate" else 1
+    for block_n, block_k, splits in product((32, 64, 128, 256), (64, 128), (1, 2, 3, 4)):
+        sums = block_m * block_n * parts
+        if sums > 2**15:  # 128 registers of each of 256 threads
+            continue
+        if splits > 1 and (kind == "gate" or -(-features // block_n) * splits > MULTIPROCESSORS):
+            continue
+        stage = (parts * block_n + block_m) * block_k * 2
+        for warps, each in product((4, 8) if sums <= 2**13 else (8,), (1, 2)):
+            stages = min((SHARED_MEMORY // each - 5120) // stage, 6)
+            if width % (splits * block_k) == 0 and stages >= 3:
+                yield Tiles(block_m, block_n, block_k, 1, splits, 256, warps, stages)
 
 
 class Product:
@@ -63,22 +91,33 @@ class Product:
         return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
     def run(self, weight: Tensor, tiles: Tiles) -> Tensor:
+        x, residual = self.x, self.residual
+        if self.kind == "add" and len(x) > FEW_ROWS:
+            out = few_rows_linear(x, weight, tiles, residual=residual)[0]
+            return add_norm_triton(out, None, self.norm, EPS).scaled
         if self.kind == "add":
-            more = {"residual": self.residual, "norm_weight": self.norm}
-            return few_rows_linear(self.x, weight, tiles, **more)[0]
-        activation = "silu" if self.kind == "gate" else ""
-        more = {"squares": self.squares, "eps": 1e-5, "activation": activation}
-        return few_rows_linear(self.x, weight, tiles, **more)[0]
+            return few_rows_linear(x, weight, tiles, residual=residual, norm_weight=self.norm)[0]
+        more = {"activation": "silu" if self.kind == "gate" else ""}
+        if len(x) <= FEW_ROWS:
+            more |= {"squares": self.squares, "eps": EPS}
+        return few_rows_linear(x, weight, tiles, **more)[0]
 
-    def microseconds(self, tiles: Tiles) -> tuple[float, float]:
+    def library(self, weight: Tensor) -> Tensor:
+        """The same by cuBLAS, with the gate or the sum and the norm after it."""
+        if self.kind == "gate":
+            return gate_triton(linear_without_workspace(self.x, weight))
+        out = F.linear(self.x, weight)
+        if self.kind == "add":
+            return add_norm_triton(out, self.residual, self.norm, EPS).scaled
+        return out
+
+    def microseconds(self, run: Callable[[Tensor], Tensor]) -> tuple[float, float]:
         """Microseconds with weights from memory, and with weights from the L2 cache."""
-        fresh = timed(lambda i: self.run(self.weights[i % len(self.weights)], tiles))
-        return fresh, timed(lambda _: self.run(self.weights[0], tiles))
+        fresh = timed(lambda i: run(self.weights[i % len(self.weights)]))
+        return fresh, timed(lambda _: run(self.weights[0]))
 
-    def chosen(self) -> Tiles:
-        tiles = choose_tiles(self.kind, self.x, self.weights[0])
-        assert tiles is not None, "so many rows are cuBLAS'"
-        return tiles
+    def chosen(self) -> Tiles | None:
+        return choose_tiles(self.kind, self.x, self.weights[0])
 
 
 def timed(step: Callable[[int], object]) -> float:
@@ -104,7 +143,8 @@ def main() -> None:
         case = Product(kind, weight_rows, width, rows, copies)
         block_m = 8 if rows <= 8 else max(16, 1 << (rows - 1).bit_length())
         chosen = case.chosen()
-        found = list(dict.fromkeys([chosen, *candidates(kind, width, case.features, block_m)]))
+        tried = [*([chosen] if chosen else ()), *candidates(kind, width, case.features, block_m)]
+        found = list(dict.fromkeys(tried))
         times = {}
         for tiles in found[share[0] :: share[1]] if share else found:
             try:
@@ -113,12 +153,19 @@ def main() -> None:
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:
-                times[tiles] = case.microseconds(tiles)
-        if not share:
-            floor = weight_rows * width * 2 / bandwidth / 1e6
-            print(f"{text}, {rows} rows; {floor:.1f} us of memory at {bandwidth:.2f} TB/s")
-            for tiles in [chosen, *sorted(times, key=lambda t: times[t])[: args.best]]:
-                print(f"  {times[tiles][0]:7.2f} {times[tiles][1]:7.2f}  {tiles}")
+                times[tiles] = case.microseconds(partial(case.run, tiles=tiles))
+        if share:
+            continue
+        floor = weight_rows * width * 2 / bandwidth / 1e6
+        print(f"{text}, {rows} rows; {floor:.1f} us of memory at {bandwidth:.2f} TB/s")
+        best = sorted(times, key=lambda tiles: times[tiles])[: args.best]
+        library = case.microseconds(case.library)
+        shown = [(times[chosen], str(chosen))] if chosen else []
+        shown += [(library, "cuBLAS"), *((times[tiles], str(tiles)) for tiles in best)]
+        for (fresh, cached), name in shown:
+            print(f"  {fresh:7.2f} {cached:7.2f}  {name}")
+        if best and times[best[0]][0] * GAIN < library[0]:
+            print(f"  {Case(kind, rows, width, case.features, best[0])}")
 
 
 if __name__ == "__main__":

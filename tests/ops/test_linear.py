@@ -6,9 +6,11 @@ from specdec_kernels import ops
 from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import norm_triton, products_triton
+from specdec_kernels.linear import tiles as tiles_module
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, rms_norm_reference
+from specdec_kernels.linear.tile_tables import ANY, TABLES, Case
 from specdec_kernels.linear.tiles import (
     FEW_ROWS,
     NARROW,
@@ -42,6 +44,28 @@ SIZES = [(1, 64, 32), (3, 96, 50), (6, 200, 34), (16, 130, 48), (17, 72, 40), (7
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_layer(size, activation, dtype, device):
+    check_layer(size, activation, dtype, device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kinds", [("gate",), ("add", "norm"), ("norm", "gate", "add")], ids=str)
+def test_layer_of_more_rows_by_a_table_that_has_them(kinds, dtype, device, monkeypatch):
+    """Products of the table and the library's follow each other in each way."""
+    cases = [Case(kind, 128, 0, ANY, Tiles(128, 16, 32, 1, 1, 0, 4, 3)) for kind in kinds]
+    table = {device: (*found, *cases) for device, found in TABLES.items()}
+    monkeypatch.setattr(tiles_module, "TABLES", table)
+    tiles_module.tiles_for.cache_clear()
+    try:
+        x = torch.empty(FEW_ROWS + 6, 64, device="meta")
+        weight = torch.empty(40, 64, device="meta")
+        chosen = [k for k in ("norm", "gate", "add") if choose_tiles(k, x, weight) is not None]
+        assert set(chosen) == set(kinds)
+        check_layer((FEW_ROWS + 6, 64, 20), "silu", dtype, device)
+    finally:
+        tiles_module.tiles_for.cache_clear()
+
+
+def check_layer(size, activation, dtype, device):
     """Tests output projection, norm, gated MLP and the next layer's projection in sequence."""
     rows, width, features = size
     kind = {"dtype": dtype, "device": device}

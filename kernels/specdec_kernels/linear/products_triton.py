@@ -14,7 +14,7 @@ from specdec_kernels.linear.few_rows_triton import few_rows_linear
 from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
 from specdec_kernels.linear.one_row_triton import one_row_linear
 from specdec_kernels.linear.reference import Normed, linear_reference, norm_linear_reference
-from specdec_kernels.linear.tiles import choose_row_tiles, choose_tiles
+from specdec_kernels.linear.tiles import FEW_ROWS, choose_row_tiles, choose_tiles
 
 Product = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
@@ -69,6 +69,9 @@ def linear_add_norm_triton(
     product = kernel_for("add", x, weight)
     if product is None:
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
+    if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm
+        hidden = product(x, weight, bias=bias, residual=residual)[0]
+        return add_norm_triton(hidden, None, norm_weight, eps)
     hidden, scaled, squares = product(
         x, weight, bias=bias, residual=residual, norm_weight=norm_weight
     )

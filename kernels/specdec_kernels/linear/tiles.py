@@ -23,7 +23,7 @@ from specdec_kernels.gpu import (
 )
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
 
-FEW_ROWS = 64
+FEW_ROWS = 64  # every table has tiles for so many rows, whose norms are parts of the products
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -101,16 +101,16 @@ def fitted(tiles: Tiles, parts: int, itemsize: int, room: int) -> Tiles:
 def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) -> Tiles | None:
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
-    Up to FEW_ROWS rows these kernels are faster, since with cuBLAS the norm, the gate and the sum
-    are kernels of their own. The device's table has tiles for 16 bits; here they are fitted to
-    other types, to the width and to the shared memory. room: bytes of it, else the GPU's.
+    The device's table says what is faster. With cuBLAS the norm, the gate and the sum are kernels
+    of their own. It has tiles for 16 bits; here they are fitted to other types, to the width and to
+    the shared memory. room: bytes of it, else the GPU's.
     """
     room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
-    if num_rows > FEW_ROWS:
-        return None
     tiles = tiles_for(capability(x.device), kind, num_rows, width, num_features)
+    if tiles is None:
+        return None
     if x.dtype == torch.float32:
         tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
     while tiles.block_k > 256 and width % tiles.block_k:
@@ -132,9 +132,10 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 @lru_cache
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
-) -> Tiles:
-    """The first tiles in the table of `device`, a compute capability, that a product fits."""
-    return next(
+) -> Tiles | None:
+    """The first tiles in the table of `device`, a compute capability, that a product fits; None for
+    cuBLAS, also where no case fits."""
+    found = (
         case.tiles
         for case in TABLES.get(device, TABLES[CAPABILITY])
         if case.kind == kind
@@ -142,6 +143,7 @@ def tiles_for(
         and case.width <= width
         and case.features >= num_features
     )
+    return next(found, None)
 
 
 class RowTiles(NamedTuple):
