@@ -23,11 +23,12 @@ _ANY_KERNEL = -1
 
 
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
-    """x @ weight^T of x [T, K], rows contiguous, and a contiguous weight [N, K]: [T, N].
+    """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N].
 
-    By `torch.nn.functional.linear` where x is not on CUDA or not in 16 bits, and where cuBLAS does
-    not want to do without.
+    On CUDA both are on the current device. By `torch.nn.functional.linear` where x is not on CUDA
+    or not in 16 bits, and where cuBLAS does not want to do without.
     """
+    assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None
     if library is None:
         return F.linear(x, weight)
