@@ -22,6 +22,7 @@ _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
+_SPREAD = "initializer_range"  # of random weights; some families take any value
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
@@ -29,7 +30,7 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
     """The content of config.json in a folder; of a GGUF file, the number of heads alone.
 
     Raises `SetupError` for what is no JSON object in a regular file of at most 16 MiB, and, with
-    the key, for a count that no model has.
+    the key, for a number that no model has.
     """
     if is_gguf(place):
         return _of_header(place)
@@ -57,7 +58,8 @@ def _of_header(file: Path) -> dict[str, Any]:
 
 
 def check_sizes(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` for a count that no model has, with its key and `where` it stands."""
+    """Raise `SetupError` for a count or a spread of weights that no model has, with its key and
+    `where` it stands."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():
@@ -65,6 +67,8 @@ def check_sizes(name: str, config: dict[str, Any], where: str) -> None:
             kind = "experts" if _EXPERTS.fullmatch(key) else kind
             if isinstance(value, dict):
                 inner.append(value)
+            elif key == _SPREAD:
+                _check_spread(f"{where} of {name}: {key}", value)
             elif kind != "sizes" or key in _SIZES:
                 _check(f"{where} of {name}: {key}", value, int(kind == "sizes"), _MOST[kind])
 
@@ -77,3 +81,8 @@ def _check(what: str, value: Any, least: int, most: int) -> None:
                 f"{what} is {shown(count)}",
                 f"it has to be a whole number from {least} to {most}",
             )
+
+
+def _check_spread(what: str, value: Any) -> None:
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        raise SetupError(f"{what} is {shown(value)}", "it has to be a number from 0 to 1")

@@ -65,6 +65,10 @@ def test_columns_and_keys_are_compared_once(tmp_path: Path) -> None:
         ("hidden_size", True),
         ("intermediate_size", [128, -1]),
         ("max_position_embeddings", 1.5),
+        ("initializer_range", -1),
+        ("initializer_range", None),
+        ("initializer_range", float("nan")),
+        ("initializer_range", 1.5),
     ],
 )
 @pytest.mark.parametrize("is_nested", [False, True])
