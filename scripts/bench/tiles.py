@@ -1,8 +1,8 @@
 """Tries tiles of a linear layer with few rows beside cuBLAS, to write the table of a device.
 
-Prints each product's case for `specdec_kernels.linear.tile_tables`, which has none where cuBLAS is
-faster, with what it needs besides. Up to 128 rows; more have been slower at every size. It does not
-try `linear.one_row_triton`, the kernel for one row of a narrow model.
+Prints a case for `specdec_kernels.linear.tile_tables` where tiles are faster than cuBLAS and the
+kernels that it needs besides. Takes up to 128 rows: a program holds all of them. It does not try
+`linear.one_row_triton`, the kernel for one row of a narrow model.
 
     PYTHONPATH=.:kernels python scripts/bench/tiles.py add:2048x8192 gate:16384x2048 --rows 1 6
 
@@ -22,13 +22,17 @@ from itertools import product
 from statistics import median
 
 import torch
-import torch.nn.functional as F
 from graph_times import graph_times
 from rates import read_rate
 from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
-from specdec_kernels.linear.cublas import linear_without_workspace
 from specdec_kernels.linear.few_rows_triton import few_rows_linear
-from specdec_kernels.linear.norm_triton import add_norm_triton, gate_triton
+from specdec_kernels.linear.products_triton import (
+    Product,
+    linear_add_norm_by,
+    norm_gate_up_by,
+    norm_linear_by,
+)
+from specdec_kernels.linear.reference import Normed
 from specdec_kernels.linear.tile_tables import Case
 from specdec_kernels.linear.tiles import FEW_ROWS, Tiles, choose_tiles
 from torch import Tensor
@@ -76,7 +80,7 @@ def wide_candidates(kind: str, width: int, features: int, block_m: int) -> Itera
                 yield Tiles(block_m, block_n, block_k, 1, splits, 256, warps, stages)
 
 
-class Product:
+class Layer:
     """One linear layer on random tensors."""
 
     def __init__(self, kind: str, weight_rows: int, width: int, rows: int, copies: int) -> None:
@@ -90,31 +94,19 @@ class Product:
     def normal(self, *size: int) -> Tensor:
         return torch.empty(size, dtype=torch.bfloat16, device="cuda").normal_(std=0.02)
 
-    def run(self, weight: Tensor, tiles: Tiles) -> Tensor:
-        x, residual = self.x, self.residual
-        if self.kind == "add" and len(x) > FEW_ROWS:
-            out = few_rows_linear(x, weight, tiles, residual=residual)[0]
-            return add_norm_triton(out, None, self.norm, EPS).scaled
+    def run(self, product: Product | None, weight: Tensor) -> Tensor:
+        """The layer by a kernel, or by cuBLAS and what it needs besides."""
         if self.kind == "add":
-            return few_rows_linear(x, weight, tiles, residual=residual, norm_weight=self.norm)[0]
-        more = {"activation": "silu" if self.kind == "gate" else ""}
-        if len(x) <= FEW_ROWS:
-            more |= {"squares": self.squares, "eps": EPS}
-        return few_rows_linear(x, weight, tiles, **more)[0]
+            out = linear_add_norm_by(product, self.x, weight, self.residual, self.norm, EPS)
+            return out.scaled
+        squares = self.squares if product is not None and len(self.x) <= FEW_ROWS else None
+        x = Normed(self.x, self.x, squares, EPS)
+        return (norm_gate_up_by if self.kind == "gate" else norm_linear_by)(product, x, weight)
 
-    def library(self, weight: Tensor) -> Tensor:
-        """The same by cuBLAS, with the gate or the sum and the norm after it."""
-        if self.kind == "gate":
-            return gate_triton(linear_without_workspace(self.x, weight))
-        out = F.linear(self.x, weight)
-        if self.kind == "add":
-            return add_norm_triton(out, self.residual, self.norm, EPS).scaled
-        return out
-
-    def microseconds(self, run: Callable[[Tensor], Tensor]) -> tuple[float, float]:
+    def microseconds(self, product: Product | None) -> tuple[float, float]:
         """Microseconds with weights from memory, and with weights from the L2 cache."""
-        fresh = timed(lambda i: run(self.weights[i % len(self.weights)]))
-        return fresh, timed(lambda _: run(self.weights[0]))
+        fresh = timed(lambda i: self.run(product, self.weights[i % len(self.weights)]))
+        return fresh, timed(lambda _: self.run(product, self.weights[0]))
 
     def chosen(self) -> Tiles | None:
         return choose_tiles(self.kind, self.x, self.weights[0])
@@ -140,26 +132,27 @@ def main() -> None:
         kind, _, size = text.partition(":")
         weight_rows, width = map(int, size.split("x"))
         copies = 1 if share else max(2, int(WEIGHT_BYTES / (weight_rows * width * 2)))
-        case = Product(kind, weight_rows, width, rows, copies)
+        case = Layer(kind, weight_rows, width, rows, copies)
         block_m = 8 if rows <= 8 else max(16, 1 << (rows - 1).bit_length())
         chosen = case.chosen()
         tried = [*([chosen] if chosen else ()), *candidates(kind, width, case.features, block_m)]
         found = list(dict.fromkeys(tried))
         times = {}
         for tiles in found[share[0] :: share[1]] if share else found:
+            kernel = partial(few_rows_linear, tiles=tiles)
             try:
-                case.run(case.weights[0], tiles)
+                case.run(kernel, case.weights[0])
             except Exception as error:  # needs more registers or shared memory than there are
                 print(f"  {type(error).__name__}: {tuple(tiles)}")
                 continue
             if not share:
-                times[tiles] = case.microseconds(partial(case.run, tiles=tiles))
+                times[tiles] = case.microseconds(kernel)
         if share:
             continue
         floor = weight_rows * width * 2 / bandwidth / 1e6
         print(f"{text}, {rows} rows; {floor:.1f} us of memory at {bandwidth:.2f} TB/s")
         best = sorted(times, key=lambda tiles: times[tiles])[: args.best]
-        library = case.microseconds(case.library)
+        library = case.microseconds(None)
         shown = [(times[chosen], str(chosen))] if chosen else []
         shown += [(library, "cuBLAS"), *((times[tiles], str(tiles)) for tiles in best)]
         for (fresh, cached), name in shown:

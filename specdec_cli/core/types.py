@@ -71,14 +71,14 @@ class Sequence:
     admitted_at: float | None = None  # host clock, seconds
     first_token_at: float | None = None
     finished_at: float | None = None
-    _packed: bytes = field(init=False, repr=False)  # the tokens that it began with, int64
+    _packed: bytes = field(init=False, repr=False)  # int64, the tokens that it began with
 
     def __post_init__(self) -> None:
         self._packed = array("q", self.tokens).tobytes()
 
     def packed(self, start: int, stop: int) -> bytes:
-        """`tokens[start:stop]` as int64. Those that it began with are packed already, since the
-        device waits for the first pass."""
+        """The bytes of `tokens[start:stop]` as int64. Those that the sequence began with are packed
+        when it is made, since the device waits for its first pass."""
         if 8 * stop <= len(self._packed):
             return self._packed[8 * start : 8 * stop]
         return array("q", self.tokens[start:stop]).tobytes()

@@ -22,7 +22,7 @@ _SIZES = set(
     "vocab_size hidden_size n_embd intermediate_size moe_intermediate_size num_attention_heads "
     "n_head num_key_value_heads head_dim max_position_embeddings n_positions".split()
 )
-_SPREAD = "initializer_range"  # of random weights; some families take any value
+_SPREAD = "initializer_range"  # of random weights; transformers checks it for some families only
 _MOST = {"layers": 1000, "experts": 10_000, "sizes": 2**40}
 
 
@@ -48,7 +48,7 @@ def config_file(name: str, place: Path) -> dict[str, Any]:
             f"cannot read config.json of {name}: {first_line(problem)}",
             "it is damaged or was edited, or this is no model folder",
         ) from None
-    check_sizes(name, config, "config.json")
+    check_numbers(name, config, "config.json")
     return config
 
 
@@ -57,9 +57,8 @@ def _of_header(file: Path) -> dict[str, Any]:
     return {"num_attention_heads": values.get(f"{values.get(_FAMILY)}.attention.head_count")}
 
 
-def check_sizes(name: str, config: dict[str, Any], where: str) -> None:
-    """Raise `SetupError` for a count or a spread of weights that no model has, with its key and
-    `where` it stands."""
+def check_numbers(name: str, config: dict[str, Any], where: str) -> None:
+    """Raise `SetupError` for a number that no model has, with its key and `where` it stands."""
     inner = [config]
     while inner:
         for key, value in inner.pop().items():

@@ -32,14 +32,14 @@ def operands(
 
 
 def by_columns(address: int, num_rows: int, num_columns: int, stride: int) -> Any:
-    """The fp16 matrix there, in which a column's numbers lie side by side."""
+    """The fp16 matrix at an address, with each column's numbers side by side."""
     count = stride * (num_columns - 1) + num_rows
     numbers = np.frombuffer((ctypes.c_uint16 * count).from_address(address), np.float16)
     return np.lib.stride_tricks.as_strided(numbers, (num_rows, num_columns), (2, 2 * stride))
 
 
 def gemm_ex(handle: int, *args: Any) -> int:
-    """What cuBLAS documents of its function, for fp16."""
+    """A stand-in for cuBLAS' function, as its manual describes it, for fp16."""
     (turn_a, turn_b, m, n, k), (alpha, *of_a), rest = args[:5], args[5:9], args[9:]
     of_b, beta, of_c, (compute, algorithm) = rest[:3], rest[3], rest[4:7], rest[7:]
     assert (handle, turn_a, turn_b, compute, algorithm) == (7, 1, 0, 68, -1)

@@ -1,9 +1,9 @@
 """A product by cuBLAS that is given no workspace.
 
-With one, cuBLAS takes a kernel for wide products that counts its tiles there, and fills the counter
-first. Without, the same kernel has its tiles dealt beforehand, and is as fast. A CUDA graph that
-holds such a fill for each layer takes the host some 0.1 ms longer to launch. torch always gives a
-workspace, so the library is called here.
+With a workspace, cuBLAS' kernel for wide products counts its tiles there, and cuBLAS fills the
+counter first. Without one the kernel's tiles are dealt beforehand, which is as fast. The host takes
+some 0.1 ms longer to launch a CUDA graph with such a fill in each layer. torch always gives a
+workspace, so cuBLAS is called here.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ _ANY_KERNEL = -1
 def linear_without_workspace(x: Tensor, weight: Tensor) -> Tensor:
     """x @ weight^T of x [T, K] and weight [N, K], both with contiguous rows: [T, N].
 
-    On CUDA both are on the current device. By `torch.nn.functional.linear` where x is not on CUDA
-    or not in 16 bits, and where cuBLAS does not want to do without.
+    On CUDA both are on the current device. torch multiplies what is not on CUDA or not in 16 bits,
+    and what cuBLAS refuses without a workspace.
     """
     assert x.stride(1) == weight.stride(1) == 1 and x.dtype == weight.dtype
     library = _library() if x.is_cuda and x.dtype in _TYPES else None

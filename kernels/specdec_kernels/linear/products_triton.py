@@ -32,7 +32,17 @@ def norm_linear_triton(
     x: Normed, weight: Tensor, bias: Tensor | None = None, into: Tensor | None = None
 ) -> Tensor:
     """See `ops.norm_linear`."""
-    product = kernel_for("norm", x.scaled, weight)
+    return norm_linear_by(kernel_for("norm", x.scaled, weight), x, weight, bias, into)
+
+
+def norm_linear_by(
+    product: Product | None,
+    x: Normed,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    into: Tensor | None = None,
+) -> Tensor:
+    """`ops.norm_linear` by a kernel from `kernel_for`."""
     if product is None:
         return norm_linear_reference(x, weight, bias, into)
     return product(x.scaled, weight, squares=x.squares, eps=x.eps, bias=bias, into=into)[0]
@@ -40,7 +50,13 @@ def norm_linear_triton(
 
 def norm_gate_up_triton(x: Normed, weight: Tensor, activation: str = "silu") -> Tensor:
     """See `ops.norm_gate_up`."""
-    product = kernel_for("gate", x.scaled, weight)
+    return norm_gate_up_by(kernel_for("gate", x.scaled, weight), x, weight, activation)
+
+
+def norm_gate_up_by(
+    product: Product | None, x: Normed, weight: Tensor, activation: str = "silu"
+) -> Tensor:
+    """`ops.norm_gate_up` by a kernel from `kernel_for`."""
     if product is None:
         assert x.squares is None
         return gate_triton(linear_without_workspace(x.scaled, weight), activation)
@@ -67,6 +83,19 @@ def linear_add_norm_triton(
 ) -> Normed:
     """See `ops.linear_add_norm`."""
     product = kernel_for("add", x, weight)
+    return linear_add_norm_by(product, x, weight, residual, norm_weight, eps, bias)
+
+
+def linear_add_norm_by(
+    product: Product | None,
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    bias: Tensor | None = None,
+) -> Normed:
+    """`ops.linear_add_norm` by a kernel from `kernel_for`."""
     if product is None:
         return add_norm_triton(F.linear(x, weight, bias), residual, norm_weight, eps)
     if x.shape[0] > FEW_ROWS:  # the next product may be cuBLAS', which takes no unfinished norm

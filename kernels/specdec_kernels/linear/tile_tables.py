@@ -23,7 +23,7 @@ class Tiles(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A class of products and its tiles in 16 bits; the library takes those without a case."""
+    """A class of products and its tiles in 16 bits. Products without a case are cuBLAS'."""
 
     kind: str  # "norm", "gate" or "add"
     rows: int  # at most

@@ -23,7 +23,7 @@ from specdec_kernels.gpu import (
 )
 from specdec_kernels.linear.tile_tables import TABLES, Tiles
 
-FEW_ROWS = 64  # every table has tiles for so many rows, whose norms are parts of the products
+FEW_ROWS = 64  # every table has tiles for so many rows; their norms are part of the products
 WASTE = 1.25  # a partial last wave matters if ceil(waves) is at least this times waves
 SCRATCH = 4096  # bytes of shared memory for exchanges between warps
 
@@ -102,8 +102,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
     """Tiles for a product of `kind` "norm", "gate" or "add"; None for cuBLAS.
 
     The device's table says what is faster. With cuBLAS the norm, the gate and the sum are kernels
-    of their own. It has tiles for 16 bits; here they are fitted to other types, to the width and to
-    the shared memory. room: bytes of it, else the GPU's.
+    of their own. The table has tiles for 16 bits. They are fitted to other types, to the width and
+    to the shared memory here. room: bytes of it, else the GPU's.
     """
     room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
@@ -133,8 +133,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
 ) -> Tiles | None:
-    """The first tiles in the table of `device`, a compute capability, that a product fits; None for
-    cuBLAS, also where no case fits."""
+    """The first tiles in the table of `device`, a compute capability, that a product fits; None,
+    for cuBLAS, where no case fits."""
     found = (
         case.tiles
         for case in TABLES.get(device, TABLES[CAPABILITY])

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.config_file import check_sizes
+from specdec_cli.models.config_file import check_numbers
 from specdec_cli.models.gguf.header import Header, name_of
 from specdec_cli.models.gguf.tensors import (
     FROM_GGUF,
@@ -39,7 +39,7 @@ def gguf_config(name: str, header: Header) -> Any:
     architecture = architecture_of(name, header)
     check_kinds(name, header)
     values = _mapped(architecture, header)
-    check_sizes(name, values, "the GGUF file")
+    check_numbers(name, values, "the GGUF file")
     for key in ("rms_norm_eps", "rope_theta"):
         number = values.get(key, 1.0)
         if type(number) not in (int, float) or not (math.isfinite(number) and number > 0):
