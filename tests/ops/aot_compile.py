@@ -70,6 +70,7 @@ def search(by_mass: bool, first: bool, after_top_k: bool = False, **extra: Any) 
 
 
 SQUARES = {"squares_ptr": "*fp32", "out_squares_ptr": "*fp32"}
+APART = {"PARTS": 0, "squares_ptr": None}  # the norm is a kernel of its own
 
 
 def linear(
@@ -385,6 +386,10 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
                 }.items()
             ),
             ("gate-of-8", "*bf16", linear("gate", 1, 4096, 7168), SQUARES),
+            *(
+                (f"gate-128-of-{width}", "*bf16", linear("gate", 128, width, rows) | APART, SQUARES)
+                for width, rows in ((4096, 28672), (2048, 16384))
+            ),
             ("add-16", "*bf16", linear("add", 16, 14336, 4096), SQUARES),
             ("norm-16", "*bf16", linear("norm", 16, 4096, 6144), SQUARES),
             ("add-wide", "*bf16", linear("add", 48, 13824, 5120), SQUARES),

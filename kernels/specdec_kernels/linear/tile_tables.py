@@ -23,13 +23,13 @@ class Tiles(NamedTuple):
 
 
 class Case(NamedTuple):
-    """A class of products and its tiles in 16 bits. Products without a case are cuBLAS'."""
+    """A class of products and its tiles in 16 bits. Products without case or tiles are cuBLAS'."""
 
     kind: str  # "norm", "gate" or "add"
     rows: int  # at most
     width: int  # numbers of the sum, at least
     features: int  # at most
-    tiles: Tiles
+    tiles: Tiles | None
 
 
 # The first case that fits counts. Up to 8 rows are the columns of mma.sync, up to 16 its rows; more
@@ -37,7 +37,8 @@ class Case(NamedTuple):
 # With 16 features a program, four warps each have a quarter of block_k: a warp's products run one
 # after the other, so one slice would take four times as long from one barrier to the next, longer
 # than loading its weights. For more than 16 rows tiles are wide, since every program loads and
-# multiplies all of x; at 5120 features, 80 programs of 64 features are faster than 160 of 32.
+# multiplies all of x; at 5120 features, 80 programs of 64 features are faster than 160 of 32. From
+# 65 rows on gates win where one program each keeps at least 4 of 5 multiprocessors busy.
 H200 = (
     Case("norm", 8, 3584, 16896, Tiles(8, 16, 512, 4, 1, 256, 4, 3, 512)),
     Case("norm", 8, 2049, 16896, Tiles(8, 16, 512, 4, 1, 1024, 4, 5, 512)),
@@ -63,6 +64,10 @@ H200 = (
     Case("gate", 64, 0, 8448, Tiles(64, 64, 64, 1, 1, 256, 4, 5)),
     Case("gate", 64, 0, 16896, Tiles(64, 64, 128, 1, 1, 256, 8, 4)),
     Case("gate", 64, 0, ANY, Tiles(64, 64, 64, 1, 1, 256, 4, 5)),
+    Case("gate", 128, 0, 6720, None),
+    Case("gate", 128, 2048, 8448, Tiles(128, 64, 64, 1, 1, 256, 8, 6)),
+    Case("gate", 128, 0, 13440, None),
+    Case("gate", 128, 3584, 16896, Tiles(128, 128, 64, 1, 1, 256, 8, 4)),
     Case("add", 8, 4097, 2112, Tiles(8, 16, 1024, 4, 1, 512, 4, 5)),
     Case("add", 8, 4096, 2112, Tiles(8, 16, 512, 4, 1, 512, 4, 6, 512)),
     Case("add", 8, 2048, 2112, Tiles(8, 16, 1024, 4, 1, 512, 4, 5)),

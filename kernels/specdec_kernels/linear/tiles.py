@@ -103,13 +103,15 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 
     The device's table says what is faster. With cuBLAS the norm, the gate and the sum are kernels
     of their own. The table has tiles for 16 bits. They are fitted to other types, to the width and
-    to the shared memory here. room: bytes of it, else the GPU's.
+    to the shared memory here; for more than `FEW_ROWS` rows they are used as they were measured, or
+    not at all. room: bytes of shared memory, else the GPU's.
     """
     room = shared_memory(x.device) if room is None else room
     num_rows, width = x.shape
     num_features = weight.shape[0] // (2 if kind == "gate" else 1)
     tiles = tiles_for(capability(x.device), kind, num_rows, width, num_features)
-    if tiles is None:
+    is_as_measured = x.dtype != torch.float32 and room >= SHARED_MEMORY
+    if tiles is None or (num_rows > FEW_ROWS and not is_as_measured):
         return None
     if x.dtype == torch.float32:
         tiles = tiles._replace(block_k=tiles.block_k // 2, early=tiles.early // 2)
@@ -133,8 +135,8 @@ def choose_tiles(kind: str, x: Tensor, weight: Tensor, room: int | None = None) 
 def tiles_for(
     device: tuple[int, int], kind: str, num_rows: int, width: int, num_features: int
 ) -> Tiles | None:
-    """The first tiles in the table of `device`, a compute capability, that a product fits; None,
-    for cuBLAS, where no case fits."""
+    """Tiles of the first case in the table of `device`, a compute capability, that a product fits;
+    None, for cuBLAS, where it has none or no case fits."""
     found = (
         case.tiles
         for case in TABLES.get(device, TABLES[CAPABILITY])
