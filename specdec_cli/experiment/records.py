@@ -363,7 +363,7 @@ def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | Non
     """A description of the first field whose value is unknown; None if all are known."""
     for name, values in known.items():
         if (value := getattr(record, name, None)) not in values and hasattr(record, name):
-            return f"its {name} is {value}"
+            return f"its {name} is {one_line(str(value))}"
     return None
 
 

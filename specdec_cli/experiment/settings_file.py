@@ -1,6 +1,7 @@
 """settings.json of a run folder: the settings of its records, and whether a run may resume."""
 
 import json
+import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def check_same(path: Path, what: str, theirs: dict[str, Any], ours: dict[str, An
         hint = "its samples are of the model that was there: name another folder with -o"
     elif found.same_model:
         names = [found.theirs] if isinstance(found.theirs, str) else found.theirs
-        spelled = " ".join(f"--draft {name}" for name in names)
+        spelled = shlex.join(part for name in names for part in ("--draft", name))
         hint = f"it is the same model, but records go by its name: pass {spelled}"
     raise UsageError(f"{path} holds a {what} with other settings: {told}", hint)
 

@@ -81,7 +81,9 @@ def test_ends_that_break_a_promise_are_found(name: str, tmp_path: Path) -> None:
     ("kind", "lines", "problems"),
     [
         ("folder", ["/r.yaml:72: target: duplicate key", "/r.yaml:73: data: duplicate key"], []),
+        ("folder", ["/r.yaml:1: target.model: is required", "/r.yaml:1: em: unknown key"], []),
         ("folder", ["/r.yaml:72: target: duplicate key", "cannot read /r.yaml"], ["several"]),
+        ("folder", ["/s.jsonl:1: draft: is a", "/s.jsonl:1: index: is b"], ["several"]),
         ("config", ["/r.yaml:72: target: duplicate key"] * 2, ["several"]),
         ("weights", ["x.safetensors is cut", "x.safetensors: no header"], ["several"]),
         ("recipe", ["target: unknown", "draft: unknown"], []),

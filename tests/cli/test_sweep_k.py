@@ -313,35 +313,36 @@ def test_samples_of_two_models_are_not_mixed(
     for place in (here, elsewhere):
         for name in ("target", "draft"):
             shutil.copytree(demo_path(f"demo:{name}"), place / name)
+        (place / "draft").rename(place / "a draft")
     changed_weights(elsewhere / "target")
     options = [*SWEEP, *ONCE, "--k", "0-1", "--limit", "2", "-q", "--target", "target"]
     monkeypatch.chdir(here)
     run = ["-o", tmp_path / "run", "--resume"]
-    assert specdec(capsys, *options, "--draft", "draft", *run).code == 0
+    assert specdec(capsys, *options, "--draft", "a draft", *run).code == 0
     absolute = [*options, "--target", f"{here / 'target'}/"]
-    assert specdec(capsys, *absolute, "--draft", "draft", *run).code == 0
-    result = specdec(capsys, *absolute, "--draft", here / "draft", *run)
-    refused(result, 2, "records go by its name: pass --draft draft")
+    assert specdec(capsys, *absolute, "--draft", "a draft", *run).code == 0
+    result = specdec(capsys, *absolute, "--draft", here / "a draft", *run)
+    refused(result, 2, "records go by its name: pass --draft 'a draft'")
     monkeypatch.chdir(elsewhere)
     message = 'target.model: other weights than there ("target")'
-    refused(specdec(capsys, *options, "--draft", "draft", *run), 2, message)
+    refused(specdec(capsys, *options, "--draft", "a draft", *run), 2, message)
 
     # A shard of the same models elsewhere, of another target, and of replaced weights.
     shards = [tmp_path / name for name in ("0", "1", "other")]
-    drafts = ["draft", here / "draft", "draft"]
+    drafts = ["a draft", here / "a draft", "a draft"]
     for number, (shard, place) in enumerate(zip(shards, (here, here, elsewhere), strict=True)):
         monkeypatch.chdir(place)
         part = ["--draft", drafts[number], "--shard", f"{min(number, 1)}/2", "-o", shard]
         assert specdec(capsys, *options, *part).code == 0
     merged = tmp_path / "merged"
     assert specdec(capsys, "merge", *shards[:2], "-o", merged).code == 0
-    assert {s["draft"] for s in samples(merged)} == {"draft"} and len(samples(merged)) == 4
+    assert {s["draft"] for s in samples(merged)} == {"a draft"} and len(samples(merged)) == 4
     result = specdec(capsys, "merge", shards[0], shards[2], "-o", tmp_path / "none")
     refused(result, 2, "target.model: other weights in one than in the other ('target')")
     monkeypatch.chdir(here)
-    changed_weights(here / "draft")
-    message = 'draft.model: other weights than there ("draft")'
-    refused(specdec(capsys, *options, "--draft", "draft", *run), 2, message)
+    changed_weights(here / "a draft")
+    message = 'draft.model: other weights than there ("a draft")'
+    refused(specdec(capsys, *options, "--draft", "a draft", *run), 2, message)
 
 
 def test_a_draft_whose_context_ends_early_is_told(capsys: Capture, tmp_path: Path) -> None:
@@ -1081,6 +1082,7 @@ def test_an_edited_sample_is_refused(
     for change, problem in [
         ({"k": 7}, "its k is 7"),
         ({"batch_size": 3}, "its batch_size is 3"),
+        ({"draft": "a\nb"}, r"its draft is a\nb"),
         ({"accepted_per_round": [1]}, "differ in length"),
         ({"accepted_per_round": [1], "proposed_per_round": [0]}, "more was accepted"),
         ({"stage_ms": {"draft": 1.0}}, "stage_ms.draft is damaged"),

@@ -25,7 +25,7 @@ BYTES = 4 * 2**30
 _NOISE = ("Traceback (most recent call last)", "panicked at", "Fatal Python error", "Exception ign")
 _LONGEST_LINE = 1100
 _ONE_LINE = ("config", "index", "tokenizer", "weights", "head", "files", "folder", "meanwhile")
-_AT_A_LINE = re.compile(r"error: (?P<place>.+?:\d+): ")
+_AT_A_LINE = re.compile(r"error: (?P<place>.+?\.yaml:\d+: \S+|.+?:\d+): ")
 _NOT_MADE = 99
 
 
@@ -230,7 +230,7 @@ def problems_of(end: Ended, seconds: float = SECONDS) -> Iterator[str]:
 
 def _are_several_problems(end: Ended) -> bool:
     """Whether each line is a problem of its own: recipes and data may have several, and other
-    files where each line names another place in a file."""
+    files where each line names another place in a file, or another key of a recipe."""
     places = [found["place"] for line in end.lines if (found := _AT_A_LINE.match(line))]
     return end.kind not in _ONE_LINE or len(set(places)) == len(end.lines)
 

@@ -300,6 +300,7 @@ def test_a_record_that_is_none_is_named(name: str, tmp_path: Path) -> None:
         ("k", 7, "its k is 7"),
         ("batch_size", 3, "its batch_size is 3"),
         ("draft", "x", "its draft is x"),
+        ("draft", "a\nb" + 99 * "c", r"its draft is a\\nbc{77}…"),
         ("draft_tp", 4, "its degrees are target TP 2, draft TP 4"),
         ("index", 99, "its index is 99"),
     ],
