@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from ops_helpers import DTYPES, TOLERANCE, assert_close, needs_cuda
 from specdec_kernels import ops
-from specdec_kernels.gpu import MULTIPROCESSORS, SHARED_MEMORY
+from specdec_kernels.gpu import CAPABILITY, MULTIPROCESSORS, SHARED_MEMORY
 from specdec_kernels.launch_triton import counters
 from specdec_kernels.linear import norm_triton, products_triton
 from specdec_kernels.linear import tiles as tiles_module
@@ -21,6 +21,7 @@ from specdec_kernels.linear.tiles import (
     choose_tiles,
     resident,
     spread,
+    tiles_for,
 )
 from torch import Tensor
 
@@ -139,12 +140,13 @@ def test_tiles_do_not_change_the_result(size, tiles, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:])  # in fp32 so many rows are cuBLAS'
-@pytest.mark.parametrize("block_n", [64, 128])
-@pytest.mark.parametrize("size", [(128, 128, 131), (65, 136, 70)], ids=str)
-def test_gate_of_more_rows(size, block_n, dtype, device):
+@pytest.mark.parametrize("product", [(2048, 8192), (4096, 14336)], ids=str)
+@pytest.mark.parametrize("size", [(128, 256, 131), (65, 136, 70)], ids=str)
+def test_gate_of_more_rows(size, product, dtype, device):
+    """A small gate, with the tiles of the larger `product`."""
     rows, width, features = size
     kind = {"dtype": dtype, "device": device}
-    tiles = Tiles(128, block_n, 64, 1, 1, 64, 8, 4)
+    tiles = tiles_for(CAPABILITY, "gate", 128, *product)
     x = normal(rows, 2 * width, **kind)[:, :width]
     longer = normal(2 * features + 1, width, scale=width**-0.5, **kind)
     longer[-1] = float("nan")  # what lies behind the weight is not read
