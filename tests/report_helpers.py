@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 
 Record = dict[str, Any]
 DRAFT, OTHER = "org/draft-1b", "org/draft-300m"

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_cli.experiment.stats import SumRatio, interval
+from specdec_cli.experiment.statistics.stats import SumRatio, interval
 
 OURS = "specdec"
 FAR = 0.01

@@ -34,9 +34,9 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.engine.run import Request
 from specdec_cli.methods.eagle3 import Eagle3
-from specdec_cli.models.eagle3.config import read_head_config
-from specdec_cli.models.eagle3.head import Eagle3Head
-from specdec_cli.models.eagle3.paged import PagedHead
+from specdec_cli.models.heads.eagle3.config import read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
 

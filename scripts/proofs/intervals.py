@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 Array = npt.NDArray[np.float64]
 K, LENGTH, REPEATS = 4, 64, 3

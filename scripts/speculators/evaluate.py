@@ -26,8 +26,8 @@ from specdec_cli.core.types import Sequence
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
 from specdec_cli.experiment.generation import Job, requests, tokenised
-from specdec_cli.experiment.stats import SumRatio, interval
-from specdec_cli.models.eagle3.config import dialect_of
+from specdec_cli.experiment.statistics.stats import SumRatio, interval
+from specdec_cli.models.heads.eagle3.config import dialect_of
 from specdec_cli.prompts import as_conversations, load_prompts
 from specdec_cli.recipe import load_recipe
 from specdec_cli.recipe.choices.registry import METHODS, needs_draft

@@ -76,9 +76,9 @@ def compare_tp(
                 warnings_of,
             )
             from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
-            from specdec_cli.experiment.results import to_json
-            from specdec_cli.experiment.run_folder import RunFolder
-            from specdec_cli.experiment.settings_file import (
+            from specdec_cli.experiment.folders.results import to_json
+            from specdec_cli.experiment.folders.run_folder import RunFolder
+            from specdec_cli.experiment.folders.settings_file import (
                 earlier_environment,
                 read_warnings,
                 unsaid,
@@ -159,7 +159,7 @@ def compare_tp_ranks(
     ):
         with importing():
             from specdec_cli.experiment.compare.worker import PairTask, measure
-            from specdec_cli.experiment.records import Point
+            from specdec_cli.experiment.folders.records import Point
             from specdec_cli.terminal.compare import point_line
             from specdec_cli.terminal.render import say
 

@@ -17,7 +17,16 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
-from specdec_cli.experiment.generate_folder import SAMPLES, Kept, key_of, open_folder
+from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
+from specdec_cli.experiment.folders.results import (
+    Output,
+    environment,
+    generate_document,
+    point_record,
+    to_json,
+)
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.settings_file import unsaid
 from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
@@ -31,16 +40,7 @@ from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import peak_memory, sample_of
 from specdec_cli.experiment.points import point_metrics
 from specdec_cli.experiment.preparing import no_template
-from specdec_cli.experiment.promise import check_line
-from specdec_cli.experiment.results import (
-    Output,
-    environment,
-    generate_document,
-    point_record,
-    to_json,
-)
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.settings_file import unsaid
+from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import next_turn
 from specdec_cli.recipe import Recipe

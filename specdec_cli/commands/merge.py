@@ -40,7 +40,7 @@ def merge(
     set_up_logging(quiet=quiet, verbose=verbose)
     check_room("numpy", NUMPY_MIB)
     with waiting("merging", quiet=quiet):
-        from specdec_cli.experiment.settings_file import unsaid
+        from specdec_cli.experiment.folders.settings_file import unsaid
         from specdec_cli.experiment.sweep.document import exit_code
         from specdec_cli.experiment.sweep.merge import SHARDS_MISSING, merge_folders
         from specdec_cli.terminal.sweep import print_results

@@ -107,9 +107,9 @@ def _measured(
     with waiting("getting ready", quiet=asked.quiet) as stages:
         with importing(world.device):
             from specdec_cli.engine.plan import plan
+            from specdec_cli.experiment.folders.results import environment
+            from specdec_cli.experiment.folders.run_folder import RunFolder
             from specdec_cli.experiment.memory import document, measure_blocks
-            from specdec_cli.experiment.results import environment
-            from specdec_cli.experiment.run_folder import RunFolder
 
         planned = plan(resolved, asked.permissions())
         if asked.output is not None and world.is_first:
@@ -195,8 +195,8 @@ def _room(device_memory: str | None, memory: str | None) -> tuple[int, bool] | N
 
 
 def _show(document: dict[str, object], resolved: "specdec_cli.recipe.Recipe", asked: Asked) -> None:
-    from specdec_cli.experiment.results import to_json
-    from specdec_cli.experiment.run_folder import RunFolder
+    from specdec_cli.experiment.folders.results import to_json
+    from specdec_cli.experiment.folders.run_folder import RunFolder
     from specdec_cli.terminal.memory import print_profile
 
     output, quiet = asked.output, asked.quiet

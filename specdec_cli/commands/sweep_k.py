@@ -128,9 +128,9 @@ def _sweep(
     dry_run: bool,
 ) -> ExitCode:
     """Measure; rank 0 keeps and shows the results. Returns the exit code."""
+    from specdec_cli.experiment.folders.results import to_json
+    from specdec_cli.experiment.folders.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.preparing import few_prompts
-    from specdec_cli.experiment.results import to_json
-    from specdec_cli.experiment.settings_file import keep_warning, read_warnings, unsaid
     from specdec_cli.experiment.sweep.document import exit_code
     from specdec_cli.experiment.sweep.runner import Sweep
     from specdec_cli.experiment.sweep.sweep_folder import finish, open_folder

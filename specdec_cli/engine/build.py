@@ -11,11 +11,8 @@ import torch
 from specdec_cli.acceptance.registry import rule_of
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import found_alike, local_world_size
-from specdec_cli.engine.estimate import estimate_passes
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.measure import Models, measure_rank, rank_memory, release, weight_bytes
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
-from specdec_cli.engine.profile import (
+from specdec_cli.engine.memory.budget import (
     CacheNeed,
     RankMemory,
     Split,
@@ -24,6 +21,15 @@ from specdec_cli.engine.profile import (
     on_host,
     room_now,
 )
+from specdec_cli.engine.memory.estimate import estimate_passes
+from specdec_cli.engine.memory.measured import (
+    Models,
+    measure_rank,
+    rank_memory,
+    release,
+    weight_bytes,
+)
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.run import Request
 from specdec_cli.engine.sharing import borrowed_weights
 from specdec_cli.errors import SetupError

@@ -18,7 +18,7 @@ from specdec_cli.core.parallel import (
     world_size,
 )
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.engine.profile import Allowance
+from specdec_cli.engine.memory.budget import Allowance
 from specdec_cli.engine.sharing import check_shared, not_held
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.methods.base import Draft, DraftPlace

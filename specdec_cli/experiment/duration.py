@@ -14,8 +14,8 @@ import torch
 
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import Plan
+from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.records import Key
 from specdec_cli.methods.base import Draft
 
 # Seconds that a layer takes beside its reading and its products: in a captured round (measured on

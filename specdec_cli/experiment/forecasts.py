@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec_cli.experiment.break_even import break_even
-from specdec_cli.experiment.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.folders.records import BreakEven, Point, Prediction, Sample, given
+from specdec_cli.experiment.folders.samples import Samples, speedup
 from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
-from specdec_cli.experiment.records import BreakEven, Point, Prediction, Sample, given
-from specdec_cli.experiment.samples import Samples, speedup
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.statistics.break_even import break_even
+from specdec_cli.experiment.statistics.factors import MidRatio, Product, midmean
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import UsageError
-from specdec_cli.experiment.records import Sample, given
-from specdec_cli.experiment.results import Output
+from specdec_cli.experiment.folders.records import Sample, given
+from specdec_cli.experiment.folders.results import Output
 from specdec_cli.models.tokenizer import Tokenizer
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.promise import tokens_line
-from specdec_cli.experiment.run_settings import RunSettings
-from specdec_cli.experiment.samples import Samples, without_errors
+from specdec_cli.experiment.folders.run_settings import RunSettings
+from specdec_cli.experiment.folders.samples import Samples, without_errors
+from specdec_cli.experiment.statistics.promise import tokens_line
 
 
 def compare_tokens(

@@ -13,9 +13,9 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job, requests
-from specdec_cli.experiment.promise import check_line
-from specdec_cli.experiment.records import Key
+from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
 
 PROMPTS = 4  # whose texts are written for the check, where the run's own cannot be compared

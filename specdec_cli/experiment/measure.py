@@ -19,10 +19,10 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Emission, RunResult
+from specdec_cli.experiment.folders.records import Key, Point, Sample, given
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import Key, Point, Sample, given
 from specdec_cli.launch.world import World
 
 _log = logging.getLogger("specdec")

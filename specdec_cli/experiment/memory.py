@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.build import load_models, measured, out_of_memory
-from specdec_cli.engine.estimate import (
+from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
+from specdec_cli.engine.memory.estimate import (
     Machine,
     draft_shares,
     empty_gpu,
@@ -23,10 +24,9 @@ from specdec_cli.engine.estimate import (
     this_machine,
 )
 from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
-from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
+from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.generation import tokenised
-from specdec_cli.experiment.results import environment
 from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe

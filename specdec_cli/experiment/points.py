@@ -13,20 +13,25 @@ import numpy as np
 from specdec_cli.core.figures import STAGES, Metrics, Spread
 from specdec_cli.engine.metrics import RunClock, acceptance_of, mean_parts, metrics_of
 from specdec_cli.errors import ExitCode
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.break_even import break_even
-from specdec_cli.experiment.forecasts import Forecasts, iid_alpha, prediction_of
-from specdec_cli.experiment.point_intervals import intervals_of
-from specdec_cli.experiment.records import BreakEven, CategoryMetrics, Key, Point, Sample
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens, rounds_of, usual_mean
-from specdec_cli.experiment.samples import (
+from specdec_cli.experiment.folders.records import BreakEven, CategoryMetrics, Key, Point, Sample
+from specdec_cli.experiment.folders.samples import (
     Samples,
     measured_speed,
     speedup,
     why_none,
     without_errors,
 )
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.forecasts import Forecasts, iid_alpha, prediction_of
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.break_even import break_even
+from specdec_cli.experiment.statistics.point_intervals import intervals_of
+from specdec_cli.experiment.statistics.repeats import (
+    decode_seconds,
+    decoded_tokens,
+    rounds_of,
+    usual_mean,
+)
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 # A round at k costs no less than one at k = 0, so no speed-up exceeds its tokens a round. Times
 # that say so are wrong if it is by more than this factor, which leaves room for noise.

@@ -15,7 +15,7 @@ from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.sampling import by_target_ids
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.teacher import Teacher, acceptance, logits_of
-from specdec_cli.models.eagle3.paged import PagedHead
+from specdec_cli.models.heads.paged import PagedHead
 
 _SIDE_BY_SIDE = 64  # rounds; the distributions of one step of each are held
 

@@ -21,8 +21,8 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import DraftPlace, Method, MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.chains import forecast_chains
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.eagle3.description import HeadDescription, describe_head
-from specdec_cli.models.eagle3.paged import PagedHead
+from specdec_cli.models.heads.eagle3.description import HeadDescription, describe_head
+from specdec_cli.models.heads.paged import PagedHead
 
 
 class Eagle3:

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from specdec_cli.experiment.records import Point
-from specdec_cli.experiment.stats import FEWEST
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.report.folder import ReportedRun
 
 Value = str | float | int | None

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from specdec_cli.experiment.promise import lossless_in_words
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.statistics.promise import lossless_in_words
 from specdec_cli.report import findings, tables
 from specdec_cli.report.cells import Table
 from specdec_cli.report.findings import Best

@@ -9,8 +9,8 @@ from statistics import fmean
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.disturbed import disturbances, off_points
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.statistics.disturbed import disturbances, off_points
 from specdec_cli.recipe.choices.registry import is_given
 from specdec_cli.report.folder import ReportedRun
 

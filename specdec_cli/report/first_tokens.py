@@ -3,7 +3,7 @@
 from functools import partial
 
 from specdec_cli.core.figures import TTFT_PARTS
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.cells import Cell, Column, Table, Value, by_point
 from specdec_cli.report.folder import ReportedRun
 

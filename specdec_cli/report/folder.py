@@ -15,7 +15,7 @@ import yaml
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import UsageError
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     Comparison,
     Key,
     Point,
@@ -25,7 +25,7 @@ from specdec_cli.experiment.records import (
     json_of,
     parsed,
 )
-from specdec_cli.experiment.stats import FEWEST
+from specdec_cli.experiment.statistics.stats import FEWEST
 
 _LABEL_LENGTH = 32
 

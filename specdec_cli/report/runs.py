@@ -10,9 +10,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.records import Point, Sample
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
+from specdec_cli.experiment.folders.records import Point, Sample
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.report.cells import Column, Table, Value
 from specdec_cli.report.findings import setting_in_words, times, warnings
 from specdec_cli.report.folder import ReportedRun, intact_records, read_folder

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     Arm,
     BreakEven,
     CategoryComparison,
@@ -14,7 +14,7 @@ from specdec_cli.experiment.records import (
     Point,
     blocks_in_words,
 )
-from specdec_cli.experiment.stats import FEWEST, proposing_rate
+from specdec_cli.experiment.statistics.stats import FEWEST, proposing_rate
 from specdec_cli.report.cells import (
     Cell,
     Column,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.recipe.choices.registry import METHODS, is_given, without_draft
 from specdec_cli.report.findings import Best, answer
 from specdec_cli.report.folder import ReportedRun

@@ -16,10 +16,17 @@ from specdec_cli.core.figures import STAGES
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
+from specdec_cli.experiment.folders.records import (
+    PairFacts,
+    Point,
+    R,
+    Sample,
+    blocks_in_words,
+    parsed,
+)
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.promise import tokens_line
-from specdec_cli.experiment.records import PairFacts, Point, R, Sample, blocks_in_words, parsed
+from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")

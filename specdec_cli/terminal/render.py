@@ -27,9 +27,9 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import STAGES, TTFT_PARTS, Metrics
-from specdec_cli.experiment.records import Sample
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
-from specdec_cli.experiment.stats import among_rounds
+from specdec_cli.experiment.folders.records import Sample
+from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
+from specdec_cli.experiment.statistics.stats import among_rounds
 from specdec_cli.text import inert
 
 _WORD = 20  # columns

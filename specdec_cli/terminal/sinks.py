@@ -9,11 +9,11 @@ from contextlib import contextmanager, nullcontext
 
 from specdec_cli.engine.detokenize import TextStream
 from specdec_cli.engine.run import Emission
-from specdec_cli.experiment.generate_folder import SAMPLES, key_of
+from specdec_cli.experiment.folders.generate_folder import SAMPLES, key_of
+from specdec_cli.experiment.folders.results import Output
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, output_of
 from specdec_cli.experiment.measure import peak_memory, sample_of
-from specdec_cli.experiment.results import Output
-from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.terminal.render import TintedText, progress_bar
 from specdec_cli.text import inert
 

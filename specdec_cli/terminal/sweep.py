@@ -14,9 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.promise import check_line, tokens_line
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     Arm,
     CategoryComparison,
     CategoryMetrics,
@@ -25,8 +23,10 @@ from specdec_cli.experiment.records import (
     Point,
     Sample,
 )
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
-from specdec_cli.experiment.stats import FEWEST, among_rounds, proposing_rate
+from specdec_cli.experiment.measure import Watcher
+from specdec_cli.experiment.statistics.promise import check_line, tokens_line
+from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
+from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, proposing_rate
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line

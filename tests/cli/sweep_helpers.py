@@ -19,7 +19,7 @@ import torch
 
 from specdec_cli.app import main
 from specdec_cli.core.figures import Record
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from tests.cli.generate_helpers import Result
 
 Sample = dict[str, Any]

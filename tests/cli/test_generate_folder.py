@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.recipe import load_recipe
 from tests.cli.generate_helpers import (
     DEMO,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from tests.cli.generate_helpers import PROMPTS, Result, generate, prompt_options
 
 SHORT = ("--max-new-tokens", "5", "-k", "2", "--batch-size", "2")

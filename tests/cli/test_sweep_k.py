@@ -19,9 +19,9 @@ from rich.table import Table
 
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.loop import Engine
-from specdec_cli.experiment.records import Key, Point
-from specdec_cli.experiment.records import Sample as Record
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.records import Sample as Record
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
 from specdec_cli.terminal.sweep import LiveTable, _first_token_line
 from specdec_cli.text import digest

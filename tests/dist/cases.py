@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from specdec_cli.core import peers
 from specdec_cli.engine.build import build
-from specdec_cli.engine.measure import Models, weight_bytes
+from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.eagle3 import Eagle3
 from specdec_cli.models.loader import Description

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from specdec_cli.demo import demo_path
-from specdec_cli.models.eagle3.config import read_head_config
-from specdec_cli.models.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.eagle3.config import read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from tests.eagle3 import Head
 from tests.engine.test_demo_pair import prompts, reference
 from tests.engine.test_eagle3_rounds import eagle_engine, expected_rounds, rounds_of

@@ -17,10 +17,10 @@ from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.eagle3 import Eagle3
-from specdec_cli.models.eagle3.config import read_head_config
-from specdec_cli.models.eagle3.head import Eagle3Head
-from specdec_cli.models.eagle3.paged import PagedHead
-from specdec_cli.models.eagle3.weights import read_weights
+from specdec_cli.models.heads.eagle3.config import read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.eagle3.weights import read_weights
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.padded import PaddedBatches
 from tests.conftest import NEEDS_CUDA
 from tests.eagle3 import DIALECTS, Head, Reference, save_head

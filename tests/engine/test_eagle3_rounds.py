@@ -13,10 +13,10 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.run import Request
 from specdec_cli.experiment.predict import with_recorded
 from specdec_cli.methods.eagle3 import Eagle3
-from specdec_cli.models.eagle3.config import read_head_config
-from specdec_cli.models.eagle3.head import Eagle3Head
-from specdec_cli.models.eagle3.paged import PagedHead
-from specdec_cli.models.eagle3.weights import Borrowed, check_target, read_weights
+from specdec_cli.models.heads.eagle3.config import read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
+from specdec_cli.models.heads.eagle3.weights import Borrowed, check_target, read_weights
+from specdec_cli.models.heads.paged import PagedHead
 from tests import lossless
 from tests.eagle3 import Head, Reference, save_head
 from tests.eagle3_pair import (

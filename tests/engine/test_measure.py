@@ -11,17 +11,23 @@ import torch
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
-from specdec_cli.engine.chunk_bytes import chunk_bytes
-from specdec_cli.engine.estimate import (
+from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
+from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
+from specdec_cli.engine.memory.estimate import (
     _pass_bytes,
     empty_gpu,
     estimate_passes,
     estimate_rank,
     this_machine,
 )
-from specdec_cli.engine.measure import Models, measure_rank, rehearsal, release, weight_bytes
+from specdec_cli.engine.memory.measured import (
+    Models,
+    measure_rank,
+    rehearsal,
+    release,
+    weight_bytes,
+)
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
-from specdec_cli.engine.profile import CacheNeed, RankMemory, Split
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice

@@ -163,7 +163,7 @@ def changed_meanwhile(
     command = [*rng.choice([SWEEP, GENERATE]), "-o", str(run)]
 
     def set_up() -> None:
-        from specdec_cli.experiment.run_folder import RunFolder
+        from specdec_cli.experiment.folders.run_folder import RunFolder
 
         append, count = RunFolder.append, 0
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from specdec_cli.experiment.folders.records import read_records
 from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.records import read_records
 from tests.cli.sweep_helpers import Sample, samples, specdec, without_times
 from tests.launch.helpers import ROOT, living, marked, start, torchrun_alone, wait_until_gone
 

@@ -26,19 +26,19 @@ from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.parent import exit_code, run_pairs
 from specdec_cli.experiment.compare.verdict import best_of, summary_lines, tokens_of, verdict_of
 from specdec_cli.experiment.compare.worker import PairTask, with_degrees
-from specdec_cli.experiment.generation import prepare
-from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.preparing import few_prompts
-from specdec_cli.experiment.promise import tokens_line
-from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
-from specdec_cli.experiment.run_folder import LostRecords, RunFolder
-from specdec_cli.experiment.settings_file import (
+from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
+from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
+from specdec_cli.experiment.folders.settings_file import (
     earlier_environment,
     keep_warning,
     read_settings_file,
     read_warnings,
     write_settings,
 )
+from specdec_cli.experiment.generation import prepare
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.preparing import few_prompts
+from specdec_cli.experiment.statistics.promise import tokens_line
 from specdec_cli.launch.ranks import RanksOutcome
 from specdec_cli.launch.reports import End, Report
 from specdec_cli.prompts import Prompt

@@ -11,8 +11,8 @@ from specdec_cli.engine.plan import plan
 from specdec_cli.experiment.compare.comparison_plan import comparison_seconds
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.duration import Forecaster, Speeds, in_words
+from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.experiment.records import Key
 from specdec_cli.experiment.sweep.sweep_plan import sweep_seconds
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import load_recipe

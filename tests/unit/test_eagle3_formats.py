@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
-from specdec_cli.models.eagle3.config import HeadConfig, read_head_config
-from specdec_cli.models.eagle3.weights import (
+from specdec_cli.models.heads.eagle3.config import HeadConfig, read_head_config
+from specdec_cli.models.heads.eagle3.weights import (
     EMBEDDING,
     HEAD,
     Borrowed,

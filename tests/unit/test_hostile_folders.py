@@ -10,8 +10,9 @@ import pytest
 
 from specdec_cli.app import main
 from specdec_cli.errors import ExitCode, SetupError
-from specdec_cli.experiment import disk, run_folder
-from specdec_cli.experiment.run_folder import LostRecords, RunFolder
+from specdec_cli.experiment import disk
+from specdec_cli.experiment.folders import run_folder
+from specdec_cli.experiment.folders.run_folder import LostRecords, RunFolder
 from specdec_cli.experiment.sweep.sweep_folder import read_settings
 from specdec_cli.report.folder import read_folder
 from tests.report_helpers import sweep_points, write_folder

@@ -7,9 +7,9 @@ import torch
 
 from scripts.proofs.margins import Parting, partings
 from specdec_cli.engine.loop import Engine
+from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.lossless_check import LosslessCheck, Text, failed_check
-from specdec_cli.experiment.promise import check_line, lossless_in_words
-from specdec_cli.experiment.records import Key
+from specdec_cli.experiment.statistics.promise import check_line, lossless_in_words
 
 NOISE = 0.1  # of a logit between passes of one token and of several
 

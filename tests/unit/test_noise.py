@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from specdec_cli.experiment import machine
+from specdec_cli.experiment.folders.records import Key, Point, Prediction, Sample
 from specdec_cli.experiment.machine import MachineWatch
-from specdec_cli.experiment.noise import noise_in, predictions_off
-from specdec_cli.experiment.records import Key, Point, Prediction, Sample
+from specdec_cli.experiment.statistics.noise import noise_in, predictions_off
 from specdec_cli.experiment.sweep.gains import measured_gains
 from specdec_cli.experiment.sweep.recommend import recommend
 from tests.report_helpers import sample_record

@@ -12,16 +12,16 @@ import pytest
 
 from specdec_cli.core.figures import Record
 from specdec_cli.errors import SetupError
-from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     CurvePart,
     PairFacts,
     Point,
     Sample,
     read_records,
 )
-from specdec_cli.experiment.results import to_json
-from specdec_cli.experiment.run_settings import settings_values
+from specdec_cli.experiment.folders.results import to_json
+from specdec_cli.experiment.folders.run_settings import settings_values
+from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.sweep.merge import merge_folders
 from specdec_cli.recipe import load_recipe
 from specdec_cli.report.cells import Column

@@ -8,13 +8,7 @@ import pytest
 
 from specdec_cli.core.figures import Metrics
 from specdec_cli.core.types import Sequence
-from specdec_cli.experiment.disturbed import DISTURBED
-from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.measure import MeasuringLoop, sample_of
-from specdec_cli.experiment.noise import impossible_speeds
-from specdec_cli.experiment.points import Failure, arm_points, measured
-from specdec_cli.experiment.predict import Text, iid_length
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     CategoryMetrics,
     CurvePart,
     Key,
@@ -22,7 +16,13 @@ from specdec_cli.experiment.records import (
     Sample,
     not_measured,
 )
-from specdec_cli.experiment.samples import Samples, speedup
+from specdec_cli.experiment.folders.samples import Samples, speedup
+from specdec_cli.experiment.forecasts import Forecasts
+from specdec_cli.experiment.measure import MeasuringLoop, sample_of
+from specdec_cli.experiment.points import Failure, arm_points, measured
+from specdec_cli.experiment.predict import Text, iid_length
+from specdec_cli.experiment.statistics.disturbed import DISTURBED
+from specdec_cli.experiment.statistics.noise import impossible_speeds
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.engine import profile
-from specdec_cli.engine.profile import Allowance, CacheNeed, Overhead, RankMemory, Split
+from specdec_cli.engine.memory import budget as profile
+from specdec_cli.engine.memory.budget import Allowance, CacheNeed, Overhead, RankMemory, Split
 from specdec_cli.errors import NoRoomError
 from specdec_cli.experiment import memory
 from specdec_cli.experiment.memory import Profile

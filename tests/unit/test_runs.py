@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from specdec_cli.app import main
-from specdec_cli.experiment import stats
+from specdec_cli.experiment.statistics import stats
 from specdec_cli.report.drawings.runs import draw_runs
 from specdec_cli.report.page import rows_of
 from specdec_cli.report.runs import Ratio, SideBySide, side_by_side

@@ -11,12 +11,12 @@ import pytest
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.demo import demo_path
 from specdec_cli.errors import SetupError
-from specdec_cli.experiment.generation import draft_context_warning
-from specdec_cli.experiment.settings_diff import (
+from specdec_cli.experiment.folders.settings_diff import (
     Difference,
     first_difference,
     settings_difference,
 )
+from specdec_cli.experiment.generation import draft_context_warning
 from specdec_cli.models.fingerprint import fingerprint
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from specdec_cli.experiment import factors, stats
+from specdec_cli.experiment.statistics import factors, stats
 
 PROOF = Path(__file__).parents[2] / "scripts" / "proofs" / "intervals.py"
 

@@ -20,8 +20,8 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.metrics import RunClock, summarise
 from specdec_cli.engine.plan import Permissions
 from specdec_cli.engine.run import Emission, Request, RunResult
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.experiment.measure import Watcher
-from specdec_cli.experiment.records import Point
 from specdec_cli.experiment.sweep.document import forecasts_of
 from specdec_cli.experiment.sweep.runner import Sweep
 from specdec_cli.experiment.sweep.sweep_plan import plan_sweep

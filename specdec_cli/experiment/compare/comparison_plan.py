@@ -13,12 +13,16 @@ import torch
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.plan import Permissions, draft_at, plan
 from specdec_cli.errors import Notice, SetupError, UsageError
-from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
 from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.folders import settings_file
+from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.results import environment
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import (
     device_settings,
@@ -27,10 +31,6 @@ from specdec_cli.experiment.preparing import (
     no_template,
     with_weights,
 )
-from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.results import environment
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from specdec_cli.experiment import points, stats
+from specdec_cli.experiment import points
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
-from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     Key,
     PairFacts,
     Point,
@@ -21,8 +20,10 @@ from specdec_cli.experiment.records import (
     not_measured,
     read_records,
 )
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.samples import Samples, speedup, without_errors
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.samples import Samples, speedup, without_errors
+from specdec_cli.experiment.points import Failure
+from specdec_cli.experiment.statistics import stats
 from specdec_cli.text import digest
 
 _OF_REPEATS = ("seconds", "decode_seconds", "round_share", "ttft_ms", "tpot_ms")

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from specdec_cli.experiment.records import PairFacts, Point, Sample
-from specdec_cli.experiment.run_settings import RunSettings
+from specdec_cli.experiment.folders.records import PairFacts, Point, Sample
+from specdec_cli.experiment.folders.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -12,12 +12,12 @@ from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.errors import Notice
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
-from specdec_cli.experiment.disturbed import doubt_in_words
-from specdec_cli.experiment.factors import choose
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.samples import measured_speed, without_errors
 from specdec_cli.experiment.lossless import compare_tokens
-from specdec_cli.experiment.records import Point
-from specdec_cli.experiment.samples import measured_speed, without_errors
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.statistics.disturbed import doubt_in_words
+from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 Verdict = dict[str, Any]
 

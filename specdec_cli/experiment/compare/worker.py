@@ -13,15 +13,15 @@ from specdec_cli import plugin
 from specdec_cli.core.parallel import local_world_size
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.measure import release
+from specdec_cli.engine.memory.budget import available_memory, room_now
+from specdec_cli.engine.memory.measured import release
 from specdec_cli.engine.plan import Permissions, allowance_of, block_bytes_of, plan
-from specdec_cli.engine.profile import available_memory, room_now
 from specdec_cli.experiment.compare.comparison_records import point_of
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair
+from specdec_cli.experiment.folders.records import Key, PairFacts, Point, Sample
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.generation import Job, tokenised
 from specdec_cli.experiment.measure import MeasuringLoop, peak_memory, units_of
-from specdec_cli.experiment.records import Key, PairFacts, Point, Sample
-from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.launch.world import World
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from specdec_cli.engine.build import build, build_beside
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.measure import release
+from specdec_cli.engine.memory.measured import release
 from specdec_cli.errors import SetupError
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.points import Failure

@@ -7,15 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
-from specdec_cli.experiment.factors import Measure, interval_of, ratio_of
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     Arm,
     CategoryComparison,
     Comparison,
     Key,
     Point,
 )
-from specdec_cli.experiment.samples import Samples, measured_speed, prompts_by_category
+from specdec_cli.experiment.folders.samples import Samples, measured_speed, prompts_by_category
+from specdec_cli.experiment.statistics.factors import Measure, interval_of, ratio_of
 from specdec_cli.experiment.sweep.gains import Gains
 
 

@@ -8,15 +8,15 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
-from specdec_cli.experiment.disturbed import disturbances
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import Samples, why_none
 from specdec_cli.experiment.forecasts import Forecasts
 from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
 from specdec_cli.experiment.lossless_check import failed_check
-from specdec_cli.experiment.noise import impossible_speeds, noise_in, predictions_off
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
-from specdec_cli.experiment.records import Key, Point
-from specdec_cli.experiment.samples import Samples, why_none
+from specdec_cli.experiment.statistics.disturbed import disturbances
+from specdec_cli.experiment.statistics.noise import impossible_speeds, noise_in, predictions_off
 from specdec_cli.experiment.sweep.comparisons import compare_arms
 from specdec_cli.experiment.sweep.gains import Gains, measured_gains, predicted_gains
 from specdec_cli.experiment.sweep.recommend import recommend, recommend_by_category

@@ -6,11 +6,11 @@ Knows no engine and no folder.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from specdec_cli.experiment.factors import Product
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import Samples, baseline_of, speedup, without_errors
 from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.records import Key, Point
-from specdec_cli.experiment.samples import Samples, baseline_of, speedup, without_errors
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.statistics.factors import Product
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 from specdec_cli.errors import LOGGED, Notice, SetupError, UsageError
 from specdec_cli.experiment.disk import or_setup_error
+from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, json_of
+from specdec_cli.experiment.folders.results import to_json
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.settings_diff import settings_difference
+from specdec_cli.experiment.folders.settings_file import read_warnings, unsaid, write_settings
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.preparing import few_prompts
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, json_of
-from specdec_cli.experiment.results import to_json
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.settings_diff import settings_difference
-from specdec_cli.experiment.settings_file import read_warnings, unsaid, write_settings
 from specdec_cli.experiment.sweep.document import (
     order_of,
     points_at,

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.disturbed import doubt_in_words
-from specdec_cli.experiment.factors import choose
-from specdec_cli.experiment.records import Key, Point
-from specdec_cli.experiment.samples import Samples, prompts_by_category
-from specdec_cli.experiment.stats import FEWEST
+from specdec_cli.experiment.folders.records import Key, Point
+from specdec_cli.experiment.folders.samples import Samples, prompts_by_category
+from specdec_cli.experiment.statistics.disturbed import doubt_in_words
+from specdec_cli.experiment.statistics.factors import choose
+from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.experiment.sweep.gains import Gains
 
 

@@ -17,7 +17,7 @@ import torch
 from specdec_cli.acceptance.base import NoForecast
 from specdec_cli.core.figures import STAGES
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.measure import release
+from specdec_cli.engine.memory.measured import release
 from specdec_cli.engine.run import Request
 from specdec_cli.errors import (
     ExitCode,
@@ -27,6 +27,8 @@ from specdec_cli.errors import (
     UsageError,
     is_out_of_memory,
 )
+from specdec_cli.experiment.folders.records import CurvePart, Key, Point, Sample, given
+from specdec_cli.experiment.folders.samples import baseline_of, without_errors
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.lossless_check import PROMPTS, LosslessCheck, greedy_texts, texts_of
 from specdec_cli.experiment.machine import MachineWatch
@@ -34,8 +36,6 @@ from specdec_cli.experiment.measure import MeasuringLoop, Watcher, peak_memory, 
 from specdec_cli.experiment.order import balanced
 from specdec_cli.experiment.points import Failure
 from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.records import CurvePart, Key, Point, Sample, given
-from specdec_cli.experiment.samples import baseline_of, without_errors
 from specdec_cli.experiment.sweep.arms import Arms
 from specdec_cli.experiment.sweep.document import points_at
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import Notice, SetupError, UsageError
-from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.disk import refuse_special_files
+from specdec_cli.experiment.folders import settings_file
+from specdec_cli.experiment.folders.records import Point
+from specdec_cli.experiment.folders.results import environment, to_json
+from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.lossless_check import LosslessCheck
 from specdec_cli.experiment.points import Failure
-from specdec_cli.experiment.records import Point
-from specdec_cli.experiment.results import environment, to_json
-from specdec_cli.experiment.run_folder import RunFolder
 from specdec_cli.experiment.sweep.document import prompts_that_failed, sweep_document
 from specdec_cli.experiment.sweep.sweep_plan import SweepPlan, warnings_of
 from specdec_cli.experiment.sweep.sweep_records import SweepClock, SweepRecords

@@ -7,12 +7,12 @@ from typing import Any
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.measure import units_of
 from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
-from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.run_settings import settings_values
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt

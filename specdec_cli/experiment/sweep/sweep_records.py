@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec_cli.core.figures import Record
-from specdec_cli.experiment.predict import ReplayText
-from specdec_cli.experiment.records import (
+from specdec_cli.experiment.folders.records import (
     CurvePart,
     Key,
     Point,
@@ -17,7 +16,8 @@ from specdec_cli.experiment.records import (
     not_measured,
     read_records,
 )
-from specdec_cli.experiment.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.predict import ReplayText
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 
 _log = logging.getLogger("specdec")

@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specdec_cli.experiment.records import Key
-from specdec_cli.experiment.run_settings import RunSettings
+from specdec_cli.experiment.folders.records import Key
+from specdec_cli.experiment.folders.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)

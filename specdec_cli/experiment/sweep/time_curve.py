@@ -5,10 +5,10 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.factors import midmean
+from specdec_cli.experiment.folders.records import CurvePart, Key, given
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.measure import units_of
-from specdec_cli.experiment.records import CurvePart, Key, given
+from specdec_cli.experiment.statistics.factors import midmean
 
 # The parts of the time curve are spread over the sweep.
 _MOST_CURVE_PARTS = 16

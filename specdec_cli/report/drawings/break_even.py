@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.panels import MOST_PANELS
 from specdec_cli.report.folder import ReportedRun

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_cli.experiment.records import CategoryMetrics, Point
+from specdec_cli.experiment.folders.records import CategoryMetrics, Point
 from specdec_cli.report.drawings import canvas
 
 _MOST_CATEGORIES = 24

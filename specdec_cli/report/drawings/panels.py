@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.folder import ReportedRun
 
 MOST_PANELS = 12

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.drawings import canvas
 from specdec_cli.report.drawings.panels import MOST_PANELS
 from specdec_cli.report.findings import residual

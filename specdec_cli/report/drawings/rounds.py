@@ -3,7 +3,7 @@
 from typing import Any
 
 from specdec_cli.core.figures import STAGES
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.drawings.canvas import (
     FAINT,
     add_intervals,

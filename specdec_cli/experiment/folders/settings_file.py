@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import Notice, SetupError, UsageError
-from specdec_cli.experiment.records import json_of
-from specdec_cli.experiment.results import to_json
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.run_settings import RunSettings
-from specdec_cli.experiment.settings_diff import first_difference, settings_difference
+from specdec_cli.experiment.folders.records import json_of
+from specdec_cli.experiment.folders.results import to_json
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_settings import RunSettings
+from specdec_cli.experiment.folders.settings_diff import first_difference, settings_difference
 
 SETTINGS = "settings.json"
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from specdec_cli.experiment.records import Sample
+from specdec_cli.experiment.folders.records import Sample
 
 OUTLYING = 1.5  # times the fastest repeat
 

@@ -14,7 +14,7 @@ import torch
 
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
-from specdec_cli.models.eagle3.config import HeadConfig
+from specdec_cli.models.heads.eagle3.config import HeadConfig
 from specdec_cli.models.refusals import Indivisible
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import one_line

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.disturbed import off_points
-from specdec_cli.experiment.outliers import Outliers
-from specdec_cli.experiment.records import Key, Point, Sample
-from specdec_cli.experiment.repeats import OUTLYING
-from specdec_cli.experiment.samples import Samples, measured_speed, without_errors
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.folders.records import Key, Point, Sample
+from specdec_cli.experiment.folders.samples import Samples, measured_speed, without_errors
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.disturbed import off_points
+from specdec_cli.experiment.statistics.outliers import Outliers
+from specdec_cli.experiment.statistics.repeats import OUTLYING
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 _DRIFT = 0.10  # least relative change of a round's time that is told, its error taken off
 # Standard errors that are taken off. The largest of many splits is looked at, and no machine is

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from specdec_kernels.attention.chunks import BOUNDS, HEAD_DIMS, LONGEST
 from specdec_kernels.gpu import CAPABILITY
 
+from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.plan import Plan
-from specdec_cli.engine.profile import CacheNeed
 from specdec_cli.models.fused import is_fusable
 from specdec_cli.models.loader import Description
 

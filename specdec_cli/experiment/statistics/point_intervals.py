@@ -3,9 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.records import Sample
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens, rounds_of, usual_mean
+from specdec_cli.experiment.folders.records import Sample
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.repeats import (
+    decode_seconds,
+    decoded_tokens,
+    rounds_of,
+    usual_mean,
+)
 
 
 def intervals_of(samples: Mapping[int, Sample], k: int, seed: int) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from specdec_cli.core.figures import Metrics, Name, Record
 from specdec_cli.core.types import FinishReason
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import LOGGED, Notice
-from specdec_cli.experiment.records import Key, Point, given
+from specdec_cli.experiment.folders.records import Key, Point, given
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import inert_json
 

@@ -4,9 +4,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specdec_cli.experiment.records import Key, Sample
-from specdec_cli.experiment.repeats import usual_repeats
-from specdec_cli.experiment.samples import Samples
+from specdec_cli.experiment.folders.records import Key, Sample
+from specdec_cli.experiment.folders.samples import Samples
+from specdec_cli.experiment.statistics.repeats import usual_repeats
 
 # Seconds that a system at rest takes from a process now and then. In recorded quiet sweeps on a
 # virtual machine of two processors the longest outlier lost 0.19 s.

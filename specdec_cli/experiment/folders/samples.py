@@ -2,10 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.records import Key, Sample
-from specdec_cli.experiment.repeats import decode_seconds, decoded_tokens
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.folders.records import Key, Sample
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 Samples = Mapping[int, Sample]  # of one point, by prompt index
 

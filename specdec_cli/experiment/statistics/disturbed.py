@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from specdec_cli.errors import Notice
-from specdec_cli.experiment.records import Point
+from specdec_cli.experiment.folders.records import Point
 
 # Codes of warnings over which no recommendation is called significant.
 DISTURBED = frozenset(

@@ -10,8 +10,8 @@ from math import prod
 
 import numpy as np
 
-from specdec_cli.experiment import stats
-from specdec_cli.experiment.stats import Array, SumRatio
+from specdec_cli.experiment.statistics import stats
+from specdec_cli.experiment.statistics.stats import Array, SumRatio
 
 _FEW = 8  # observations
 

@@ -13,10 +13,9 @@ from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.models.eagle3.config import HeadConfig, overridden, read_head_config
-from specdec_cli.models.eagle3.head import Eagle3Head, products_of
-from specdec_cli.models.eagle3.paged import PagedHead
-from specdec_cli.models.eagle3.weights import (
+from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
+from specdec_cli.models.heads.eagle3.weights import (
     EMBEDDING,
     HEAD,
     SUMMED_BIAS,
@@ -29,6 +28,7 @@ from specdec_cli.models.eagle3.weights import (
     serves,
     shapes_of,
 )
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel

@@ -16,16 +16,16 @@ from specdec_kernels.experts.tiles import PARTIAL_SUMS, choose_group_tiles
 from specdec_cli.core.live_bytes import LiveBytes
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import slot_counts
-from specdec_cli.engine.chunk_bytes import chunk_bytes, prefill_tokens
-from specdec_cli.engine.measure import cache_rounding
-from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
-from specdec_cli.engine.profile import (
+from specdec_cli.engine.memory.budget import (
     CacheNeed,
     Overhead,
     RankMemory,
     available_memory,
     total_memory,
 )
+from specdec_cli.engine.memory.chunk_bytes import chunk_bytes, prefill_tokens
+from specdec_cli.engine.memory.measured import cache_rounding
+from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of, draft_at
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.methods.base import Draft, MethodBytes, RoundSize
 from specdec_cli.methods.registry import method_of
@@ -47,7 +47,7 @@ COMMUNICATION_BYTES = 832 * 2**20
 
 
 class PassBytes(NamedTuple):
-    """Bytes of activations and of graphs, as in `engine.profile.RankMemory`."""
+    """Bytes of activations and of graphs, as in `engine.memory.budget.RankMemory`."""
 
     activation: int
     graphs: int
@@ -152,7 +152,7 @@ def _talk(num_ranks: int) -> int:
 
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
-    """Estimate of the result of `engine.measure.measure_rank`, from configs alone."""
+    """Estimate of the result of `engine.memory.measured.measure_rank`, from configs alone."""
     weights = [_weight_bytes(model, plan) for model in plan.held]
     if weights[1:]:
         weights[1] -= plan.shared_bytes

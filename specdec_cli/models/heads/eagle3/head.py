@@ -21,10 +21,10 @@ from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.attention import Call
-from specdec_cli.models.eagle3.config import HeadConfig
-from specdec_cli.models.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
 from specdec_cli.models.fused import attention_of, storages_of
 from specdec_cli.models.fused_layer import FusedLayer
+from specdec_cli.models.heads.eagle3.config import HeadConfig
+from specdec_cli.models.heads.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
 from specdec_cli.models.rotary_tables import table_of
 from specdec_cli.models.split_products import SplitProducts
 

@@ -1,7 +1,7 @@
 """KV blocks that fit on each rank beside both models, and that a run can use.
 
-`engine.measure` and `engine.estimate` find the numbers. This module defines a budget's parts and
-splits budgets into blocks. Knows devices and counts; no models.
+`measured` and `estimate` find the numbers. This module defines a budget's parts and splits budgets
+into blocks. Knows devices and counts; no models.
 """
 
 import os

@@ -3,10 +3,10 @@
 Knows no engine and no files.
 """
 
-from specdec_cli.experiment.factors import MidRatio, interval_of
+from specdec_cli.experiment.folders.records import BreakEven
 from specdec_cli.experiment.predict import iid_length
-from specdec_cli.experiment.records import BreakEven
-from specdec_cli.experiment.stats import SumRatio
+from specdec_cli.experiment.statistics.factors import MidRatio, interval_of
+from specdec_cli.experiment.statistics.stats import SumRatio
 
 _STEPS = 50  # of a bisection
 

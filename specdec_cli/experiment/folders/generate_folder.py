@@ -6,13 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment import settings_file
 from specdec_cli.experiment.disk import refuse_special_files
+from specdec_cli.experiment.folders import settings_file
+from specdec_cli.experiment.folders.records import (
+    Key,
+    Sample,
+    elsewhere,
+    not_measured,
+    read_records,
+)
+from specdec_cli.experiment.folders.run_folder import RunFolder
+from specdec_cli.experiment.folders.run_settings import RunSettings, settings_values
 from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.preparing import device_settings, with_weights
-from specdec_cli.experiment.records import Key, Sample, elsewhere, not_measured, read_records
-from specdec_cli.experiment.run_folder import RunFolder
-from specdec_cli.experiment.run_settings import RunSettings, settings_values
 from specdec_cli.recipe import Recipe
 from specdec_cli.text import digest
 

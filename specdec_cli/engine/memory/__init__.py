@@ -1,0 +1,1 @@
+"""Memory of a run on each rank: estimated from configs, and measured."""

@@ -1,0 +1,1 @@
+"""Run folders: their records, settings and files, written, resumed and read."""

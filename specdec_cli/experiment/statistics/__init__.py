@@ -1,0 +1,1 @@
+"""Estimates, intervals and noise of measured rounds. Reads samples; knows no engine."""
