@@ -14,6 +14,7 @@ _HARMFUL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff\ud800-\udfff]"
 )
 _SHOWN_CHARACTERS = 40
+_MAX_LINES = 5
 
 
 def inert(text: str) -> str:
@@ -47,6 +48,19 @@ def shown(value: object) -> str:
     """A value as JSON, which is nearly YAML, cut short."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 1] + "…"
+
+
+def in_lines(told: list[str], what: str) -> str:
+    """Up to five of these, a line each, and the number of further ones. what: in the plural."""
+    shown, more = told[:_MAX_LINES], len(told) - _MAX_LINES
+    return "\n".join([*shown, f"and {more} more bad {what}"] if more > 0 else shown)
+
+
+def of_many(told: list[str], what: str) -> str:
+    """The number of bad things, and the first of them."""
+    if len(told) == 1:
+        return f"1 bad {what}: {told[0]}"
+    return f"{len(told)} bad {what}s, the first of them: {told[0]}"
 
 
 def parse_bytes(text: str) -> int:

@@ -94,6 +94,7 @@ def compare_tp(
             chat=found.chat,
             notices=found.notices,
             own_prompts=found.own,
+            skip_bad=source.skip_bad,
         )
         warnings = warnings_of(plan)
         records, where = ComparisonRecords(plan.settings, plan.skips), plan.where

@@ -27,7 +27,14 @@ from specdec_cli.experiment.folders.results import (
 )
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.settings_file import unsaid
-from specdec_cli.experiment.generation import Job, baseline, prepare, recorded_output, requests
+from specdec_cli.experiment.generation import (
+    Job,
+    baseline,
+    dated,
+    prepare,
+    recorded_output,
+    requests,
+)
 from specdec_cli.experiment.lossless_check import (
     PROMPTS,
     LosslessCheck,
@@ -39,10 +46,10 @@ from specdec_cli.experiment.lossless_check import (
 from specdec_cli.experiment.machine import MachineWatch
 from specdec_cli.experiment.measure import peak_memory, sample_of
 from specdec_cli.experiment.points import point_metrics
-from specdec_cli.experiment.preparing import no_template
+from specdec_cli.experiment.preparing import warnings_of_texts
 from specdec_cli.experiment.statistics.promise import check_line
 from specdec_cli.launch.world import World
-from specdec_cli.prompts import next_turn
+from specdec_cli.prompts import jsonl_of, next_turn
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import FIRST_TOKEN, begin_stage
 from specdec_cli.terminal.render import has_colour, print_failures, print_summary
@@ -84,20 +91,22 @@ def get_ready(
     is_single: bool,
     resume: bool,
     checks: bool,
+    skip_bad: bool,
 ) -> Ready:
     """Check everything, create or resume the run folder, load the models.
 
     checks: of losslessness follow.
     """
     resolved = resolved.model_copy(update={"data": found.data})
-    job = prepare(resolved, found.prompts, asked.permissions())
+    job = prepare(resolved, found.prompts, asked.permissions(), skip_bad=skip_bad)
+    resolved = dated(resolved, job)
     if checks:
         refuse_unfit(job.plan, [job.plan.k])
     if is_single and (problem := job.too_long(0)):
         raise UsageError(problem, "shorten the prompt")
     begin_stage("recording the environment")
     where = environment(job.plan)
-    notices = [*found.notices, *no_template(job.plan.tokenizer, found.prompts, found.chat)]
+    notices = [*found.notices, *warnings_of_texts(job, found.chat)]
     kept = Kept()
     if (path := asked.output) is not None:
         if world.is_first:
@@ -221,8 +230,8 @@ def _run(
 def _next_turns(job: Job, outputs: list[Output]) -> str:
     """The text of a .jsonl file: each conversation with its answer and the user's next turn."""
     pairs = zip(job.prompts, outputs, strict=True)
-    rows = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
-    return "".join(to_json(row) + "\n" for row in rows if row is not None)
+    found = [next_turn(prompt, output.text) for prompt, output in pairs if output.error is None]
+    return jsonl_of(prompt for prompt in found if prompt is not None)
 
 
 def _deliver(

@@ -25,6 +25,10 @@ _MODELS, _PROMPTS, _DECODING = "Models", "Prompts", "Decoding"
 _RUN, _OUTPUT = "Run", "Recipe and output"
 _K = "num_speculative_tokens"
 _METHOD = "speculation.method"
+_SUCH_AS = {
+    "--set": "--set sampling.top_p=0.9",
+    "--template": "--template enable_thinking=false",
+}
 # The limits in the recipe's schema, which is too heavy to import here.
 _MAX_COUNT, _MAX_BATCH = 2**31 - 1, 2**16
 
@@ -99,6 +103,10 @@ _DATASET = "Prompts that replace the recipe's data."
 _SAMPLE = "Draw the prompts of --limit by the seed: random, or stratified, evenly over categories."
 _SKIP_BAD = "Skip lines that hold no valid prompt, and report how many."
 _CHAT = "Render prompts with the target's chat template. Default: only lines with messages."
+_TEMPLATE = "Set a switch of the chat template, such as enable_thinking=false; implies --chat."
+_CHAT_TEMPLATE = (
+    "Another chat template: a Jinja file or one of the tokenizer's names; implies --chat."
+)
 _SYSTEM = "System message of every conversation; implies --chat."
 
 
@@ -125,6 +133,12 @@ class Prompts:
         bool | None, option("--chat/--no-chat", None, _CHAT, _PROMPTS, show_default=False)
     ] = None
     system: Annotated[str | None, option("--system", "TEXT", _SYSTEM, _PROMPTS)] = None
+    template: Annotated[
+        list[str] | None, option("--template", "KEY=VALUE", _TEMPLATE, _PROMPTS)
+    ] = None
+    chat_template: Annotated[
+        str | None, option("--chat-template", "FILE", _CHAT_TEMPLATE, _PROMPTS)
+    ] = None
 
 
 Output = Annotated[
@@ -359,7 +373,7 @@ def resolve(
     return specdec_cli.recipe.load_recipe(recipe, overrides, origins, replaced)
 
 
-def parse_sets(sets: Sequence[str]) -> dict[str, object]:
+def parse_sets(sets: Sequence[str], option: str = "--set") -> dict[str, object]:
     """Parse `["a.b=1"]` into `{"a.b": 1}`; the last value of a repeated key counts."""
     from specdec_cli.recipe.source import parse_value
 
@@ -368,9 +382,9 @@ def parse_sets(sets: Sequence[str]) -> dict[str, object]:
         key, equals, value = item.partition("=")
         if not equals or not key.strip():
             raise UsageError(
-                f"--set: expected KEY=VALUE, got {item!r}", "such as --set sampling.top_p=0.9"
+                f"{option}: expected KEY=VALUE, got {item!r}", f"such as {_SUCH_AS[option]}"
             )
-        overrides[key.strip()] = parse_value(value, f"--set {key.strip()}")
+        overrides[key.strip()] = parse_value(value, f"{option} {key.strip()}")
     return overrides
 
 

@@ -7,13 +7,18 @@ import os
 import stat
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
 
 from specdec_cli.commands import options
 from specdec_cli.commands.options import Asked
 from specdec_cli.demo import PREFIX
-from specdec_cli.errors import Notice, UsageError
+from specdec_cli.errors import Notice, SpecdecError, UsageError
 from specdec_cli.prompts import (
+    DATE_KEY,
     Loaded,
     Prompt,
     as_conversations,
@@ -21,11 +26,14 @@ from specdec_cli.prompts import (
     load_noted,
     parse_dataset,
     read_prompts,
+    unused_keys,
 )
-from specdec_cli.recipe import PROMPTS, DataSection, Recipe
+from specdec_cli.recipe import PROMPTS, DataSection, Recipe, load_recipe
 from specdec_cli.text import is_unicode
 
 _SAMPLES = ("random", "stratified")
+_OF_CHAT = ("template", "chat_template")  # options that mean nothing without a chat template
+_TEMPLATE_CHARACTERS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +90,7 @@ def find_prompts(
     """
     chat, system = _chat_of(source, resolved.data)
     data, notices = resolved.data, list[Notice]()
+    of_chat, template = _template_of(source, resolved.data, asked.output)
     prompts = None
     if not any(value is not None for value in recipe_options(source).values()):
         prompts = _loose(source, resolved, reads_pipe=reads_pipe)
@@ -90,20 +99,16 @@ def find_prompts(
             told = "pass --prompt, --prompt-file or --dataset, or give the recipe a data section"
             raise UsageError("no prompts", f"{told}; generate also reads a pipe")
         data, loaded = _from_data(source, resolved, data, asked)
-        prompts, notices = loaded.prompts, loaded.notices
-        data = data.model_copy(update={"chat": chat, "system": system})
-        return Found(as_conversations(prompts, chat, system), data, chat, notices)
-    prompts = as_conversations(prompts, chat, system)
+        prompts = as_conversations(loaded.prompts, chat, system, template)
+        data = data.model_copy(update={"chat": chat, "system": system, **of_chat})
+        return Found(prompts, data, chat, [*loaded.notices, *unused_keys(prompts)])
+    prompts = as_conversations(prompts, chat, system, template)
+    notices = unused_keys(prompts)
     if asked.output is None:
-        return Found(prompts, None, chat)
+        return Found(prompts, None, chat, notices)
     path = os.path.abspath(asked.output / PROMPTS)
-    return Found(
-        prompts,
-        DataSection.model_validate({"path": path, "chat": chat}),
-        chat,
-        [],
-        jsonl_of(prompts),
-    )
+    data = DataSection.model_validate({"path": path, "chat": chat})
+    return Found(prompts, data, chat, notices, jsonl_of(prompts))
 
 
 def _loose(source: options.Prompts, resolved: Recipe, *, reads_pipe: bool) -> list[Prompt] | None:
@@ -163,15 +168,61 @@ def _of_another_file(data: DataSection, given: Collection[str]) -> DataSection:
 def _chat_of(source: options.Prompts, data: DataSection | None) -> tuple[str, str | None]:
     """`data.chat` and `data.system` after the options, for prompts from any source."""
     chat, system = source.chat, source.system
+    chosen = [f"--{name.replace('_', '-')}" for name in _OF_CHAT if getattr(source, name)]
     if chat is False:
         if system is not None:
             raise UsageError("--no-chat and --system: a system message needs the chat template")
+        if chosen:
+            raise UsageError(f"--no-chat and {chosen[0]} exclude each other", "leave one out")
         return "off", None
     if system is None and data is not None:
         system = data.system
-    if chat or system is not None:
+    if chat or chosen or system is not None:
         return "on", system
     return (data.chat if data is not None else "auto"), None
+
+
+def _template_of(
+    source: options.Prompts, data: DataSection | None, output: Path | None
+) -> tuple[dict[str, object], dict[str, object]]:
+    """The keys of `data` about the chat template after the options, and what each template gets:
+    switches, another template than the usual one, and the moment that it may write."""
+    switches: dict[str, Any] = dict(data.template) if data is not None else {}
+    switches |= options.parse_sets(source.template or (), "--template")
+    named = source.chat_template or (data.chat_template if data is not None else None)
+    kept, date = _kept_date(output), data.date if data is not None else None
+    if kept is not None and date not in (None, kept):
+        told = f"{output} holds a run whose prompts have the date {kept}, and data.date is {date}"
+        raise UsageError(told, "leave data.date out, or name another folder with -o")
+    found: dict[str, object] = {"template": switches, "chat_template": named}
+    if named is not None and os.path.isfile(named):
+        found["chat_template"] = os.path.abspath(named)
+        switches = {**switches, "chat_template": _template_file(named)}
+    elif named is not None:
+        switches = {**switches, "chat_template": named}
+    moment = kept or date or datetime.now().isoformat(timespec="seconds")
+    return found, {**switches, DATE_KEY: moment}
+
+
+def _template_file(path: str) -> str:
+    """The text of a file with a chat template."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(_TEMPLATE_CHARACTERS + 1)
+    except (OSError, ValueError) as problem:
+        raise UsageError(f"{path}: cannot be read as a chat template: {problem}") from None
+    if "\0" in text or len(text) > _TEMPLATE_CHARACTERS:
+        raise UsageError(f"{path}: is no chat template", "a chat template is a text in Jinja")
+    return text
+
+
+def _kept_date(output: Path | None) -> str | None:
+    """The date that the prompts of a run have, which goes on in this folder."""
+    with suppress(SpecdecError, OSError):  # who opens the folder tells what is wrong with it
+        if output is not None and (output / "recipe.yaml").is_file():
+            kept = load_recipe(str(output / "recipe.yaml")).data
+            return kept.date if kept is not None else None
+    return None
 
 
 def _is_piped() -> bool:

@@ -113,6 +113,7 @@ def sweep_k(
                 chat=found.chat,
                 notices=found.notices,
                 own_prompts=found.own,
+                skip_bad=source.skip_bad,
                 check_lossless=check_lossless,
             )
         code = _sweep(world, plan, asked, resume=resume, dry_run=dry_run)

@@ -4,9 +4,10 @@ Turns prompts into requests and finished sequences into outputs. Knows nothing o
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -16,16 +17,18 @@ from specdec_cli.engine.detokenize import StopFinder, cut_at_stop
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Permissions, Plan, plan
 from specdec_cli.engine.run import Request
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import SpecdecError, UsageError
 from specdec_cli.experiment.folders.records import Sample, given
 from specdec_cli.experiment.folders.results import Output
 from specdec_cli.models.tokenizer import Tokenizer
-from specdec_cli.prompts import Prompt
+from specdec_cli.prompts import DATE_KEY, Prompt
+from specdec_cli.prompts.types import Message
 from specdec_cli.recipe import Recipe
 from specdec_cli.stages import begin_stage
-from specdec_cli.text import is_unicode
+from specdec_cli.text import digest, in_lines, is_unicode, of_many
 
 _log = logging.getLogger("specdec")
+_ANOTHER_DAY = "2001-02-03T04:05:06"
 _BASELINE_TOKENS = 32
 _BASELINE_LEAST = 16  # fewest tokens of a run whose speed means something
 
@@ -45,6 +48,31 @@ class Job:
     def longest_prompt(self) -> int:
         return max(map(len, self.token_ids))
 
+    @property
+    def date(self) -> str | None:
+        """The moment that the prompts' chat template writes, or None."""
+        for prompt in self.prompts:
+            if prompt.messages is not None and DATE_KEY in prompt.template:
+                other = replace(prompt, template={**prompt.template, DATE_KEY: _ANOTHER_DAY})
+                if _rendered(self.plan.tokenizer, other).text != prompt.text:
+                    return str(prompt.template[DATE_KEY])
+                break
+        return None
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The number of prompts and a digest of their tokens, as settings hold them.
+
+        Of prompts with a date what they are rendered from counts: a run may go on another day.
+        """
+        found: list[Any] = list(self.token_ids)
+        if self.date is not None:
+            found = [
+                ids if p.messages is None else [p.messages, {**p.template, DATE_KEY: None}]
+                for p, ids in zip(self.prompts, self.token_ids, strict=True)
+            ]
+        return {"count": len(found), "sha256": digest(found)}
+
     def part(self, start: int, stop: int) -> "Job":
         """The job with the prompts at places start to stop."""
         return replace(self, prompts=self.prompts[start:stop], token_ids=self.token_ids[start:stop])
@@ -63,26 +91,48 @@ class Job:
         return f"the prompt has {length} tokens; the model's context holds {most} with the output"
 
 
-def prepare(recipe: Recipe, prompts: list[Prompt], permissions: Permissions) -> Job:
+def prepare(
+    recipe: Recipe, prompts: list[Prompt], permissions: Permissions, *, skip_bad: bool = False
+) -> Job:
     """`tokenised`, and a warning in the log if texts may outgrow the draft's context."""
-    job = tokenised(plan(recipe, permissions), prompts)
+    job = tokenised(plan(recipe, permissions), prompts, skip_bad=skip_bad)
     if (warning := draft_context_warning(job.plan, job.token_ids)) is not None:
         _log.warning("%s", warning)
     return job
 
 
-def tokenised(planned: Plan, prompts: list[Prompt]) -> Job:
+def tokenised(planned: Plan, prompts: list[Prompt], *, skip_bad: bool = False) -> Job:
     """The job of a checked pair and its prompts.
 
-    Raises `UsageError` for ids outside the vocabulary, and for messages without a chat template or
-    that it refuses.
+    skip_bad: leave out prompts that cannot be rendered or tokenised, with a warning that counts
+    them; otherwise a `UsageError` names up to five: ids outside the vocabulary, and messages
+    without a chat template or that it refuses.
     """
     begin_stage("tokenising the prompts")
-    rendered = [_rendered(planned.tokenizer, prompt) for prompt in prompts]
-    if (silent := next(filter(_lacks_system, rendered), None)) is not None:
+    kept: list[tuple[Prompt, tuple[int, ...]]] = []
+    bad: list[UsageError] = []
+    for prompt in prompts:
+        try:
+            rendered = _rendered(planned.tokenizer, prompt)
+            ids = _token_ids(planned, rendered)
+            kept.append((replace(rendered, index=len(kept)) if skip_bad else rendered, ids))
+        except UsageError as refused:
+            bad.append(refused)
+    if bad and (not skip_bad or not kept):
+        raise UsageError(in_lines([one.message for one in bad], "prompts"), bad[0].hint)
+    if bad:
+        _log.warning("skipped %s", of_many([one.message for one in bad], "prompt"))
+    found = [prompt for prompt, _ in kept]
+    if (silent := next(filter(_lacks_system, found), None)) is not None:
         _log.warning("%s: the chat template leaves the system message out", silent.where)
-    token_ids = [_token_ids(planned, prompt) for prompt in rendered]
-    return Job(planned, rendered, token_ids)
+    return Job(planned, found, [ids for _, ids in kept])
+
+
+def dated(recipe: Recipe, job: Job) -> Recipe:
+    """The recipe to record: with the moment that the prompts' chat template writes."""
+    if recipe.data is None or (date := job.date) is None:
+        return recipe
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={"date": date})})
 
 
 def draft_context_warning(planned: Plan, token_ids: list[tuple[int, ...]]) -> str | None:
@@ -111,7 +161,7 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
     if prompt.messages is None:
         return prompt
     try:
-        text = tokenizer.render(prompt.messages)
+        text = _filled(tokenizer, prompt.messages, prompt.template)
     except UsageError as refused:
         hint = refused.hint
         if hint is None and any(m["role"] == "system" for m in prompt.messages):
@@ -121,6 +171,28 @@ def _rendered(tokenizer: Tokenizer, prompt: Prompt) -> Prompt:
         what = "text that is not valid Unicode" if text else "nothing"
         raise UsageError(f"{prompt.where}: the chat template makes {what} of the messages")
     return replace(prompt, text=text)
+
+
+def _filled(
+    tokenizer: Tokenizer, messages: tuple[Message, ...], template: Mapping[str, object]
+) -> str:
+    """The chat template's text. Parts of a message's content are joined where it takes texts."""
+    parts = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+    try:
+        text = tokenizer.render(messages, template)
+        if not any(str(one) in text for one in parts):
+            return text
+    except SpecdecError:
+        if not parts:
+            raise
+    joined = [{**m, "content": "\n".join(_texts(m))} for m in messages]
+    return tokenizer.render(joined, template)
+
+
+def _texts(message: Message) -> list[str]:
+    """The texts of a message's content: of its parts, if it has them."""
+    content = message.get("content") or ""
+    return [part["text"] for part in content] if isinstance(content, list) else [str(content)]
 
 
 def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
@@ -141,8 +213,8 @@ def _token_ids(planned: Plan, prompt: Prompt) -> tuple[int, ...]:
 
 def _lacks_system(prompt: Prompt) -> bool:
     """Whether a rendered conversation has a system message that is missing from its text."""
-    contents = [str(m["content"]) for m in prompt.messages or () if m["role"] == "system"]
-    return any(content.strip() not in (prompt.text or "") for content in contents)
+    texts = [text for m in prompt.messages or () if m["role"] == "system" for text in _texts(m)]
+    return any(text.strip() not in (prompt.text or "") for text in texts)
 
 
 def requests(job: Job) -> list[Request]:

@@ -1,6 +1,5 @@
 """Preparation that sweeps and comparisons share: the engine's recipe, settings, warnings."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,8 +10,6 @@ from specdec_cli.experiment.generation import Job
 from specdec_cli.experiment.statistics.stats import FEWEST
 from specdec_cli.methods.base import Draft
 from specdec_cli.models.fingerprint import fingerprint
-from specdec_cli.models.tokenizer import Tokenizer
-from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 
 _FEW_PROMPTS = 20
@@ -42,19 +39,31 @@ def device_settings(job: Job) -> dict[str, str]:
     }
 
 
-def no_template(tokenizer: Tokenizer, prompts: Sequence[Prompt], chat: str) -> list[Notice]:
-    """A warning if texts go to a model that has a chat template, and nobody chose that.
+def warnings_of_texts(job: Job, chat: str) -> list[Notice]:
+    """Warnings about texts that go to a model as they are.
 
-    chat: `data.chat`, of which `auto` is no choice.
+    That they have its first token already, which comes twice then; or that the model has a chat
+    template, and nobody chose to leave it out. chat: `data.chat`, of which `auto` is no choice.
     """
-    texts = sum(prompt.text is not None and prompt.messages is None for prompt in prompts)
-    if chat != "auto" or not texts or not tokenizer.has_template:
-        return []
-    told = (
-        f"the target has a chat template, and {texts} of {len(prompts)} prompts go to it without: "
-        "pass --chat to use it, or --no-chat if plain text is meant"
-    )
-    return [Notice("no_chat_template", told, {"without": texts, "num_prompts": len(prompts)})]
+    tokenizer, count, found = job.plan.tokenizer, len(job.prompts), list[Notice]()
+    first = tuple(tokenizer.encode("")[:1])
+    pairs = zip(job.prompts, job.token_ids, strict=True)
+    texts = [ids for prompt, ids in pairs if prompt.token_ids is None and prompt.messages is None]
+    twice = sum(bool(first) and ids[:2] == first * 2 for ids in texts)
+    if twice:
+        told = (
+            f"{twice} of {count} prompts begin with the model's first token, and get it twice: "
+            "leave it out of the text, or give messages and let --chat write it"
+        )
+        found.append(Notice("first_token_twice", told, {"prompts": twice, "num_prompts": count}))
+    if chat == "auto" and len(texts) > twice and tokenizer.has_template:
+        told = (
+            f"the target has a chat template, and {len(texts)} of {count} prompts go to it "
+            "without: pass --chat to use it, or --no-chat if plain text is meant"
+        )
+        evidence = {"without": len(texts), "num_prompts": count}
+        found.append(Notice("no_chat_template", told, evidence))
+    return found
 
 
 def few_prompts(count: int) -> list[Notice]:

@@ -6,7 +6,9 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from datetime import datetime
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,8 +29,11 @@ from specdec_cli.models.tokenizer_limits import (
     growth_of,
     unsafe_file,
 )
-from specdec_cli.text import first_line
+from specdec_cli.prompts.records import DATE_KEY, TEMPLATE_KEYS
+from specdec_cli.text import first_line, shown
 
+_FORMATS = "aAbBcdeFHIjmMpRSTuUVwWxXyYzZDGhr"
+_PLAIN: Mapping[str, object] = {}
 _ANOTHER_DRAFT = "a draft must share its target's tokenizer; take one of the same family"
 
 
@@ -40,7 +45,9 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str: ...
+    def render(
+        self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
+    ) -> str: ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -76,25 +83,49 @@ class PretrainedTokenizer:
         ids: list[int] = found["input_ids"]
         return ids
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
+    ) -> str:
         """Fill the model's chat template with a conversation, up to where the answer begins.
 
-        The text includes special tokens, also the first one: encode it without adding any. Raises
-        `UsageError` when there is no template or it refuses these messages, and `SetupError` when
-        the template itself is at fault.
+        template: what else it gets: tools, documents, its own switches; `chat_template`, another
+        template or a name among the model's; `DATE_KEY`, the ISO moment that it takes for now. The
+        text includes special tokens, also the first one: encode it without adding any. Raises
+        `UsageError` when there is no template, or it refuses these messages or knows no such name,
+        and `SetupError` when the template itself is at fault.
         """
-        if not self.has_template:
-            raise _no_template(self._name)
+        given = dict(template)
+        moment = given.pop(DATE_KEY, None)
+        self._check(given)
         try:
+            written = self._tokenizer.get_chat_template(
+                given.get("chat_template"), given.get("tools")
+            )
+            if isinstance(moment, str) and DATE_KEY in written:
+                given["chat_template"] = at_moment(written, datetime.fromisoformat(moment))
             with bounded(TEMPLATE_SECONDS, TEMPLATE_BYTES):
                 text: str = self._tokenizer.apply_chat_template(
-                    list(messages), add_generation_prompt=True, tokenize=False
+                    list(messages), add_generation_prompt=True, tokenize=False, **given
                 )
             if len(text) > MOST_CHARACTERS:
                 raise MemoryError
         except Exception as problem:
             raise _template_problem(problem, self._name) from problem
         return text
+
+    def _check(self, given: Mapping[str, object]) -> None:
+        """Raise `UsageError` for a template that is not there, and for switches that are ours."""
+        named, known = given.get("chat_template"), getattr(self._tokenizer, "chat_template", None)
+        if named is None and not self.has_template:
+            raise _no_template(self._name)
+        names = sorted(known) if isinstance(known, dict) else []
+        if named is not None and named not in names and "{" not in str(named):
+            listed = f"its names are {', '.join(names)}" if names else "it has a single one"
+            told = f"{self._name} has no chat template {shown(named)}, and there is no such file"
+            raise UsageError(told, listed)
+        ours = {*signature(self._tokenizer.apply_chat_template).parameters, "messages"}
+        if wrong := sorted(given.keys() & ours - {*TEMPLATE_KEYS, "chat_template", "kwargs"}):
+            raise UsageError(f"{wrong[0]} is set by specdec, and no switch of a chat template")
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids. Raises `SetupError` for a tokenizer that fails or takes too long."""
@@ -130,7 +161,9 @@ class ByteTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [byte % self._vocab_size for byte in text.encode()]
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(
+        self, messages: Sequence[Mapping[str, object]], template: Mapping[str, object] = _PLAIN
+    ) -> str:
         raise _no_template("without a tokenizer")
 
     def decode(self, token_ids: Sequence[int]) -> str:
@@ -234,6 +267,17 @@ def _failures(name: str) -> Iterator[None]:
         ) from problem
 
 
+def at_moment(template: str, moment: datetime) -> str:
+    """The chat template with `strftime_now` as a macro that knows one moment only.
+
+    Templates take no functions as arguments, so its formats are replaced one by one.
+    """
+    formats = [f"%{flag}{letter}" for flag in ("-", "") for letter in _FORMATS]
+    steps = "".join(f"|replace({one!r}, {moment.strftime(one)!r})" for one in formats)
+    # Jinja drops the line break after a block.
+    return f"{{% macro {DATE_KEY}(f) %}}{{{{ f{steps} }}}}{{% endmacro %}}\n{template}"
+
+
 def _no_template(name: str) -> SpecdecError:
     # A usage error: the base model is complete, and another command line helps.
     return UsageError(
@@ -285,11 +329,11 @@ def check_same_vocabulary(
         return
     first = min(i for i in by_id.keys() | other.keys() if by_id.get(i) != other.get(i))
 
-    def shown(tokens: dict[int, str]) -> str:
+    def named(tokens: dict[int, str]) -> str:
         return repr(tokens[first]) if first in tokens else "nothing"
 
     raise SetupError(
         f"target {names[0]} and draft {names[1]} have different vocabularies: id {first} is "
-        f"{shown(by_id)} for the target and {shown(other)} for the draft",
+        f"{named(by_id)} for the target and {named(other)} for the draft",
         _ANOTHER_DRAFT,
     )

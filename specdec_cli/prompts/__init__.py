@@ -4,10 +4,10 @@ Knows nothing of tokenizers or of chat templates: a prompt is text, the messages
 or token ids made elsewhere.
 """
 
-from specdec_cli.prompts.conversations import as_conversations
+from specdec_cli.prompts.conversations import as_conversations, unused_keys
 from specdec_cli.prompts.dataset import parse_dataset
 from specdec_cli.prompts.lines import MAX_LINE_BYTES
 from specdec_cli.prompts.load import Loaded, load_noted, load_prompts, read_prompts
-from specdec_cli.prompts.records import jsonl_of
+from specdec_cli.prompts.records import DATE_KEY, jsonl_of
 from specdec_cli.prompts.turns import next_turn
 from specdec_cli.prompts.types import Prompt

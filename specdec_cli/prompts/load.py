@@ -5,8 +5,10 @@ Knows nothing of tokenizers or chat templates.
 
 import contextlib
 import io
+import json
 import logging
 import os
+import re
 import select
 import stat
 from collections import Counter
@@ -24,6 +26,7 @@ from specdec_cli.prompts.dataset import sliced
 from specdec_cli.prompts.hub import hub_source
 from specdec_cli.prompts.lines import BOM, Rows, json_rows, jsonl_rows, text_rows
 from specdec_cli.prompts.records import (
+    MEDIA_KEYS,
     PROMPT_KEYS,
     category_of,
     checked,
@@ -34,11 +37,10 @@ from specdec_cli.prompts.tables import csv_source, parquet_source
 from specdec_cli.prompts.turns import NoSuchTurn, subtask
 from specdec_cli.prompts.types import BadRow, Prompt, Source
 from specdec_cli.recipe import DataSection
-from specdec_cli.text import one_line
+from specdec_cli.text import in_lines, of_many, one_line
 
 EXTENSIONS = (".txt", ".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
-_MAX_SHOWN = 5
 _MAX_AHEAD = 20_000  # rows after the first ones whose categories are looked at
 _PATIENCE_S = 1.0  # for a pipe's first bytes
 _GZIP_MAGIC = b"\x1f\x8b"
@@ -174,7 +176,8 @@ def _from_option(text: str) -> Prompt:
 def _read_stdin(
     stream: TextIO | BinaryIO | None, limit: int | None, *, skip_bad: bool
 ) -> list[Prompt]:
-    """Prompts as of a .txt file, or as of a .jsonl file if the input starts with an object."""
+    """Prompts as of a .jsonl file if the input starts with an object, as of a .json file if it is a
+    list of them or of texts, and else as of a .txt file."""
     if stream is None or stream.closed or stream.isatty():
         return []
     _say_if_it_waits(stream)
@@ -192,9 +195,22 @@ def _read_stdin(
     file = io.BytesIO(raw)
     if raw.removeprefix(BOM).lstrip().startswith(b"{"):
         source = Source(name, jsonl_rows(file, name), hint=_ONE_OBJECT)
+    elif _is_json_list(raw):
+        source = Source(name, json_rows(file, name))
     else:
         source = Source(name, text_rows(file, name))
     return _prompts_of(source, iter(source.rows), None, limit, skip_bad=skip_bad)
+
+
+def _is_json_list(raw: bytes) -> bool:
+    """Whether bytes begin a list of objects, or are a list of texts; `[INST] ...` is a text."""
+    if re.match(rb"\s*\[\s*\{", raw := raw.removeprefix(BOM)):
+        return True
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(found, list) and bool(found) and isinstance(found[0], str)
 
 
 def _say_if_it_waits(stream: TextIO | BinaryIO) -> None:
@@ -302,20 +318,20 @@ def _prompts_of(
     found: list[Prompt] = []
     bad: list[str] = []
     short = 0
+    unread = tuple(key for key in MEDIA_KEYS if key in (source.columns or ()))
     while (limit is None or len(found) < limit) and (item := next(rows, None)) is not None:
         where, row = item
         try:
             if isinstance(row, BadRow):
                 raise row
-            found.append(replace(prompt_of(row, column, turn), where=where))
+            one = prompt_of(row, column, turn)
+            found.append(replace(one, where=where, unused=one.unused or unread))
         except NoSuchTurn:
             short += 1
         except BadRow as reason:
             bad.append(f"{where}: {reason}")
     if bad and not skip_bad:
-        if len(bad) > _MAX_SHOWN:
-            bad[_MAX_SHOWN:] = [f"{name}: and {len(bad) - _MAX_SHOWN} more bad lines"]
-        raise UsageError("\n".join(bad), source.hint)
+        raise UsageError(in_lines(bad, "lines"), source.hint)
     if not found and not bad and split is not None:
         raise UsageError(f"{name}: no prompts in {one_line(split)}", "name another data.split")
     if not found and short and not bad:
@@ -326,8 +342,7 @@ def _prompts_of(
         hint = source.hint if bad else "put a prompt into it, or name another file"
         raise UsageError(f"{start}: no prompts in it{all_bad}", hint)
     if bad:
-        lines = "1 bad line" if len(bad) == 1 else f"{len(bad)} bad lines, the first of them"
-        _log.warning("skipped %s: %s", lines, bad[0])
+        _log.warning("skipped %s", of_many(bad, "line"))
     return found
 
 

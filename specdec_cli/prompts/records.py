@@ -5,6 +5,7 @@ Knows nothing of files, tokenizers or chat templates.
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 
 from specdec_cli.prompts.turns import LATER_KEY, later_turns, shared_conversation
@@ -17,7 +18,20 @@ IDS_KEY = "prompt_token_ids"
 CATEGORY_KEY = "category"
 CONVERSATION_KEY = "conversations"
 PROMPT_KEYS = (*TEXT_KEYS, MESSAGES_KEY, IDS_KEY, CONVERSATION_KEY)
+SWITCHES_KEY = "chat_template_kwargs"
+TEMPLATE_KEYS = ("tools", "documents")  # arguments that transformers gives every chat template
+SYSTEM_KEYS = ("system", "system_prompt")
+JOINED_KEYS = ("input", "context")  # follow the `instruction` in Alpaca's rows and Dolly's
+MORE_KEYS = (CATEGORY_KEY, SWITCHES_KEY, *TEMPLATE_KEYS, *SYSTEM_KEYS, *JOINED_KEYS)
+MEDIA_KEYS = tuple(f"{kind}{s}" for kind in ("image", "video", "audio") for s in ("", "s"))
+# What requests to a server, such as OpenAI's batches, ask for beside the prompt.
+_REQUEST_KEYS = (
+    *("temperature", "top_p", "top_k", "stop", "seed", "max_tokens", "max_completion_tokens"),
+    *("max_new_tokens", "response_format", "functions"),
+)
 ROLES = ("system", "developer", "user", "assistant", "tool")
+DATE_KEY = "strftime_now"  # of `Prompt.template`: the moment that templates write
+_ANSWER = "assistant"
 NOT_UNICODE = "not valid Unicode text: half of a surrogate pair"
 
 _MAX_COLUMNS = 12
@@ -34,63 +48,88 @@ def jsonl_of(prompts: Iterable[Prompt]) -> str:
             found = {IDS_KEY: prompt.token_ids}
         else:
             found = {TEXT_KEYS[0]: prompt.text}
-        if prompt.category is not None:
-            found[CATEGORY_KEY] = prompt.category
-        if prompt.later:
-            found[LATER_KEY] = list(prompt.later)
-        lines.append(json.dumps(found) + "\n")
+        given = dict(prompt.template)
+        given.pop(DATE_KEY, None)
+        found |= {key: given.pop(key) for key in TEMPLATE_KEYS if key in given}
+        more = {SWITCHES_KEY: given, CATEGORY_KEY: prompt.category, LATER_KEY: list(prompt.later)}
+        lines.append(json.dumps(found | {key: one for key, one in more.items() if one}) + "\n")
     return "".join(lines)
 
 
 def prompt_of(row: object, column: str | None, turn: int = 1) -> Prompt:
     """The prompt that a row holds; the caller sets its index and place.
 
-    row: text, or a record by column name. column: the column of the prompt; None takes the first of
-    `PROMPT_KEYS` that the record has. The first of several turns is the prompt, and of a ShareGPT
-    conversation the `turn`-th. Raises `BadRow`, and `NoSuchTurn` for one that is shorter.
+    row: text, or a record by column name; a line of an OpenAI batch has it in its `body`. column:
+    the column of the prompt; None takes the first of `PROMPT_KEYS` that the record has. The value
+    decides its kind. The first of several turns is the prompt, and of a conversation the `turn`-th.
+    Raises `BadRow`, and `NoSuchTurn` for one that is shorter.
     """
     if isinstance(row, str) and column is None:
         return Prompt(0, checked(row))
     if not isinstance(row, Mapping):
         raise BadRow('should be a JSON object, such as {"prompt": "..."}')
-    category = category_of(row)
-    if column is not None:
-        return _named(row, column, category, turn)
-    key = next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
+    category, key = category_of(row), column if column is not None else _key_of(row)
+    if key is None and isinstance(inner := row.get("body"), Mapping):
+        row, key = inner, _key_of(inner)
     if key is None:
         raise BadRow(f"has no prompt: none of the keys {', '.join(PROMPT_KEYS)}")
-    value, later = row[key], later_turns(row, row[key] if key == "turns" else None)
-    if key == MESSAGES_KEY:
-        return Prompt(0, None, messages=_messages(value, key), category=category, later=later)
-    if key == CONVERSATION_KEY:
-        said = shared_conversation(value, turn)
-        return Prompt(0, None, messages=_messages(said, key), category=category)
-    if key == IDS_KEY:
-        return Prompt(0, None, token_ids=_token_ids(value, key), category=category)
-    if key == "turns":
-        value = value[0] if isinstance(value, list) and value else None
-        key = "turns[0]"
-    if not isinstance(value, str):
-        raise BadRow(f"{key} should be text")
-    return Prompt(0, checked(value, key), category=category, later=later)
-
-
-def _named(row: Mapping[str, object], column: str, category: str | None, turn: int) -> Prompt:
-    """The prompt in a column that the user named; the value determines its kind."""
-    if column not in row:
+    if key not in row:
         raise BadRow(f"has no column {shown(column)}: {columns_in_words(tuple(row))}")
-    value, key = row[column], one_line(column)
-    if isinstance(value, list) and value:
-        if isinstance(value[0], Mapping):
-            if "from" in value[0]:
-                value = shared_conversation(value, turn)
-            return Prompt(0, None, messages=_messages(value, key), category=category)
-        if type(value[0]) is int:
-            return Prompt(0, None, token_ids=_token_ids(value, key), category=category)
-        value, key = value[0], f"{key}[0]"
+    found = _of_value(row[key], key, turn)
+    text, system = found.text, next(filter(None, map(row.get, SYSTEM_KEYS)), None)
+    joined = next(filter(None, map(row.get, JOINED_KEYS)), None) if key == "instruction" else None
+    if text is not None and isinstance(joined, str) and joined.strip():
+        text = f"{text}\n\n{checked(joined, 'beside the instruction')}"
+    odd = [key for key in SYSTEM_KEYS if row.get(key) and not isinstance(row[key], str)]
+    ignored = [key for key in (*MEDIA_KEYS, *_REQUEST_KEYS) if row.get(key) not in (None, "", [])]
+    return replace(
+        found,
+        text=text,
+        category=category,
+        later=found.later or later_turns(row.get(LATER_KEY)),
+        system=checked(system, "system message") if isinstance(system, str) else None,
+        template=_template_of(row),
+        unused=(*odd, *ignored),
+    )
+
+
+def _key_of(row: Mapping[str, object]) -> str | None:
+    return next((key for key in PROMPT_KEYS if row.get(key) is not None), None)
+
+
+def _of_value(value: object, key: str, turn: int) -> Prompt:
+    """The prompt that the value of a column is."""
+    name = one_line(key)
+    first = value[0] if isinstance(value, list) and value else None
+    if key == CONVERSATION_KEY or (isinstance(first, Mapping) and "from" in first):
+        return Prompt(0, None, messages=_messages(shared_conversation(value, turn), name))
+    if key == MESSAGES_KEY or isinstance(first, Mapping):
+        return Prompt(0, None, messages=_messages(value, name))
+    if key == IDS_KEY or (type(first) is int and key != "turns"):
+        return Prompt(0, None, token_ids=_token_ids(value, name))
+    if isinstance(value, list) and isinstance(first, str):
+        return Prompt(0, checked(first, f"{name}[0]"), later=later_turns(value[1:]))
     if not isinstance(value, str):
-        raise BadRow(f"{key} should be text, turns, messages or token ids, not {shown(value)}")
-    return Prompt(0, checked(value, key), category=category)
+        raise BadRow(f"{name} should be text, turns, messages or token ids, not {shown(value)}")
+    return Prompt(0, checked(value, name))
+
+
+def _template_of(row: Mapping[str, object]) -> dict[str, object]:
+    """What a row gives its chat template beside the messages. Tables hold it as JSON."""
+    found: dict[str, object] = {}
+    for key in (SWITCHES_KEY, *TEMPLATE_KEYS):
+        value, kind = row.get(key), dict if key == SWITCHES_KEY else list
+        if isinstance(value, str) and value:
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError):
+                raise BadRow(f"{key} is not JSON") from None
+        if value and not isinstance(value, kind):
+            what = "an object" if kind is dict else "a list"
+            raise BadRow(f"{key} should be {what}, not {shown(value)}")
+        if value:
+            found |= value if isinstance(value, dict) else {key: value}
+    return found
 
 
 def columns_in_words(columns: tuple[str, ...]) -> str:
@@ -116,45 +155,66 @@ def category_of(row: object) -> str | None:
     if isinstance(row, BadRow):
         raise row
     value = row.get(CATEGORY_KEY) if isinstance(row, Mapping) else None
-    if type(value) is int:  # a class label
-        return str(value)
-    if value is not None and not isinstance(value, str):
+    several = value if isinstance(value, list) else [value]
+    if any(not isinstance(one, str | int | float | None) for one in several):
         raise BadRow("category should be text")
-    if value is not None and not is_unicode(value):
+    text = ", ".join(str(one) for one in several if one is not None)
+    if not is_unicode(text):
         raise BadRow(f"category is {NOT_UNICODE}")
-    return value
+    return text if value is not None else None
 
 
 def _messages(value: object, key: str) -> tuple[Message, ...]:
+    """The messages up to the last that is not the assistant's: data sets keep its answer too."""
     if not isinstance(value, list):
         raise BadRow(f"{key} should be a list, not {shown(value)}")
     if not value:
         raise BadRow(f"{key} is empty")
-    messages = tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(value))
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(f"the last of the {key} is the assistant's: nothing to answer")
-    return messages
+    asked = len(value)
+    while asked and isinstance(last := value[asked - 1], Mapping) and last.get("role") == _ANSWER:
+        asked -= 1
+    if asked < len(value) and all(_role(one) == "system" for one in value[:asked]):
+        raise BadRow(f"the {key} are only the assistant's: nothing to answer")
+    return tuple(_message(item, f"{key}[{i}]") for i, item in enumerate(value[:asked]))
+
+
+def _role(value: object) -> object:
+    return value.get("role") if isinstance(value, Mapping) else None
 
 
 def _message(value: object, where: str) -> Message:
     if not isinstance(value, dict):
         raise BadRow(f"{where} should be an object with role and content, not {shown(value)}")
+    role, content = value.get("role"), value.get("content")
+    is_call = role == _ANSWER and bool(value.get("tool_calls"))
     for key in ("role", "content"):
-        if value.get(key) is None:
+        if value.get(key) is None and not (is_call and key == "content"):
             raise BadRow(f"{where} has no {key}")
-        if not isinstance(value[key], str):
-            raise BadRow(f"{where}.{key} should be text, not {shown(value[key])}")
-    role = value["role"]
+    if not isinstance(role, str):
+        raise BadRow(f"{where}.role should be text, not {shown(role)}")
+    if isinstance(content, list):
+        content = "".join(_part(one, f"{where}.content[{i}]") for i, one in enumerate(content))
+    elif not isinstance(content, str | None):
+        raise BadRow(f"{where}.content should be text, not {shown(content)}")
     if role not in ROLES:
         close = get_close_matches(role.lower(), ROLES, n=1)
         guess = f" (did you mean {close[0]}?)" if close else ""
         known = f"{', '.join(ROLES[:-1])} or {ROLES[-1]}"
         raise BadRow(f"{where}.role should be {known}, not {shown(role)}{guess}")
-    if not is_unicode(value["content"]):
+    if content is not None and not is_unicode(content):
         raise BadRow(f"{where}.content is {NOT_UNICODE}")
-    if role == "user" and not value["content"].strip():
+    if role == "user" and not (content or "").strip():
         raise BadRow(f"{where}.content is empty")
     return value
+
+
+def _part(value: object, where: str) -> str:
+    """The text of a part of a message's content. Raises `BadRow` for images and the like."""
+    text = value.get("text") if isinstance(value, Mapping) else None
+    if not isinstance(text, str):
+        kind = value.get("type") if isinstance(value, Mapping) else value
+        raise BadRow(f"{where} should have text, and is {shown(kind)}")
+    return text
 
 
 def _token_ids(value: object, key: str) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.prompts.lines import MAX_LINE_BYTES, Rows
-from specdec_cli.prompts.records import CATEGORY_KEY, PROMPT_KEYS
+from specdec_cli.prompts.records import MORE_KEYS, PROMPT_KEYS
 from specdec_cli.prompts.turns import LATER_KEY
 from specdec_cli.prompts.types import BadRow, Source
 from specdec_cli.text import first_line, is_unicode, one_line
@@ -111,5 +111,4 @@ def _parquet_rows(file: Any, name: str, columns: list[str]) -> Rows:
 def wanted(columns: Sequence[str], column: str | None) -> list[str]:
     """The columns to read; images and audio beside a prompt are not decoded."""
     own = (*PROMPT_KEYS, LATER_KEY) if column is None else (column,)
-    keys = (*own, CATEGORY_KEY)
-    return [name for name in columns if name in keys]
+    return [name for name in columns if name in (*own, *MORE_KEYS)]

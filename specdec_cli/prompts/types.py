@@ -13,7 +13,9 @@ class Prompt:
 
     After rendering, `text` is the chat template's output for `messages`. `index` counts over all
     prompts of a run; `where` is the file and line, for later error messages. later: what the user
-    asks after the answer to this.
+    asks after the answer to this. system: the row's own system message, until
+    `as_conversations` puts it first. template: what the chat template gets beside the messages, by
+    its names. unused: keys of the row that would change the answer, and have no effect.
     """
 
     index: int
@@ -23,6 +25,9 @@ class Prompt:
     messages: tuple[Message, ...] | None = None
     where: str = field(default="", compare=False)
     later: tuple[str, ...] = field(default=(), compare=False)
+    system: str | None = None
+    template: Mapping[str, object] = field(default_factory=dict)
+    unused: tuple[str, ...] = field(default=(), compare=False)
 
 
 class BadRow(Exception):

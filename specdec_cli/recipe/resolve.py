@@ -20,7 +20,7 @@ from specdec_cli.recipe import problems
 from specdec_cli.recipe.bundled import bundled_folder, bundled_recipes, find_bundled
 from specdec_cli.recipe.schema import (
     INNER_SECTIONS,
-    OPEN_SECTION,
+    OPEN_SECTIONS,
     Recipe,
     key_fields,
     section_models,
@@ -118,7 +118,7 @@ def read_source(source: str) -> Document:
     path = find_source(source)
     document = read(path, source if Path(source).is_file() else str(path))
     if isinstance(document.data, dict):
-        for key in (*_MODEL_KEYS, "data.path"):
+        for key in (*_MODEL_KEYS, "data.path", "data.chat_template"):
             section, _, last = key.partition(".")
             values = document.data.get(section)
             if isinstance(values, dict) and last in values:
@@ -222,7 +222,7 @@ class _Merge:
 
     def _set(self, key: str, value: object, origin: str) -> None:
         known = {**key_fields(), **section_models(), **INNER_SECTIONS}
-        if key not in known and not key.startswith(OPEN_SECTION):
+        if key not in known and not key.startswith(OPEN_SECTIONS):
             self.problems.append(_Found(0, origin, key, problems.unknown_key(key)))
             return
         self._origins[key] = origin
@@ -254,7 +254,7 @@ class _Merge:
             if is_known and isinstance(value, dict):
                 for inner, one in value.items():
                     self.check(f"{key}.{inner}", one, line, where)
-            elif not is_known and not key.startswith(OPEN_SECTION):
+            elif not is_known and not key.startswith(OPEN_SECTIONS):
                 self.problems.append(_Found(line, where, key, problems.unknown_key(key)))
             return
         info = fields[key]

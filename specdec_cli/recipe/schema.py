@@ -4,6 +4,7 @@ Knows nothing of YAML, files, positions or options: `source` reads, `resolve` me
 Keys of one method or rule are in its file in `choices`.
 """
 
+from datetime import datetime
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -206,6 +207,29 @@ class DataSection(Section):
         default=None, description="opens conversations without a system message; auto becomes on"
     )
 
+    template: dict[str, JsonValue] = Field(
+        default={}, description="the chat template's own switches, such as {enable_thinking: false}"
+    )
+    chat_template: Name | None = Field(
+        default=None,
+        description="Jinja file of another chat template, or a name among the tokenizer's",
+    )
+    date: Name | None = Field(
+        default=None,
+        description="date, or date and time, that chat templates write, such as 2026-01-31; null "
+        "is the run's start, which its folder keeps",
+    )
+
+    @field_validator("date")
+    @classmethod
+    def _date_is_iso(cls, value: str | None) -> str | None:
+        try:
+            if value is not None:
+                datetime.fromisoformat(value)
+        except ValueError:
+            raise PydanticCustomError("date", "should be a date such as 2026-01-31") from None
+        return value
+
     @field_validator("system")
     @classmethod
     def _system_needs_chat(cls, value: str | None, info: ValidationInfo) -> str | None:
@@ -314,7 +338,8 @@ def section_models() -> dict[str, type[BaseModel]]:
     }
 
 
-OPEN_SECTION = "speculation.options."  # holds keys that only plugins know
+# Sections whose keys plugins know, or chat templates.
+OPEN_SECTIONS = ("speculation.options.", "data.template.")
 INNER_SECTIONS: dict[str, type[BaseModel]] = {"speculation.length": LengthSection}
 
 

@@ -240,7 +240,7 @@ def test_a_split_of_no_rows(tmp_path: Path) -> None:
 
 
 def test_mixed_types_are_bad_rows(tmp_path: Path) -> None:
-    rows = ['{"prompt": "a"}', '{"prompt": 5}', '{"prompt": null, "x": 1}', '{"prompt": ["b"]}']
+    rows = ['{"prompt": "a"}', '{"prompt": 5}', '{"prompt": null, "x": 1}', '{"prompt": [[]]}']
     path = write(tmp_path / "p.jsonl", "\n".join(rows))
     with pytest.raises(UsageError) as refused:
         load(path)

@@ -1,13 +1,14 @@
 """Spec-Bench's subtasks and later turns, and ShareGPT's conversations, as data."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec_cli.errors import UsageError
-from specdec_cli.prompts import Prompt, load_noted, next_turn
+from specdec_cli.prompts import Prompt, jsonl_of, load_noted, next_turn
 from specdec_cli.recipe import DataSection
 
 MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
@@ -48,14 +49,18 @@ def test_the_subtasks_of_spec_bench(tmp_path: Path) -> None:
 def test_the_next_turn_follows_the_answer(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "One?"}
     first = Prompt(0, None, category="qa", messages=(asked,), later=("Two?", "Three?"))
-    row = next_turn(first, " 1\n")
-    assert row is not None
-    (second,) = prompts(tmp_path / "t.json", [row])
+    tools = [{"type": "function"}]
+    first = replace(first, template={"tools": tools, "enable_thinking": False})
+    found = next_turn(first, " 1\n")
+    assert found is not None
+    (second,) = prompts(tmp_path / "t.json", [json.loads(jsonl_of([found]))])
+    assert second.template == first.template
     said = [(m["role"], m["content"]) for m in second.messages or ()]
     assert said == [("user", "One?"), ("assistant", "1"), ("user", "Two?")]
     assert (second.category, second.later) == ("qa", ("Three?",))
     last = next_turn(second, "2")
-    (third,) = prompts(tmp_path / "t.json", [last])
+    assert last is not None
+    (third,) = prompts(tmp_path / "t.json", [json.loads(jsonl_of([last]))])
     assert len(third.messages or ()) == 5 and next_turn(third, "3") is None
 
 
@@ -77,12 +82,13 @@ def test_shared_conversations(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "told"),
     [
-        ({"conversations": []}, "conversations should be a list of messages"),
+        ({"conversations": "x"}, "conversations should be a list of messages"),
         ({"conversations": ["x"]}, r"conversations\[0\] should be an object with from"),
         (shared(("robot", "x")), "should be human, gpt or system"),
         (shared(("human", " ")), "content is empty"),
         ({"conversations": [{"from": "human", "value": 5}]}, "content should be text"),
         (shared(("gpt", "x")), "no conversation has 1 turns"),
+        ({"conversations": []}, "no conversation has 1 turns"),
     ],
 )
 def test_what_is_no_conversation(row: object, told: str, tmp_path: Path) -> None:

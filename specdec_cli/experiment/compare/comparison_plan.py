@@ -23,19 +23,18 @@ from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.experiment.folders.run_settings import settings_values
-from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.preparing import (
     device_settings,
     few_prompts,
     for_engine,
-    no_template,
+    warnings_of_texts,
     with_weights,
 )
 from specdec_cli.models.loader import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 from specdec_cli.recipe.choices.registry import needs_draft
-from specdec_cli.text import digest
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,14 @@ def plan_comparison(
     chat: str = "auto",
     notices: Sequence[Notice] = (),
     own_prompts: str | None = None,
+    skip_bad: bool = False,
 ) -> ComparisonPlan:
     """A checked comparison: tokenised prompts, and which pairs can run.
 
     degrees: the target's and the draft's. chat: the setting that prompts were read with. notices:
-    warnings about them. Raises `UsageError` where no pair is legal, `SetupError`
-    where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
+    warnings about them. skip_bad: as for `tokenised`. Raises `UsageError` where no pair is
+    legal, `SetupError` where this machine has too few GPUs for each of them, and what
+    `generation.tokenised` raises.
     """
     if recipe.draft is None or not needs_draft(recipe.speculation.method):
         raise UsageError(
@@ -105,7 +106,9 @@ def plan_comparison(
             "use cuda, and CUDA_VISIBLE_DEVICES to choose among GPUs",
         )
     engine_recipe = for_engine(recipe, k, max(batch_sizes))
-    job = tokenised(plan(with_degrees(engine_recipe, Pair(1, 1)), permissions), prompts)
+    job = tokenised(
+        plan(with_degrees(engine_recipe, Pair(1, 1)), permissions), prompts, skip_bad=skip_bad
+    )
     values = settings_values(recipe)
     for role, model in (("target", job.plan.target), ("draft", job.plan.draft)):
         del values[role]["tensor_parallel_size"]
@@ -118,7 +121,7 @@ def plan_comparison(
         draft_tps=tuple(degrees[1]),
         batch_sizes=tuple(batch_sizes),
         batches=batches,
-        prompts={"count": len(job.prompts), "sha256": digest(job.token_ids)},
+        prompts=job.identity,
         **device_settings(job),
     )
     num_gpus = torch.cuda.device_count() if job.plan.device.type == "cuda" else None
@@ -126,8 +129,8 @@ def plan_comparison(
     # The recipe in the folder has to run: the first legal pair, at the first batch size.
     first = next(pair for pair in settings.pairs if pair not in skips or not skips[pair].expected)
     run = recipe.run.model_copy(update={"batch_size": batch_sizes[0]})
-    kept = with_degrees(recipe, first).model_copy(update={"run": run})
-    notices = [*notices, *no_template(job.plan.tokenizer, prompts, chat)]
+    kept = dated(with_degrees(recipe, first).model_copy(update={"run": run}), job)
+    notices = [*notices, *warnings_of_texts(job, chat)]
     return ComparisonPlan(
         kept, engine_recipe, settings, job, skips, permissions, notices, own_prompts
     )

@@ -103,11 +103,7 @@ def _settings(recipe: Recipe, job: Job) -> GenerateSettings:
     return GenerateSettings(
         recipe=values,
         batch_size=recipe.run.batch_size,
-        prompts={
-            "count": len(job.prompts),
-            "sha256": digest(job.token_ids),
-            "categories": digest([prompt.category for prompt in job.prompts]),
-        },
+        prompts=job.identity | {"categories": digest([p.category for p in job.prompts])},
         **device_settings(job),
     )
 

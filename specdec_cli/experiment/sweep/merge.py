@@ -72,6 +72,7 @@ def merge_folders(paths: Sequence[Path], output: Path) -> tuple[dict[str, Any], 
     warnings = [
         *said,
         *_missing_shards(shards),
+        *_several_dates(paths),
         *_missing(whole, records),
         *few_prompts(count),
         *prompts_that_failed(records.samples.values()),
@@ -111,6 +112,16 @@ def _missing_shards(shards: Sequence[SweepSettings]) -> list[Notice]:
     is_one = len(names) == 1
     told = f"{'shard' if is_one else 'shards'} {shown} {'is' if is_one else 'are'} missing"
     return [Notice(SHARDS_MISSING, told, {"missing": names, "num_shards": count})]
+
+
+def _several_dates(paths: Sequence[Path]) -> list[Notice]:
+    """A warning if the chat template wrote several dates into the prompts of these shards."""
+    data = [load_recipe(str(path / "recipe.yaml")).data for path in paths]
+    dates = sorted({one.date for one in data if one is not None and one.date is not None})
+    if len(dates) < 2:
+        return []
+    told = f"the chat template wrote {len(dates)} dates into the prompts: {', '.join(dates)}"
+    return [Notice("several_dates", told, {"dates": dates})]
 
 
 def _read(path: Path, kind: type[R], settings: SweepSettings, whole: SweepSettings) -> list[R]:

@@ -9,10 +9,15 @@ from specdec_cli.errors import Notice, UsageError
 from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.run_settings import settings_values
-from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
+from specdec_cli.experiment.generation import Job, dated, draft_context_warning, tokenised
 from specdec_cli.experiment.lossless_check import refuse_unfit
 from specdec_cli.experiment.measure import units_of
-from specdec_cli.experiment.preparing import device_settings, for_engine, no_template, with_weights
+from specdec_cli.experiment.preparing import (
+    device_settings,
+    for_engine,
+    warnings_of_texts,
+    with_weights,
+)
 from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt
@@ -67,10 +72,12 @@ def plan_sweep(
     notices: Sequence[Notice] = (),
     own_prompts: str | None = None,
     check_lossless: bool = False,
+    skip_bad: bool = False,
 ) -> SweepPlan:
     """A checked sweep with tokenised prompts. recipes: one for each draft, otherwise equal.
 
-    chat: the setting that prompts were read with. notices: warnings about them.
+    chat: the setting that prompts were read with. notices: warnings about them. skip_bad: as for
+    `tokenised`.
 
     Raises `UsageError` for a sweep without a proposer, and what `generation.tokenised` raises.
     """
@@ -87,10 +94,10 @@ def plan_sweep(
                 f"--draft: speculation.method is {method}, which takes no draft",
                 "leave --draft out, or pass --set speculation.method=draft_model",
             )
-    jobs = [
-        tokenised(plan(for_engine(r, largest, max(batch_sizes)), permissions), prompts)
-        for r in recipes
-    ]
+    jobs: list[Job] = []
+    for r in recipes:
+        planned = plan(for_engine(r, largest, max(batch_sizes)), permissions)
+        jobs.append(tokenised(planned, jobs[0].prompts if jobs else prompts, skip_bad=skip_bad))
     if check_lossless:
         refuse_unfit(jobs[0].plan, ks)
     names = [job.plan.proposer for job in jobs]
@@ -98,7 +105,7 @@ def plan_sweep(
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f"--draft: {twice} is there twice")
     run = recipes[0].run.model_copy(update={"batch_size": batch_sizes[0]})
-    recipe = recipes[0].model_copy(update={"run": run})
+    recipe = dated(recipes[0].model_copy(update={"run": run}), jobs[0])
     values = settings_values(recipe)
     del values["draft"]
     values["target"] = with_weights(values["target"], jobs[0].plan.target)
@@ -109,18 +116,13 @@ def plan_sweep(
         ks=tuple(ks),
         batch_sizes=tuple(batch_sizes),
         predict_only=predict_only,
-        prompts={
-            "count": len(prompts),
-            "sha256": digest(jobs[0].token_ids),
-            "categories": digest([prompt.category for prompt in prompts]),
-        },
+        prompts=jobs[0].identity | {"categories": digest([p.category for p in jobs[0].prompts])},
         shard=shard,
         shares_baseline=len(jobs) > 1,
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
-    tokenizer = jobs[0].plan.tokenizer
-    found = [*notices, *no_template(tokenizer, prompts, chat), *_short_drafts(jobs)]
+    found = [*notices, *warnings_of_texts(jobs[0], chat), *_short_drafts(jobs)]
     if shard is not None:
         place, count = shard
         jobs = [job.only(lambda index: index % count == place) for job in jobs]
