@@ -225,41 +225,6 @@ class Point(Record):
         return self
 
 
-class Arm(Record):
-    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
-
-    k: Count
-    draft: Name | None
-
-
-class CategoryComparison(Record):
-    """The figures of a `Comparison` over the prompts of one category."""
-
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-
-
-class Comparison(Record):
-    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-
-    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
-    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
-    whether speeds are predicted.
-    """
-
-    batch_size: Count
-    arm: Arm
-    against: Arm
-    is_predicted: bool
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
-
-
 class _PartCounts(Record):
     draft: Name | None
     batch_size: Count
@@ -355,7 +320,7 @@ def checked(found: object, kind: type[R]) -> R | str:
         return kind.model_validate(found)
     except ValidationError as problem:
         errors = problem.errors(include_url=False)
-        return _described(min(errors, key=lambda error: error["type"] == "missing"))
+        return described(min(errors, key=lambda error: error["type"] == "missing"))
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
@@ -377,7 +342,8 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     return None
 
 
-def _described(error: ErrorDetails) -> str:
+def described(error: ErrorDetails) -> str:
+    """A validation error in words."""
     key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
     match error["type"]:
         case "impossible":

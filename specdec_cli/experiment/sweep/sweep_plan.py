@@ -115,7 +115,6 @@ def plan_sweep(
             "categories": digest([prompt.category for prompt in prompts]),
         },
         shard=shard,
-        shares_baseline=len(jobs) > 1,
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
