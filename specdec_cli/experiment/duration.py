@@ -161,7 +161,7 @@ def _shape_of(model: Draft) -> _Shape:
     if not getattr(config, "tie_word_embeddings", False):
         size -= module.get_input_embeddings().weight.nbytes  # a few rows of it are read
     weights = module.named_parameters()
-    experts = sum(p.numel() * p.element_size() for name, p in weights if ".experts." in name)
+    experts = sum(held_bytes(p) for name, p in weights if ".experts." in name)
     names = ("num_experts", "num_local_experts", "n_routed_experts")
     count = next((n for name in names if (n := getattr(config, name, None))), None)
     chosen = getattr(config, "num_experts_per_tok", None)

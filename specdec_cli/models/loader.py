@@ -28,9 +28,11 @@ from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
-from specdec_cli.models.quantised import dequantised
+from specdec_cli.models.held import StoredParameter, held_bytes
+from specdec_cli.models.quantised import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
+from specdec_cli.models.stored import hold_as_stored, part_of, stored_readers
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import Part, Read, WrongShape, layers_held, open_checkpoint
 from specdec_cli.text import one_line
@@ -96,7 +98,7 @@ class Description:
     def weight_bytes(self) -> int:
         """Bytes of the parameters on this rank's device; tied ones count once."""
         own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
-        return sum(p.numel() * p.element_size() for p in own)
+        return sum(map(held_bytes, own))
 
 
 def describe(
@@ -134,6 +136,9 @@ def describe(
         layers, shards = probe(module, spec.name), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
+        if not is_gguf(place) and (method := quantisation(config)) is not None:
+            settings = FORMATS[method].storage(config.quantization_config, spec.name)
+            hold_as_stored(module, settings, shards.parts, spec.name)
     except SetupError:
         raise
     except Exception as problem:

@@ -14,6 +14,7 @@ from specdec_kernels import ops
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
 from specdec_cli.models.heads.eagle3.weights import (
     EMBEDDING,
@@ -210,4 +211,4 @@ def describe_head(
 def _lent_by(module: Any) -> Borrowed:
     """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
-    return Borrowed(inputs.weight.data, outputs.weight.data)
+    return Borrowed(inputs.weight.data, plain_weight(outputs.weight))
