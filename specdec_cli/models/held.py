@@ -14,7 +14,7 @@ class StoredParameter(nn.Parameter):
     """A parameter that a module has the shape and dtype of, and no numbers: they are in `value`,
     which is None on meta."""
 
-    storage: Storage
+    stored_as: Storage
     value: Stored | None
 
     @classmethod
@@ -22,7 +22,7 @@ class StoredParameter(nn.Parameter):
         device = "meta" if value is None else value.codes.device
         none = torch.full((), float("nan"), dtype=parameter.dtype, device=device)
         found = cls(none.expand(parameter.shape), requires_grad=False)
-        found.storage, found.value = storage, value
+        found.stored_as, found.value = storage, value
         return found
 
 
@@ -37,7 +37,7 @@ def weight_of(parameter: Tensor) -> Tensor | Stored:
 def held_bytes(parameter: Tensor) -> int:
     """Bytes that a module's parameter, which may be on meta, takes on a device."""
     if isinstance(parameter, StoredParameter):
-        return parameter.storage.num_bytes(parameter.shape)
+        return parameter.stored_as.num_bytes(parameter.shape)
     return parameter.numel() * parameter.element_size()
 
 

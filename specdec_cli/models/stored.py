@@ -5,7 +5,7 @@ other families are dequantised while loading.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
@@ -15,25 +15,18 @@ from specdec_cli.errors import SetupError
 from specdec_cli.models.fused_layer import family_of, matrices
 from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.weights import Part, Read, WrongShape
-
-
-class Fields(NamedTuple):
-    """Readers of what a checkpoint holds of its weights, by the weights' names, with shapes and
-    dtypes as in `Stored`. codes: those of plain tensors too."""
-
-    codes: dict[str, Read]
-    scales: dict[str, Read]
-    zeros: dict[str, Read]
+from specdec_cli.models.tp import Shards
+from specdec_cli.models.weights import Fields, Part, WrongShape
 
 
 def hold_as_stored(
-    module: Any, storage_of: Callable[[str], Storage | None], parts: dict[str, Part], model: str
+    module: Any, storage_of: Callable[[str], Storage | None], shards: Shards, model: str
 ) -> None:
     """Mark the matrices of a module on meta that are held as stored, if its layers can read them.
 
     storage_of: the storage of a matrix, by the module's name for it, or None for a plain one.
-    parts: this rank's parts, by the same names. model: its name in messages.
+    shards: this rank's parts. model: its name in messages. A tied head stays plain, as the
+    embedding does.
 
     Raises `Unsupported`, which names the tensor, for groups that a part would cut, and for products
     of which only a part is stored.
@@ -46,14 +39,15 @@ def hold_as_stored(
         owner = module.get_submodule(path)
         is_matrix = isinstance(owner, nn.Linear) and leaf == "weight"
         is_stacked = parameter.dim() == 3 and not owner.is_transposed
-        if parameter is embedding or not (is_matrix or is_stacked):
+        is_tied = parameter is embedding or name in shards.tied
+        if is_tied or not (is_matrix or is_stacked):
             continue
         if (storage := storage_of(name)) is not None:
-            _check_edges(storage, parameter, parts.get(name), f"{name} of {model}")
+            _check_edges(storage, parameter, shards.parts.get(name), f"{name} of {model}")
             setattr(owner, leaf, StoredParameter.like(parameter, storage))
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for group in (group for layer in module.model.layers for group in matrices(layer)):
-        if len({getattr(parameter, "storage", None) for parameter in group}) > 1:
+        if len({getattr(parameter, "stored_as", None) for parameter in group}) > 1:
             told = " and ".join(names[id(parameter)] for parameter in group)
             raise Unsupported(model, f"{told} are one product, and stored in different ways")
 
@@ -75,6 +69,12 @@ def _check_edges(storage: Storage, parameter: Tensor, part: Part | None, told: s
         )
 
 
+def stored_parameters(module: Any) -> dict[str, StoredParameter]:
+    """The parameters of a module that are held as stored, by name."""
+    found = module.named_parameters()
+    return {name: p for name, p in found if isinstance(p, StoredParameter)}
+
+
 def part_of(whole: Stored, part: Part) -> Stored:
     """This rank's part of a stored weight."""
     size = part.shape[part.dim] // part.blocks
@@ -93,7 +93,7 @@ def stored_reader(
     It raises `SetupError`, which names the tensor, for a field that is missing, or has another
     shape or dtype.
     """
-    storage, told = parameter.storage, f"{name} of {model}"
+    storage, told = parameter.stored_as, f"{name} of {model}"
     held = {"codes": fields.codes, "scales": fields.scales}
     held |= {"zeros": fields.zeros} if storage.has_zeros else {}
     if lacking := [word for word, readers in held.items() if name not in readers]:

@@ -80,19 +80,16 @@ def forms_of(numel: int, dtype: torch.dtype) -> Forms:
     return Forms(packed, not packed or (numel <= BOTH and dtype == torch.float32))
 
 
-def pack_weight(weight: Tensor | Stored) -> Weight:
+def pack_weight(weight: Tensor) -> Tensor | PackedWeight:
     """The form in which products take a weight [N, K]; call it once, at load.
 
-    On CUDA this is the contiguous tensor. A CPU has orders of its own, see `PackedWeight`. A stored
-    weight stays as it is.
+    On CUDA this is the contiguous tensor. A CPU has orders of its own, see `PackedWeight`.
     """
-    if isinstance(weight, Stored):
-        return weight
     return weight.contiguous() if weight.is_cuda else _packed(weight)
 
 
 @torch.no_grad()
-def _packed(weight: Tensor) -> Weight:
+def _packed(weight: Tensor) -> Tensor | PackedWeight:
     """A weight [N, K] on a CPU: packed, unless it is small.
 
     The plain form's columns are contiguous, which makes MKL's products of few rows up to twice as

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -18,11 +19,14 @@ class Kind(NamedTuple):
 
     codes: the codes' dtype. per_code: numbers in each code, of one row. decode: the numbers
     [..., N, K] of codes [..., N, K / per_code] before zeros and scales, fp32, in a new tensor.
+    encode: the codes of fp32 numbers of which none is greater than `largest` in magnitude.
     """
 
     codes: torch.dtype
     per_code: int
     decode: Callable[[Tensor], Tensor]
+    encode: Callable[[Tensor], Tensor]
+    largest: float
 
 
 KINDS: dict[str, Kind] = {}
@@ -66,6 +70,24 @@ class Storage:
         units = self.group[dim] or 1, self.numbers_of_code(dim)
         return place == size or not any(place % unit for unit in units)
 
+    def of_each(self, shared: Tensor, shape: Sequence[int]) -> Tensor:
+        """Values of the groups of a weight of `shape`, shaped to broadcast to its numbers."""
+        (high, wide), (rows, columns) = self.group, shape[-2:]
+        if high > 1:
+            shared = shared.repeat_interleave(high, -2)[..., :rows, :]
+        return shared.repeat_interleave(wide, -1)[..., :columns] if wide > 1 else shared
+
+    def quantised(self, numbers: Tensor) -> "Stored":
+        """Numbers [..., N, K] in this form; the largest of a group has the largest code."""
+        assert not self.has_zeros
+        kind, (high, wide), (rows, columns) = KINDS[self.kind], self.group, numbers.shape[-2:]
+        wide = wide or columns
+        most = F.pad(numbers.float().abs(), (0, -columns % wide, 0, -rows % high))
+        most = most.unflatten(-1, (-1, wide)).unflatten(-3, (-1, high)).amax((-3, -1))
+        scales = (most / kind.largest).clamp_(min=torch.finfo(torch.float32).tiny)
+        codes = kind.encode(numbers.float() / self.of_each(scales, numbers.shape))
+        return Stored(codes, scales, None, self)
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:
@@ -96,16 +118,8 @@ class Stored:
         """The numbers, [..., N, K], contiguous; they are rounded once, to `dtype`."""
         numbers = KINDS[self.storage.kind].decode(self.codes)
         if self.zeros is not None:
-            numbers -= self._of_each(self.zeros)
-        return numbers.mul_(self._of_each(self.scales)).to(dtype)
-
-    def _of_each(self, shared: Tensor) -> Tensor:
-        """The groups' values, fp32, in a shape that broadcasts to the numbers."""
-        (high, wide), (rows, columns) = self.storage.group, self.shape[-2:]
-        found = shared.float()
-        if high > 1:
-            found = found.repeat_interleave(high, -2)[..., :rows, :]
-        return found.repeat_interleave(wide, -1)[..., :columns] if wide > 1 else found
+            numbers.sub_(self.storage.of_each(self.zeros, self.shape))
+        return numbers.mul_(self.storage.of_each(self.scales, self.shape)).to(dtype)
 
     def rows(self, start: int, stop: int) -> "Stored":
         """A view of the rows start..stop. Raises `ValueError` for a cut through a group."""
@@ -129,13 +143,29 @@ class Stored:
 
         return self._each(part)
 
+    def reordered(self, order: Tensor) -> "Stored":
+        """The rows in another order within each run of them.
+
+        order: int64 [P], the place of each row of a run of P rows before.
+        """
+        part = self if self.storage.group[0] % len(order) == 0 else self._by_rows()
+        places = torch.arange(self.shape[-2], device=order.device)
+        places = places.view(-1, len(order))[:, order].flatten()
+
+        def moved(field: Tensor) -> Tensor:
+            stays = field is not part.codes and part.storage.group[0] > 1
+            return field if stays else field.index_select(-2, places)
+
+        return part._each(moved)
+
     def __getitem__(self, index: int) -> "Stored":
         """A view of one expert's weight."""
         assert self.codes.dim() > 2
         return self._each(lambda field: field[index])
 
-    def to(self, device: torch.device) -> "Stored":
-        return self._each(lambda field: field.to(device))
+    def copied(self, device: torch.device) -> "Stored":
+        """A contiguous copy on `device`."""
+        return self._each(lambda field: field.to(device, copy=True).contiguous())
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Stored":
         zeros = None if self.zeros is None else change(self.zeros)
@@ -151,7 +181,8 @@ class Stored:
         high = parts[0].storage.group[0]
         if any(part.shape[-2] % high for part in parts[:-1]):
             parts = [part._by_rows() for part in parts]
-        codes, scales, *zeros = (torch.cat(held, -2) for held in zip(*(p.tensors for p in parts)))
+        fields = [part.tensors for part in parts]
+        codes, scales, *zeros = (torch.cat(held, -2) for held in zip(*fields, strict=True))
         return Stored(codes, scales, zeros[0] if zeros else None, parts[0].storage)
 
     def _by_rows(self) -> "Stored":

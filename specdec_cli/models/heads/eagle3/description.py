@@ -14,7 +14,6 @@ from specdec_kernels import ops
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
-from specdec_cli.models.held import plain_weight
 from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
 from specdec_cli.models.heads.eagle3.weights import (
     EMBEDDING,
@@ -30,6 +29,7 @@ from specdec_cli.models.heads.eagle3.weights import (
     shapes_of,
 )
 from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
