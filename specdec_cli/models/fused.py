@@ -24,7 +24,7 @@ from torch import Tensor
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call, Recorder, attach
+from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused_layer import (
     FusedLayer,
     family_of,
@@ -196,15 +196,10 @@ def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) 
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
 
     def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
-        lengths = batch.block_tables, batch.query_start, batch.context_lens
+        lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
         return ops.rope_attention(
             *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
-            max_query_len=batch.max_query_len,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=layer.eps,
-            chunks=batch.chunks,
-            **layer.call,
+            *(layer.call, layer.query_norm, layer.key_norm, layer.eps, batch.chunks),
         )
 
     if (plan := batch.plan) is None:
@@ -221,7 +216,7 @@ def attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int) 
             qkv, rotations[layer.turn], kv_heads, head_dim, *norms
         )
         ops.write_kv(key, value, *caches, batch.slots)
-        return ops.gather_attention(query, *caches, plan, **layer.call).view(qkv.shape[0], -1)
+        return ops.gather_attention(query, *caches, plan, layer.call).view(qkv.shape[0], -1)
 
     return attend_by_plan
 
@@ -236,7 +231,7 @@ def bytes_held_twice(module: Any) -> int:
 
 
 @torch.inference_mode()
-def _recorded_calls(module: Any) -> list[Call]:
+def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
     """The arguments of the original layers' calls; attributes of their modules may be stale."""
     recorder = Recorder()
     attach(module, recorder)

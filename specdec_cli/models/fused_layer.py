@@ -12,7 +12,6 @@ from specdec_kernels import ops
 from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
-from specdec_cli.models.attention import Call
 from specdec_cli.models.gate import rope_settings
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -179,7 +178,7 @@ class FusedLayer:
     """
 
     index: int
-    call: Call
+    call: ops.AttentionCall
     turn: int
     activation: str
     eps: float
@@ -203,7 +202,13 @@ class FusedLayer:
 
     @classmethod
     def of(
-        cls, module: Any, family: Family, index: int, call: Call, turn: int, read: Tensor
+        cls,
+        module: Any,
+        family: Family,
+        index: int,
+        call: ops.AttentionCall,
+        turn: int,
+        read: Tensor,
     ) -> Self:
         """Layer `index` of a model, whose matrices become views of the merged ones.
 
