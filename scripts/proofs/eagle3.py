@@ -28,11 +28,10 @@ from torch import Tensor
 
 from scripts.proofs.eagle3_references import ReferenceHead, reference_head
 from scripts.proofs.greedy import oracle, read_prompts
-from specdec_cli.core.types import Sequence
+from specdec_cli.core.types import Request, Sequence
 from specdec_cli.demo import demo_path
 from specdec_cli.engine.build import build
 from specdec_cli.engine.plan import plan
-from specdec_cli.engine.run import Request
 from specdec_cli.methods.eagle3 import Eagle3
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head

@@ -15,7 +15,7 @@ from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.eagle3 import Eagle3
 from specdec_cli.models.loader import Description
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance

@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec_cli.core.figures import Acceptance, Spread
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.metrics import Moments, RunClock, summarise
-from specdec_cli.engine.run import Request, RunResult
+from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.core.types import Request, SamplingParams, Sequence
+from specdec_cli.engine.loop import Engine, RunResult
+from specdec_cli.engine.moments import Moments
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
-from tests.support import CPU
 
 # The names that scripts may rely on.
 ACCEPTANCE_NAMES = {
@@ -257,7 +256,7 @@ def test_latencies_over_prompts() -> None:
         finished(2, 11, 10.0, 12.0, 13.0),
     ]
     broken = Sequence(3, [1], 1, 9, finish_reason="error", error="too long")
-    clock = RunClock(CPU, num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
+    clock = RunClock(num_rounds=4, prefill_seconds=1.0, decode_seconds=2.0)
     metrics = summarise([*seqs, broken], clock, 2, 1)
     ttft, tpot = [500.0, 100.0, 2000.0], [500.0, 100.0]
     assert metrics.ttft_ms.as_dict() == pytest.approx(Spread.of(ttft).as_dict())
@@ -303,8 +302,13 @@ def test_rounds_that_overlap_count_no_time_twice(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("specdec_cli.engine.loop.time.perf_counter", lambda: float(next(ticks)))
     engine = fake_engine(None)
     ahead = Engine(
-        *(engine.target, None, engine.allocator),
-        **dict(batch_size=1, max_model_len=99, prefill_chunk=9, eos_ids=frozenset()),
+        target=engine.target,
+        proposer=None,
+        allocator=engine.allocator,
+        batch_size=1,
+        max_model_len=99,
+        prefill_chunk=9,
+        eos_ids=frozenset(),
         runs_ahead=True,
     )
     (seq,) = ahead.run([Request(0, (5,))], 0, SamplingParams(max_new_tokens=5)).seqs

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from specdec_cli.engine.metrics import RunClock, summarise
+from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
@@ -20,7 +20,6 @@ from tests.report_helpers import (
     comparison_points,
     sweep_points,
 )
-from tests.support import CPU
 
 
 def lines_of(table: Table, width: int) -> list[str]:
@@ -78,7 +77,7 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
 
 
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
-    clock = RunClock(CPU, num_rounds=2, decode_seconds=0.1)
+    clock = RunClock(num_rounds=2, decode_seconds=0.1)
     clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})
     metrics = summarise([], clock, 2, 1)
     for is_split, sent in ((False, ""), (True, "broadcast 4.00, ")):
