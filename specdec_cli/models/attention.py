@@ -164,5 +164,5 @@ class PagedAttention:
         query = query.transpose(0, 1)
         if batch.plan is not None:
             return ops.gather_attention(query, *caches, batch.plan, call)
-        lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
-        return ops.paged_attention(query, *caches, *lengths, call)
+        lengths = batch.block_tables, batch.query_start, batch.context_lens
+        return ops.paged_attention(query, *caches, *lengths, batch.max_query_len, call)
