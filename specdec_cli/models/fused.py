@@ -15,7 +15,7 @@ from torch import Tensor
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call, Recorder, attach
+from specdec_cli.models.attention import Recorder, attach
 from specdec_cli.models.fused_layer import (
     FusedLayer,
     family_of,
@@ -161,7 +161,7 @@ def bytes_held_twice(module: Any) -> int:
 
 
 @torch.inference_mode()
-def _recorded_calls(module: Any) -> list[Call]:
+def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
     """The arguments of the original layers' calls; attributes of their modules may be stale."""
     recorder = Recorder()
     attach(module, recorder)

@@ -12,7 +12,6 @@ from specdec_kernels import ops
 from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
-from specdec_cli.models.attention import Call
 from specdec_cli.models.gate import rope_settings
 from specdec_cli.models.held import StoredParameter, weight_of
 
@@ -180,7 +179,7 @@ class FusedLayer:
     """
 
     index: int
-    call: Call
+    call: ops.AttentionCall
     turn: int
     activation: str
     eps: float
@@ -212,7 +211,7 @@ class FusedLayer:
         family: Family,
         index: int,
         turn: int,
-        call: Call,
+        call: ops.AttentionCall,
         following_norm: Any,
         read: Tensor,
     ) -> Self:

@@ -111,15 +111,10 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
 
     def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
-        lengths = batch.block_tables, batch.query_start, batch.context_lens
+        lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
         return ops.rope_attention(
             *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
-            max_query_len=batch.max_query_len,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=layer.eps,
-            chunks=batch.chunks,
-            **layer.call,
+            *(layer.call, layer.query_norm, layer.key_norm, layer.eps, batch.chunks),
         )
 
     if (plan := batch.plan) is None:
@@ -136,6 +131,6 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
             qkv, rotations[layer.turn], kv_heads, head_dim, *norms
         )
         ops.write_kv(key, value, *caches, batch.slots)
-        return ops.gather_attention(query, *caches, plan, **layer.call).view(qkv.shape[0], -1)
+        return ops.gather_attention(query, *caches, plan, layer.call).view(qkv.shape[0], -1)
 
     return attend_by_plan

@@ -17,10 +17,9 @@ from scipy import stats
 from specdec_cli.acceptance.base import AcceptanceRule
 from specdec_cli.core.candidates import Noise
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine import round as round_module
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from tests import lossless
 from tests.lossless import (
     CORRECT,
