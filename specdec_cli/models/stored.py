@@ -4,7 +4,7 @@
 other families are dequantised while loading.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from specdec_cli.models.fused_layer import family_of, matrices
 from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, WrongShape
+from specdec_cli.models.weights import Fields, Part, Read
 
 
 def hold_as_stored(
@@ -88,55 +88,33 @@ def part_of(whole: Stored, part: Part) -> Stored:
 def stored_reader(
     name: str, parameter: StoredParameter, fields: Fields, model: str
 ) -> Callable[[Part | None], Stored]:
-    """A reader of one weight.
+    """A reader of one weight, or of this rank's part.
 
     It raises `SetupError`, which names the tensor, for a field that is missing, or has another
     shape or dtype.
     """
     storage, told = parameter.stored_as, f"{name} of {model}"
-    held = {"codes": fields.codes, "scales": fields.scales}
-    held |= {"zeros": fields.zeros} if storage.has_zeros else {}
-    if lacking := [word for word, readers in held.items() if name not in readers]:
-        raise SetupError(f"{told} lacks its {lacking[0]}", _DAMAGED)
-    kinds = {"codes": KINDS[storage.kind].codes, "scales": torch.float32, "zeros": torch.uint8}
+
+    def field(word: str, readers: dict[str, Read], shape: Sequence[int], kind: object) -> Tensor:
+        if name not in readers:
+            raise SetupError(f"{told} lacks its {word}", _DAMAGED)
+        tensor, wanted = readers[name](), (list(shape), kind)
+        if (found := (list(tensor.shape), tensor.dtype)) != wanted:
+            theirs, ours = (f"{str(k).removeprefix('torch.')} of {s}" for s, k in (found, wanted))
+            raise SetupError(f"{told} has {word} that are {theirs}, not {ours}", _DAMAGED)
+        return tensor
 
     def read(part: Part | None = None) -> Stored:
-        whole = tuple(parameter.shape) if part is None else part.shape
-        found: dict[str, Tensor] = {}
-        for word, readers in held.items():
-            is_code = word == "codes"
-            shape_of = storage.codes_shape if is_code else storage.scales_shape
-            own = None if part is None else _part_of_field(part, storage, is_code)
-            try:
-                tensor = readers[name](own)
-            except WrongShape as problem:
-                raise _misfit(told, word, list(problem.found), list(shape_of(whole))) from None
-            wanted = list(shape_of(parameter.shape))
-            if list(tensor.shape) != wanted:
-                raise _misfit(told, word, list(tensor.shape), wanted)
-            if tensor.dtype != kinds[word]:
-                raise _misfit(told, word, tensor.dtype, kinds[word])
-            found[word] = tensor
-        return Stored(found["codes"], found["scales"], found.get("zeros"), storage)
+        shape = parameter.shape if part is None else part.shape
+        shared, zeros = storage.scales_shape(shape), None
+        codes = field("codes", fields.codes, storage.codes_shape(shape), KINDS[storage.kind].codes)
+        scales = field("scales", fields.scales, shared, torch.float32)
+        if storage.has_zeros:
+            zeros = field("zeros", fields.zeros, shared, torch.uint8)
+        whole = Stored(codes, scales, zeros, storage)
+        return whole if part is None else part_of(whole, part)
 
     return read
 
 
-def _part_of_field(part: Part, storage: Storage, is_code: bool) -> Part | None:
-    """The part of the codes, or of scales and zeros, of a part of a weight; None for all of it."""
-    dim = part.dim - len(part.shape)
-    unit = storage.numbers_of_code(dim) if is_code else storage.group[dim]
-    shape = storage.codes_shape(part.shape) if is_code else storage.scales_shape(part.shape)
-    if not unit:
-        return None
-    return Part(part.dim, part.start // unit, -(-part.stop // unit), shape, part.blocks)
-
-
 _DAMAGED = "config.json and the weights do not belong together, or a file is missing"
-
-
-def _misfit(told: str, field: str, found: object, wanted: object) -> SetupError:
-    found, wanted = (str(value).removeprefix("torch.") for value in (found, wanted))
-    return SetupError(
-        f"{told} has {field} that are {found} in the weights, and {wanted} by its config", _DAMAGED
-    )

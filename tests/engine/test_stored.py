@@ -173,11 +173,15 @@ NAMED = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("field", "change", "told"),
     [
-        ("_scale", lambda t: t[:-1], "has scales that are [7, 2] in the weights, and [8, 2]"),
-        ("_scale", lambda t: t.half(), "has scales that are float16 in the weights, and float32"),
+        (
+            "_scale",
+            lambda t: t[:-1],
+            "scales that are float32 of [7, 2], not float32 of [8, 2]",
+        ),
+        ("_scale", lambda t: t.half(), "scales that are float16 of [8, 2], not"),
         ("_scale", lambda t: None, "lacks its scales"),
-        ("", lambda t: t[:, :-1].clone(), "has codes that are [128, 31] in the weights"),
-        ("", lambda t: t.char(), "has codes that are int8 in the weights, and int16"),
+        ("", lambda t: t[:, :-1].clone(), "has codes that are int16 of [128, 31]"),
+        ("", lambda t: t.char(), "has codes that are int8 of [128, 32], not int16"),
     ],
 )
 @pytest.mark.parametrize("size", [1, 2])
@@ -194,8 +198,7 @@ def test_fields_that_do_not_fit_are_refused_by_name(
         load(described(folder, TensorParallel(0, size, None, CPU)), CPU)
     assert caught.value.code == ExitCode.ENVIRONMENT
     assert f"{NAMED} of {folder} " in caught.value.message
-    if size == 1 or "float" in told or "lacks" in told:
-        assert told in caught.value.message
+    assert told in caught.value.message
 
 
 def test_dummy_weights_are_stored_too(tmp_path: Path) -> None:
