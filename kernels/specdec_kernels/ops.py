@@ -9,6 +9,7 @@ Row starts `[B + 1]` are the running sum of per-row counts, beginning at 0.
 """
 
 from specdec_kernels.attention.cache import slot_mapping, write_kv
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan, bound_of, plan_chunks
 from specdec_kernels.attention.paged import (
     GatherPlan,

@@ -12,7 +12,6 @@ from specdec_kernels import ops
 from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
-from specdec_cli.models.attention import Call
 from specdec_cli.models.gate import rope_settings
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -179,7 +178,7 @@ class FusedLayer:
     """
 
     index: int
-    call: Call
+    call: ops.AttentionCall
     turn: int
     activation: str
     eps: float
@@ -196,22 +195,31 @@ class FusedLayer:
     output_bias: Tensor | None
     gate_up: ops.Weight
     down: ops.Weight
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
     experts: ops.Experts | None = None
     shared_gate_up: ops.Weight | None = None
     shared_down: ops.Weight | None = None
     all_heads_norms: tuple[Tensor, Tensor] | None = None
 
     @classmethod
-    def of(
-        cls, module: Any, family: Family, index: int, call: Call, turn: int, read: Tensor
+    def of_layer(
+        cls,
+        layer: Any,
+        config: Any,
+        family: Family,
+        index: int,
+        turn: int,
+        call: ops.AttentionCall,
+        following_norm: Any,
+        read: Tensor,
     ) -> Self:
-        """Layer `index` of a model, whose matrices become views of the merged ones.
+        """The fused form of a transformers layer, whose matrices become views of the merged ones.
 
-        read: int32 [1], gets the number of experts that a pass reads, if the layer has experts.
+        index: of its entry in the cache. call: its arguments to attention. following_norm: the norm
+        module that comes after it. read: int32 [1], gets the number of experts that a pass reads,
+        if the layer has experts.
         """
-        layers, config = module.model.layers, module.config
-        layer = layers[index]
-        is_last = index + 1 == len(layers)
         attention = layer.self_attn
         biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         before_mlp = layer.post_attention_layernorm
@@ -220,7 +228,6 @@ class FusedLayer:
             before_mlp = layer.pre_feedforward_layernorm
             post_attention = _norm(layer.post_attention_layernorm, family)
             post_mlp = _norm(layer.post_feedforward_layernorm, family)
-        following = module.model.norm if is_last else layers[index + 1].input_layernorm
         head_norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
         query_norm, key_norm = (n if n is None else _norm(n, family) for n in head_norms)
         all_heads_norms = None
@@ -241,7 +248,7 @@ class FusedLayer:
             post_attention_norm=post_attention,
             mlp_norm=_norm(before_mlp, family),
             post_mlp_norm=post_mlp,
-            following_norm=_norm(following, family),
+            following_norm=_norm(following_norm, family),
             query_norm=query_norm,
             key_norm=key_norm,
             all_heads_norms=all_heads_norms,

@@ -21,10 +21,9 @@ from specdec_cli.core.candidates import Candidates, Noise
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.sampling import round_noise
 from specdec_cli.core.state import BatchState
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine import round as round_module
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.methods.draft_model import DraftModel
 from tests import lossless
 from tests.lossless import (
