@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
@@ -35,8 +35,7 @@ def method(name: str, *, needs_draft: bool = False) -> Callable[[Made], Made]:
 
     def register(made: Made) -> Made:
         def make(parts: MethodParts) -> Proposer:
-            with blamed(f"method {name}", "making it"):
-                return PluggedMethod(name, made(parts), parts.target.vocab_size)
+            return cast(Proposer, PluggedMethod(name, made, parts))
 
         code = Method(make, text_bytes, runs_on_host=getattr(made, "runs_on_host", False))
         add(METHODS, name, MethodChoice(needs_draft=needs_draft, code=code))

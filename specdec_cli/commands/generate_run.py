@@ -260,7 +260,6 @@ def _summarise(
         baseline(engine, job, outputs) if engine is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 
 

@@ -192,7 +192,10 @@ class Engine:
         found = self.rule.forecast(request.index, len(prompt), len(output), k, params)
         if found is not None:
             return found
-        return self.proposer.forecast(self._teacher(), prompt, output, k, params)
+        found = self.proposer.forecast(self._teacher(), prompt, output, k, params)
+        if found is None:
+            raise NoForecast
+        return found
 
     def logits_after(self, tokens: list[int], width: int) -> torch.Tensor:
         """The target's logits [V] after `tokens`, as passes over `width` tokens give them.

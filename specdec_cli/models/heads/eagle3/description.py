@@ -29,6 +29,7 @@ from specdec_cli.models.heads.eagle3.weights import (
     shapes_of,
 )
 from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
@@ -210,4 +211,4 @@ def describe_head(
 def _lent_by(module: Any) -> Borrowed:
     """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
-    return Borrowed(inputs.weight.data, outputs.weight.data)
+    return Borrowed(inputs.weight.data, plain_weight(outputs.weight))
