@@ -16,7 +16,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from specdec_cli.acceptance.base import Rule
 from specdec_cli.errors import SpecdecError, UsageError
@@ -47,8 +47,7 @@ def method(
             raise ValueError(f"{name!r} has weights in the target's files and no describe")
 
         def make(parts: MethodParts) -> Proposer:
-            with blamed(f"method {name}", "making it"):
-                return PluggedMethod(name, made(parts), parts.target.vocab_size)
+            return cast(Proposer, PluggedMethod(name, made, parts))
 
         code = Method(make, text_bytes, describe, getattr(made, "runs_on_host", False))
         source = "draft" if needs_draft else weights_from

@@ -12,14 +12,15 @@ from transformers.generation.candidate_generator import AssistedCandidateGenerat
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator as Lookup
 
 from specdec_cli.acceptance.base import AcceptanceRule
+from specdec_cli.acceptance.rejection import Rejection
 from specdec_cli.core.candidates import Noise
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import ALONE, ONE_RANK, Groups, TensorParallel
 from specdec_cli.core.sampling import round_noise
-from specdec_cli.core.types import SamplingParams, Sequence
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.lengths.base import LengthPolicy
+from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.ngram import Ngram
@@ -362,15 +363,15 @@ def make_engine(
         draft_model.foreign_ids = draft_model.vocab_size < target_model.vocab_size
         worker = DraftModel(draft_model, draft_max_len)
     return Engine(
-        target_model,
-        worker,
-        BlockAllocator(num_blocks, block_size),
+        target=target_model,
+        proposer=worker,
+        allocator=BlockAllocator(num_blocks, block_size),
         batch_size=batch_size,
         max_model_len=max_model_len,
         prefill_chunk=prefill_chunk,
         eos_ids=eos_ids,
-        rule=rule,
-        policy=policy,
+        rule=rule or Rejection(),
+        policy=policy or FixedLength(),
         is_captured=runs_ahead and device.type == "cuda",
         runs_ahead=runs_ahead,
         parallel=parallel,

@@ -11,10 +11,10 @@ from specdec_cli.commands.options import Asked
 from specdec_cli.commands.reading import Found
 from specdec_cli.commands.status import Stages, warn
 from specdec_cli.core.figures import Metrics
+from specdec_cli.core.types import Emission
 from specdec_cli.core.types import Sequence as Seq
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Emission
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
@@ -260,7 +260,6 @@ def _summarise(
         baseline(engine, job, outputs) if engine is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 
 

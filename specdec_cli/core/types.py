@@ -4,8 +4,11 @@ Knows no text: a sequence is token ids. The types on the device are in `core.can
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
+
+from specdec_cli.core.detokenize import StopFinder
 
 FinishReason = Literal["length", "eos", "stop", "error"]
 
@@ -15,7 +18,7 @@ class SamplingParams:
     """Settings of sampling and of a sequence's end, for all sequences of a run.
 
     `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` strings are searched in the
-    text, see `engine.detokenize`.
+    text, see `core.detokenize`.
     """
 
     temperature: float = 0.0
@@ -34,6 +37,18 @@ class SamplingParams:
     def filters(self) -> tuple[float, int, float]:
         """Temperature, top-k and top-p."""
         return self.temperature, self.top_k, self.top_p
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One prompt. `index` is global: with the seed it keys the random numbers.
+
+    stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    stop_finder: Callable[[], StopFinder] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,3 +157,16 @@ class Sequence:
         """
         n = len(self.tokens)
         return max(0, min(self.max_tokens - n - 1, draft_max_len - n))
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """Tokens that one round, or a prefill pass, added to one sequence; the first `num_accepted`
+    were proposals.
+
+    A sequence that could not run has an emission without tokens.
+    """
+
+    seq: Sequence
+    token_ids: list[int]
+    num_accepted: int

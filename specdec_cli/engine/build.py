@@ -10,6 +10,7 @@ import torch
 from specdec_cli.acceptance.registry import rule_of
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.parallel import found_alike, local_world_size
+from specdec_cli.core.types import Request
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import (
     CacheNeed,
@@ -29,7 +30,6 @@ from specdec_cli.engine.memory.measured import (
     weight_bytes,
 )
 from specdec_cli.engine.plan import Plan, allowance_of, block_bytes_of
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import SetupError
 from specdec_cli.lengths.registry import policy_of
 from specdec_cli.methods.base import MethodParts, Proposer
@@ -210,15 +210,15 @@ def wire(
         if models.target.hidden_layers != proposer.feature_layers:  # a plugin's, not planned
             models.target.hidden_layers = proposer.feature_layers
     return Engine(
-        models.target,
-        proposer,
-        BlockAllocator(num_blocks, block_size),
+        target=models.target,
+        proposer=proposer,
+        allocator=BlockAllocator(num_blocks, block_size),
         batch_size=recipe.run.batch_size,
         max_model_len=plan.max_model_len,
         prefill_chunk=recipe.run.prefill_chunk,
         eos_ids=plan.target.eos_ids,
-        rule=rule_of(recipe.speculation) if plan.k else None,
-        policy=policy_of(recipe.speculation) if plan.k else None,
+        rule=rule_of(recipe.speculation),
+        policy=policy_of(recipe.speculation),
         is_captured=plan.no_cuda_graphs is None,
         runs_ahead=device.type == "cuda",
         parallel=plan.parallel,

@@ -8,6 +8,7 @@ import torch
 from specdec_cli.errors import SetupError
 from specdec_cli.models.description import Description
 from specdec_cli.models.gguf.header import is_gguf
+from specdec_cli.models.held import StoredParameter, held_bytes
 from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.weights import tensor_names
 
@@ -56,6 +57,11 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
     borrowed = borrowed_weights(draft.module, target.module, share)
     for what, (name, theirs) in zip(share, borrowed.items(), strict=True):
         ours = own.pop(name)
+        if isinstance(theirs, StoredParameter):
+            raise SetupError(
+                f"draft.share: {what} cannot be borrowed; target {target.spec.name} holds it as "
+                "its checkpoint stores it"
+            )
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             raise SetupError(
                 f"draft.share: {what} cannot be borrowed; its shape is {_shape(ours)} in draft "
@@ -66,7 +72,7 @@ def check_shared(target: Description, draft: Description, share: tuple[str, ...]
     # of the embedding if that is loaded, and a separate weight if the embedding is borrowed.
     tied = draft.shards.tied
     loaded: dict[int, int] = {
-        id(p): p.numel() * p.element_size() for n, p in own.items() if tied.get(n) not in own
+        id(p): held_bytes(p) for n, p in own.items() if tied.get(n) not in own
     }
     return draft.weight_bytes - sum(loaded.values())
 

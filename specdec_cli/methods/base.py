@@ -4,10 +4,11 @@ A proposer works on the device's view of a batch, `BatchState`. If it uses tenso
 reads their values on the host, it is captured into a CUDA graph with the rest of the round.
 """
 
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -101,24 +102,32 @@ def text_bytes(size: RoundSize) -> MethodBytes:
     return MethodBytes(held=4 * size.batch_size * size.longest)
 
 
-class Proposer(Protocol):
+class Proposer:
     """max_len: most tokens of a sequence; nothing is proposed past them. feature_layers: hidden
     states of the target that it asks for, in transformers' counting of `hidden_states`. needs_text:
-    whether `BatchState.texts` has to hold the sequences' tokens. max_lag: most tokens that may be
-    missing from its cache when a round begins; if more are missing they are prefilled first.
+    whether `BatchState.texts` has to hold the sequences' tokens. tail: tokens of `BatchState.tail`
+    that it reads. max_lag: most tokens that may be missing from its cache when a round begins; if
+    more are missing they are prefilled first. is_paged: whether all that it keeps of a text lies in
+    the cache blocks of its tokens, so that texts which begin alike may share blocks. depends_on_k:
+    whether a proposal depends on the number that are asked for after it.
+
+    A proposer that inherits from this has the values below, keeps nothing, and needs `propose`.
     """
 
-    max_len: int
-    feature_layers: tuple[int, ...]
-    needs_text: bool
-    max_lag: int
+    max_len: int = sys.maxsize
+    feature_layers: tuple[int, ...] = ()
+    needs_text: bool = False
+    tail: int = 2
+    max_lag: int = sys.maxsize
+    is_paged: bool = False
+    depends_on_k: bool = False
 
     def prefill(self, spans: list[Span], features: torch.Tensor | None) -> None:
         """Take in prompt tokens. features: [T, F], hidden states of these tokens, or None."""
 
     def propose(self, state: BatchState, draft: Drafting) -> Candidates:
         """Propose at most `draft.caps` tokens for each sequence."""
-        ...
+        raise NotImplementedError
 
     def commit(self, state: BatchState, verdict: Verdict, target: TargetOutput) -> None:
         """Take in a round's decision; `state` has not been advanced yet."""
@@ -126,7 +135,7 @@ class Proposer(Protocol):
     def kv_after(self, n: int, k: int, accepted: int) -> int:
         """Number of leading tokens in the proposer's cache after a round that began with n tokens
         and accepted `accepted` of k >= 1 proposals."""
-        ...
+        return n + accepted
 
     def forecast(
         self,
@@ -135,13 +144,14 @@ class Proposer(Protocol):
         output: Values[int],
         k: int,
         params: SamplingParams,
-    ) -> Forecast:
-        """The acceptance to expect of proposals along `output`, a text that is already written.
+    ) -> Forecast | None:
+        """The acceptance to expect of proposals along `output`, a text that is already written;
+        None if its rounds have to be run for that, see `methods.forecast`.
 
         k: most tokens a round may propose. All ranks have to call this; only rank 0's result is
         valid.
         """
-        ...
+        return None
 
     def check(self) -> None:
         """Raise for errors that only the device could detect; called when a run ends."""

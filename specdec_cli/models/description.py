@@ -24,14 +24,17 @@ from specdec_cli.models.gate import check_config, check_layers, probe, quantisat
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
+from specdec_cli.models.held import held_bytes
 from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.pass_bytes import PassShapes, peak_bytes
+from specdec_cli.models.quantised import FORMATS
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.rotary_tables import num_turns
 from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import hold_as_stored, stored_parameters
 from specdec_cli.models.tp import WHOLE, Shards, shard
 from specdec_cli.models.weights import layers_held
 from specdec_cli.stages import begin_stage
@@ -80,10 +83,13 @@ class Description:
     @property
     def notes(self) -> dict[str, str]:
         """Facts for the record of a run, by a word for each."""
-        stored = quantisation(self.module.config)  # undone on loading
+        stored = quantisation(self.module.config)
         if is_gguf(self.place):
             stored = f"GGUF ({kinds_of(read_model(self.place))})"
-        return {} if stored is None else {"weights": f"dequantised from {stored}"}
+        if stored is None:
+            return {}
+        is_kept = bool(stored_parameters(self.module))
+        return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache on this rank."""
@@ -93,9 +99,9 @@ class Description:
     def weight_bytes(self) -> int:
         """Bytes of the parameters on this rank's device; tied ones count once."""
         own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
-        return int(sum(p.numel() * p.element_size() for p in own)) - self.shared_bytes
+        return sum(map(held_bytes, own)) - self.shared_bytes
 
-    def held_bytes(self, *, is_compiled: bool) -> int:
+    def loaded_bytes(self, *, is_compiled: bool) -> int:
         """Those, and for fused layers the rotary tables and the weights that a CPU keeps in two
         forms."""
         found = self.weight_bytes
@@ -205,6 +211,11 @@ def describe(
         layers, shards = probe(module, spec.name), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
+        if not is_gguf(place) and (method := quantisation(config)) is not None:
+            storage = FORMATS[method].storage
+            if storage is not None:
+                settings = storage(config.quantization_config, spec.name)
+                hold_as_stored(module, settings, shards, spec.name)
     except SetupError:
         raise
     except Exception as problem:

@@ -106,7 +106,7 @@ class Draft(Protocol):
         """The draft for texts of at most so many tokens, which its tables need not exceed."""
         ...
 
-    def held_bytes(self, *, is_compiled: bool) -> int:
+    def loaded_bytes(self, *, is_compiled: bool) -> int:
         """Bytes of what it holds when it is loaded: weights, some in two forms, and tables."""
         ...
 

@@ -131,7 +131,7 @@ class _Stub:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        **_: object,
+        call: object,
     ) -> torch.Tensor:
         heads, tokens, _width = query.shape
         return query.new_empty(tokens, heads, value.shape[-1])

@@ -12,10 +12,10 @@ from specdec_cli.core import peers
 from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.description import Description
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
 from specdec_cli.engine.plan import Plan, plan
 from specdec_cli.acceptance.synthetic import SyntheticAcceptance
@@ -171,7 +171,7 @@ def draft_bytes(found: Plan, engine: Engine) -> int:
     if isinstance(found.draft, Description):
         held = found.draft.module.parameters()
         return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
-    assert isinstance(engine.proposer, Eagle3)
+    assert isinstance(engine.proposer, StepHead)
     head = engine.proposer.head
     return 0 if head is None else weight_bytes(Models(engine.target, head))[1]
 

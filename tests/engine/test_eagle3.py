@@ -16,7 +16,7 @@ from specdec_cli.core.kv_cache import BlockAllocator, KVCache
 from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.eagle3.weights import read_weights
@@ -100,7 +100,7 @@ class Rounds:
 
     def __init__(self, head: Head, paged: PagedHead, lengths: list[int]) -> None:
         self.head, self.paged, self.target = head, paged, FakeTarget(head)
-        self.proposer = Eagle3(paged, (1, 2, 3), MAX_LEN)
+        self.proposer = StepHead(paged, (1, 2, 3), MAX_LEN)
         self.allocator = BlockAllocator(paged.cache.num_blocks, BLOCK)
         made = torch.Generator().manual_seed(3)
         self.seqs = []
@@ -396,7 +396,7 @@ def test_planted_faults_change_the_chains(tmp_path: Path, monkeypatch: pytest.Mo
     shares["d2t"] = _share(head, forgetful)
     with monkeypatch.context() as planted:
         # Rows of proposals stay as guessed, but for the last one, which is carried.
-        planted.setattr(Eagle3, "commit", commit_last_row_alone)
+        planted.setattr(StepHead, "commit", commit_last_row_alone)
         shares["stale rows"] = _share(head, paged_head(folder))
     with monkeypatch.context() as planted:
         planted.setattr(PagedHead, "carry_on", stale)
@@ -422,7 +422,7 @@ def _share(head: Head, paged: PagedHead, target: type[FakeTarget] = FakeTarget) 
 
 
 def commit_last_row_alone(
-    self: Eagle3, state: BatchState, verdict: Verdict, target: TargetOutput
+    self: StepHead, state: BatchState, verdict: Verdict, target: TargetOutput
 ) -> None:
     """A commit that does not write over the rows of accepted guesses."""
     assert self.head is not None and target.features is not None

@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 import torch
 
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.memory.budget import CacheNeed
 from specdec_cli.engine.memory.estimate import estimate_passes, estimate_rank, this_machine
 from specdec_cli.engine.memory.measured import weight_bytes
 from specdec_cli.engine.plan import Permissions, Plan, block_bytes_of, plan, plan_all_ranks
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError, SpecdecError
 from specdec_cli.methods.base import RoundSize
-from specdec_cli.methods.eagle3 import METHOD, Eagle3
+from specdec_cli.methods.eagle3 import METHOD
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
@@ -153,7 +153,7 @@ def test_plain_decoding_runs_no_head(pair: Pair, monkeypatch: pytest.MonkeyPatch
         raise AssertionError("called")
 
     for name in ("prefill", "propose", "commit"):
-        monkeypatch.setattr(Eagle3, name, fail)
+        monkeypatch.setattr(StepHead, name, fail)
     kept = Counter[bool]()
     run_pass = PagedModel._run
 
@@ -348,7 +348,7 @@ def test_blocks_and_weights_by_hand(pair: Pair) -> None:
     assert guess.draft_weight_bytes == 4 * (own + tables) + 4 * 60  # ids are int64
     assert found.draft is not None
     engine = build(found, 11)
-    assert isinstance(engine.proposer, Eagle3) and engine.proposer.head is not None
+    assert isinstance(engine.proposer, StepHead) and engine.proposer.head is not None
     carry, cache = engine.proposer.head.carry, engine.proposer.head.cache
     num_bytes = carry.numel() * carry.element_size() + cache.num_bytes
     assert num_bytes == block_bytes_of(found)[1] * cache.num_blocks

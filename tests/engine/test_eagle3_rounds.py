@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
-from specdec_cli.engine.run import Request
 from specdec_cli.experiment.predict import with_recorded
-from specdec_cli.methods.eagle3 import Eagle3
+from specdec_cli.methods.step_head import StepHead
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
 from specdec_cli.models.heads.eagle3.weights import Borrowed, check_target, read_weights
@@ -62,8 +61,10 @@ def eagle_engine(
     head = PagedHead(Eagle3Head(config, weights, 256), cache)
     settings = {"batch_size": 1, "max_model_len": 256, "prefill_chunk": 2048} | options
     allocator = BlockAllocator(num_blocks, 4)
-    proposer = Eagle3(head, layers, max_len)
-    return Engine(model, proposer, allocator, eos_ids=frozenset(), **settings)
+    proposer = StepHead(head, layers, max_len)
+    return Engine(
+        target=model, proposer=proposer, allocator=allocator, eos_ids=frozenset(), **settings
+    )
 
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from specdec_cli.core.batch import Span
 from specdec_cli.core.kv_cache import BlockAllocator, KVCache
-from specdec_cli.core.types import SamplingParams, Sequence
-from specdec_cli.engine.run import Request
+from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.errors import ExitCode, RunError, SetupError
 from specdec_cli.models.config import dtype_of
 from specdec_cli.models.description import describe

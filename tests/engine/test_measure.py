@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specdec_cli.core.live_bytes import LiveBytes
-from specdec_cli.core.types import SamplingParams
+from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.build import build, load_models, measured
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.chunk_bytes import chunk_bytes
@@ -27,7 +27,6 @@ from specdec_cli.engine.memory.measured import (
     weight_bytes,
 )
 from specdec_cli.engine.plan import Permissions, block_bytes_of, plan, plan_all_ranks
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import SetupError
 from specdec_cli.models.fused import bytes_held_twice
 from specdec_cli.recipe import Recipe, load_recipe

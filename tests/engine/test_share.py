@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import specdec_cli.engine.plan
+from specdec_cli.core.types import Request
 from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan, plan
-from specdec_cli.engine.run import Request
 from specdec_cli.errors import ExitCode, SetupError
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.recipe import load_recipe

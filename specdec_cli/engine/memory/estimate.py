@@ -137,7 +137,7 @@ def _talk(num_ranks: int) -> int:
 
 def estimate_rank(plan: Plan, need: CacheNeed, machine: Machine) -> RankMemory:
     """Estimate of the result of `engine.memory.measured.measure_rank`, from configs alone."""
-    weights = [_held_bytes(plan, model) for model in plan.held]
+    weights = [_loaded_bytes(plan, model) for model in plan.held]
     passes = estimate_passes(plan, need)
     overhead = Overhead(machine.total_bytes, passes.activation, passes.graphs, machine.other_bytes)
     allowance, num_ranks = allowance_of(plan), plan.parallel.size
@@ -183,12 +183,12 @@ def draft_shares(plan: Plan, degree: int) -> list[DraftShare]:
     for rank in range(degree):
         part = draft_at(plan, TensorParallel(rank, degree, None, plan.device))
         block = part.block_bytes(plan.recipe.cache.block_size)
-        found[rank] = DraftShare(_held_bytes(plan, part), block)
+        found[rank] = DraftShare(_loaded_bytes(plan, part), block)
     return found
 
 
-def _held_bytes(plan: Plan, model: Draft) -> int:
-    return model.held_bytes(is_compiled=model.spec.role in plan.compiled)
+def _loaded_bytes(plan: Plan, model: Draft) -> int:
+    return model.loaded_bytes(is_compiled=model.spec.role in plan.compiled)
 
 
 def _eager_bytes(plan: Plan, need: CacheNeed) -> int:

@@ -36,6 +36,7 @@ from specdec_cli.models.heads.eagle3.weights import (
     shapes_of,
 )
 from specdec_cli.models.heads.paged import PagedHead
+from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
@@ -85,9 +86,9 @@ class HeadDescription:
 
     @property
     def weight_bytes(self) -> int:
-        return self.held_bytes()
+        return self.loaded_bytes()
 
-    def held_bytes(self, *, is_compiled: bool = False) -> int:
+    def loaded_bytes(self, *, is_compiled: bool = False) -> int:
         """Bytes of the weights on its device, without those that it borrows, and of the rotary
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
@@ -248,4 +249,4 @@ def describe_head(
 def _lent_by(module: Any) -> Borrowed:
     """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
-    return Borrowed(inputs.weight.data, outputs.weight.data)
+    return Borrowed(inputs.weight.data, plain_weight(outputs.weight))

@@ -7,8 +7,6 @@ can propose, V ids of the target.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from dataclasses import fields as dataclass_fields
 from typing import Any
 
 import torch
@@ -20,27 +18,12 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call
-from specdec_cli.models.fused import attention_of, storages_of
 from specdec_cli.models.fused_layer import FusedLayer
+from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.heads.eagle3.config import HeadConfig
 from specdec_cli.models.heads.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
 from specdec_cli.models.rotary_tables import table_of
 from specdec_cli.models.split_products import SplitProducts
-
-
-@dataclass(frozen=True, slots=True)
-class HeadLayer:
-    """One layer of a head.
-
-    hidden_norm: the weight of the norm of the hidden state, [H], in a layer that reads embeddings
-    too; `fused.attention_norm` is then that of the embedding's norm.
-    """
-
-    fused: FusedLayer
-    hidden_norm: Tensor | None
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
 
 
 class Eagle3Head:
@@ -72,10 +55,11 @@ class Eagle3Head:
         self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
         if not parallel.is_first:
             tensors = {n: t for n, t in tensors.items() if not SUMMED_BIAS.search(n)}
-        self.layers = [_layer(config, tensors, index) for index in range(config.num_layers)]
-        self.split = SplitProducts.over(
-            parallel, config.hidden_size, config.draft_vocab_size, dtype
-        )
+        count = config.num_layers
+        self.hidden_norms = [tensors.get(f"layers.{i}.hidden_norm.weight") for i in range(count)]
+        layers = [_layer(config, tensors, index) for index in range(count)]
+        sizes = config.hidden_size, config.draft_vocab_size
+        self.stack = FusedStack(layers, SplitProducts.over(parallel, *sizes, dtype))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,11 +69,8 @@ class Eagle3Head:
     def storages(self) -> dict[int, int]:
         """Bytes of each block of memory that is held, by its address or another number."""
         held: list[Any] = [self.embedding, self.norm, self.fc, self.input_norm, self.head, self.ids]
-        held += [self.cos, self.sin, *self.fc_norms]
-        for layer in self.layers:
-            held += [getattr(layer.fused, f.name) for f in dataclass_fields(layer.fused)]
-            held += [layer.hidden_norm, layer.gate_up_bias, layer.down_bias]
-        return storages_of(held)
+        held += [self.cos, self.sin, *self.fc_norms, *self.hidden_norms]
+        return storages_of([*held, *self.stack.held])
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states [T, H] from the target's features [T, F]."""
@@ -113,41 +94,27 @@ class Eagle3Head:
         token_ids: int64 [T], the token that follows each row's position, in place of the batch's.
         hidden: [T, H], from `fuse`, or from `fed_back` of the row before.
         """
-        first = self.layers[0].fused
+        first = self.stack.layers[0]
         embeds, cos, sin = ops.embed(
             *(token_ids, batch.positions, self.embedding, self.cos, self.sin),
             *(first.attention_norm, first.eps),
         )
-        attend = attention_of(batch, cos, sin, num_turns=1)
-        x = embeds
-        for layer in self.layers:
-            fused, residual = layer.fused, hidden
-            if layer.hidden_norm is not None:
-                own = embeds.scaled
-                if fused.index:
-                    own = ops.rms_norm(embeds.hidden, fused.attention_norm, fused.eps)
-                normed = ops.rms_norm(hidden, layer.hidden_norm, fused.eps)
-                if self.config.norm_before_residual and not fused.index:
-                    residual = normed
-                both = torch.cat((own, normed), dim=1)
-                x = ops.Normed(both, both, None, fused.eps)
-            qkv = ops.norm_linear(x, fused.qkv, fused.qkv_bias)
-            mixed = attend(fused, qkv, cache, batch)
-            x = self.split.add_norm(
-                *(0, mixed, fused.output, fused.output_bias, None),
-                *(residual, fused.mlp_norm, fused.eps),
-            )
-            if layer.gate_up_bias is None:
-                inner = ops.norm_gate_up(x, fused.gate_up, fused.activation)
-            else:
-                gate_up = ops.norm_linear(x, fused.gate_up, layer.gate_up_bias)
-                inner = ops.gate(gate_up, fused.activation)
-            x = self.split.add_norm(
-                *(1, inner, fused.down, layer.down_bias, None),
-                *(x.hidden, fused.following_norm, fused.eps),
-            )
-            hidden = x.hidden
-        return x
+
+        def beside(index: int, x: ops.Normed) -> ops.Normed:
+            """The embedding and the stream `x`, both normed, as the input of a wide layer."""
+            layer, norm = self.stack.layers[index], self.hidden_norms[index]
+            if norm is None:
+                return x
+            own = embeds.scaled
+            if index:
+                own = ops.rms_norm(embeds.hidden, layer.attention_norm, layer.eps)
+            normed = ops.rms_norm(x.hidden, norm, layer.eps)
+            is_residual = self.config.norm_before_residual and not index
+            both = torch.cat((own, normed), dim=1)
+            return ops.Normed(normed if is_residual else x.hidden, both, None, layer.eps)
+
+        start = embeds._replace(hidden=hidden), cos, sin
+        return self.stack.run(start, batch, cache, beside)
 
     def normed(self, hidden: Tensor) -> ops.Normed:
         """The result of `__call__`, made again from its hidden states [T, H]."""
@@ -155,7 +122,7 @@ class Eagle3Head:
 
     def logits(self, x: ops.Normed) -> Tensor:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
-        return self.split.logits(x, self.head)
+        return self.stack.split.logits(x, self.head)
 
     def fed_back(self, x: ops.Normed) -> Tensor:
         """Hidden states [T, H] that the next step reads in place of fused features."""
@@ -180,7 +147,7 @@ def products_of(config: HeadConfig) -> list[list[str]]:
     return found
 
 
-def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> HeadLayer:
+def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> FusedLayer:
     """Layer `index`, with its products merged."""
 
     def own(name: str) -> Tensor | None:
@@ -203,14 +170,9 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Hea
     following = tensors["norm.weight"]
     if index + 1 < config.num_layers:
         following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
-    fused = FusedLayer(
+    return FusedLayer(
         index=index,
-        call=Call(
-            scale=config.head_dim**-0.5,
-            sliding_window=config.windows[index],
-            softcap=0.0,
-            sinks=None,
-        ),
+        call=ops.AttentionCall(config.head_dim**-0.5, config.windows[index]),
         turn=0,
         activation=config.activation,
         eps=config.eps,
@@ -227,10 +189,6 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Hea
         output_bias=own("self_attn.o_proj.bias"),
         gate_up=product(*_GATE_UP),
         down=product(*_DOWN),
-    )
-    return HeadLayer(
-        fused=fused,
-        hidden_norm=own("hidden_norm.weight"),
         gate_up_bias=joined("bias", *_GATE_UP),
         down_bias=own("mlp.down_proj.bias"),
     )

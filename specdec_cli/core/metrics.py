@@ -1,60 +1,17 @@
 """Measurements of a run: its clock, and the figures that follow from it.
 
 The host counts. Stage times are stamped within rounds, on CUDA by the device's clock. They are read
-with the round's verdict, which the host waits for anyway.
+with the round's verdict, which the host waits for anyway. Imports no torch: the figures of a run
+folder follow from its samples in the same way.
 """
 
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass, field
-from itertools import cycle
 from typing import Any, Protocol
-
-import torch
 
 from specdec_cli.core.figures import STAGES, Acceptance, Metrics, Spread
 from specdec_cli.core.types import Sequence
-
-
-class Moment:
-    """The present, as the device sees it, which on CUDA runs behind the host.
-
-    event: what the device's queue is marked with; None where the device has no queue.
-    """
-
-    def __init__(self, event: torch.Event | None = None) -> None:
-        self._at = time.perf_counter()
-        self._event = event
-        if event is not None:
-            event.record()
-
-    def seconds_until(self, later: "Moment") -> float:
-        """Seconds from here to `later`, after waiting until the device has come to it."""
-        if self._event is None or later._event is None:
-            return later._at - self._at
-        later._event.synchronize()
-        return float(self._event.elapsed_time(later._event)) / 1e3
-
-
-class Moments:
-    """Moments of one device, of which the last AT_ONCE are valid.
-
-    Their events are used again, since the driver makes a new one when it is first recorded. A
-    `torch.Event` finds the present stream by itself. In Python that takes the host longer than to
-    record the event.
-    """
-
-    AT_ONCE = 4  # two for each of two steps in flight
-
-    def __init__(self, device: torch.device) -> None:
-        is_queue, number = device.type == "cuda", self.AT_ONCE
-        made = [torch.Event(device, enable_timing=True) for _ in range(number) if is_queue]
-        self._events: Iterator[torch.Event | None] = cycle(made or [None])
-
-    def now(self) -> Moment:
-        """The present. It is valid until AT_ONCE later ones have been asked for."""
-        return Moment(next(self._events))
 
 
 @dataclass(slots=True)
@@ -66,8 +23,7 @@ class RunClock:
     `num_prefills` steps; on a CPU, all of them.
     """
 
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    num_rounds: float = 0  # a fraction, if it is the share of some prompts in rounds
+    num_rounds: float = 0  # fractional when rounds are split between prompts of a batch
     prefill_seconds: float = 0.0
     prefill_host_seconds: float = 0.0
     num_prefills: int = 0
@@ -86,11 +42,6 @@ class RunClock:
         self.decode_seconds += seconds
         if distinct_experts is not None:
             self.distinct_experts = (self.distinct_experts or 0.0) + distinct_experts
-
-    def finish(self) -> None:
-        """Wait for the last round."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 class Counts(Protocol):
