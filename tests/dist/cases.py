@@ -14,7 +14,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.step_head import StepHead
-from specdec_cli.models.loader import Description
+from specdec_cli.models.description import Description
 from specdec_cli.engine.loop import Engine
 from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
