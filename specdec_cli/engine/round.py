@@ -166,7 +166,7 @@ def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) 
 
 def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> TargetOutput:
     """One pass over the last token and the proposals of every slot."""
-    fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
+    fed = torch.cat((state.tail[:, -1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
     reads = parts.proposer is not None and bool(parts.proposer.feature_layers)
     return TargetOutput(*parts.target.forward_slots(what, state, with_hidden=reads))

@@ -18,7 +18,6 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.attention import Call
 from specdec_cli.models.fused_layer import FusedLayer
 from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.heads.eagle3.config import HeadConfig
@@ -173,12 +172,7 @@ def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> Fus
         following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
     return FusedLayer(
         index=index,
-        call=Call(
-            scale=config.head_dim**-0.5,
-            sliding_window=config.windows[index],
-            softcap=0.0,
-            sinks=None,
-        ),
+        call=ops.AttentionCall(config.head_dim**-0.5, config.windows[index]),
         turn=0,
         activation=config.activation,
         eps=config.eps,
