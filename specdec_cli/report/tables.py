@@ -67,7 +67,7 @@ def _speedup(found: Point | CategoryMetrics) -> Value:
 
 
 def break_even(run: ReportedRun) -> Table | None:
-    """The acceptance at which each point is as fast as plain decoding; None for old folders."""
+    """The acceptance at which each point is as fast as plain decoding; None without one."""
     points = [p for p in run.points if p.break_even is not None]
     if not points:
         return None
@@ -320,6 +320,6 @@ def _tie_in_words(tied: bool | None) -> str:
 
 
 def position_interval(point: Point, name: str, position: int) -> Sequence[float] | None:
-    """The interval of a rate at a position from 1 on; None in folders of earlier versions."""
+    """The interval of a rate at a position from 1 on; None without one."""
     found: Sequence[Sequence[float] | None] = getattr(point, f"{name}_ci")
     return found[position - 1] if position <= len(found) else None

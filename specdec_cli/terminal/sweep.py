@@ -58,7 +58,7 @@ _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
-class PlainLines(Watcher):
+class SweepLines(Watcher):
     """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
@@ -85,7 +85,7 @@ class PlainLines(Watcher):
             render.say(point_line(point))
 
 
-class LiveTable(Watcher):
+class SweepTable(Watcher):
     """A live table and a progress bar with the time left, on a terminal.
 
     Each finished point leaves a line above them.
@@ -156,7 +156,7 @@ def watcher(total: int, *, quiet: bool) -> Watcher:
     """The progress display for this stderr."""
     if quiet:
         return Watcher()
-    return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
+    return SweepTable(total) if sys.stderr.isatty() else SweepLines(total)
 
 
 def point_line(point: Point) -> str:

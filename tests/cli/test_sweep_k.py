@@ -23,7 +23,7 @@ from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
-from specdec_cli.terminal.sweep import LiveTable, _first_token_line
+from specdec_cli.terminal.sweep import SweepTable, _first_token_line
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -206,7 +206,7 @@ def test_live_table() -> None:
 
 
 def test_live_speeds_are_over_the_prompts_that_both_had() -> None:
-    view = LiveTable(9)
+    view = SweepTable(9)
     for k, index, seconds in ((0, 0, 1.0), (0, 1, 3.0), (2, 0, 0.5), (2, 5, 9.0)):
         record = sample_record(k=k, index=index, batch_size=4, decode_seconds=[seconds])
         view.sample(Key("d", 4, k), Record.model_validate(record))
