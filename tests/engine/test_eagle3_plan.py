@@ -396,6 +396,6 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
     # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
     size = RoundSize(3, 5, 100, 97, False, True, True, found.draft)
-    drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
+    drawn, greedy = (METHOD.estimate_bytes(size._replace(is_greedy=g)) for g in (False, True))
     assert found.draft is not None
     assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)
