@@ -281,9 +281,3 @@ def _tie_in_words(tied: bool | None) -> str:
     if tied is None:
         return "too few prompts for an interval"
     return "tied" if tied else "differ"
-
-
-def position_interval(point: Point, name: str, position: int) -> Sequence[float] | None:
-    """The interval of a rate at a position from 1 on; None without one."""
-    found: Sequence[Sequence[float] | None] = getattr(point, f"{name}_ci")
-    return found[position - 1] if position <= len(found) else None
