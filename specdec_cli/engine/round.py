@@ -53,7 +53,7 @@ class RoundParts:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RoundRecord:
     """A round's results for the host, in one tensor so that one copy brings them.
 
     flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
@@ -64,7 +64,7 @@ class Record:
     k: int
 
     @classmethod
-    def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
+    def empty(cls, batch_size: int, k: int, device: torch.device) -> "RoundRecord":
         count = batch_size * (k + 3) + NUM_STAMPS + 1
         return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
 
@@ -95,7 +95,7 @@ class Record:
         return spent
 
 
-def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> None:
+def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
     """Run one round of every slot with K = k. Advances `state` and fills `record`."""
     stamps, is_alone = record.stamps, parts.parallel.size == 1
     ops.stamp(stamps, 0)
@@ -166,7 +166,7 @@ def _propose(parts: RoundParts, state: BatchState, k: int, noise: Noise | None) 
 
 def _score(parts: RoundParts, state: BatchState, candidates: Candidates) -> TargetOutput:
     """One pass over the last token and the proposals of every slot."""
-    fed = torch.cat((state.tail[:, 1:], candidates.token_ids), dim=1)
+    fed = torch.cat((state.tail[:, -1:], candidates.token_ids), dim=1)
     what = Rectangle(fed, candidates.lens, -1, 1, parts.max_model_len, last_only=False)
     reads = parts.proposer is not None and bool(parts.proposer.feature_layers)
     return TargetOutput(*parts.target.forward_slots(what, state, with_hidden=reads))

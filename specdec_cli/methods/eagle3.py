@@ -1,7 +1,7 @@
 """Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
 from specdec_cli.methods.base import DraftPlace, Method
-from specdec_cli.methods.step_head import forecast_bytes, make
+from specdec_cli.methods.step_head import estimate_bytes, make
 from specdec_cli.models.heads.eagle3.description import HeadDescription, describe_head
 
 
@@ -12,4 +12,4 @@ def _describe(place: DraftPlace) -> HeadDescription:
     )
 
 
-METHOD = Method(make, forecast_bytes, _describe)
+METHOD = Method(make, estimate_bytes, _describe)

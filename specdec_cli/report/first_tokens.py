@@ -15,7 +15,7 @@ _NOTE = (
 
 
 def first_tokens(run: ReportedRun) -> Table | None:
-    """The parts of the time to the first token; None for folders of earlier versions."""
+    """The parts of the time to the first token; None where no prompt has them."""
     points = [p for p in run.points if p.metrics is not None and p.metrics.ttft_parts_ms]
     if not points:
         return None

@@ -33,14 +33,14 @@ _SETTING = ("target TP", "draft TP", "batch")
 _SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
 
 
-class PlainLines(Watcher):
+class ComparisonLines(Watcher):
     """Prints failed points on stderr; rank 0 prints the others itself."""
 
     def failed(self, pair: Pair, batch_size: int, failure: Failure) -> None:
         render.say(f"{pair}, batch size {batch_size}: {failure.status}: {failure.reason}")
 
 
-class LiveTable(Watcher):
+class ComparisonTable(Watcher):
     """A live table and a progress bar on a terminal, from the records in the run folder."""
 
     def __init__(self, folder: Path, records: ComparisonRecords, total: int) -> None:
@@ -119,7 +119,7 @@ def watcher(folder: Path, records: ComparisonRecords, total: int, *, quiet: bool
     """The progress display for this stderr."""
     if quiet:
         return Watcher()
-    return LiveTable(folder, records, total) if sys.stderr.isatty() else PlainLines()
+    return ComparisonTable(folder, records, total) if sys.stderr.isatty() else ComparisonLines()
 
 
 def point_line(point: Point) -> str:

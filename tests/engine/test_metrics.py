@@ -17,7 +17,7 @@ from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.moments import Moments
-from specdec_cli.engine.round import Record
+from specdec_cli.engine.round import RoundRecord
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 
 # The names that scripts may rely on.
@@ -241,7 +241,7 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     }.values(),
 )
 def test_a_stage_ends_at_each_stamp(stamps: list[int], expected: tuple[int, ...]) -> None:
-    record = Record.empty(2, 3, torch.device("cpu"))
+    record = RoundRecord.empty(2, 3, torch.device("cpu"))
     record.stamps.copy_(torch.tensor(stamps) * 1_000_000)
     record.rows.fill_(-1)
     stages = ("draft", "broadcast", "verify", "sample", "commit")

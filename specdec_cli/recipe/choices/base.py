@@ -4,9 +4,13 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+from specdec_cli.recipe.choices.forms import DraftForm
+
+WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # a recipe's value by section and key, None where it has none
 
@@ -20,26 +24,15 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftForm:
-    """A kind of drafts that only one method runs.
-
-    noun: names one in messages. fits: whether a config.json describes one.
-    """
-
-    noun: str
-    fits: Callable[[Mapping[str, Any]], bool]
-
-
-@dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
-    model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
-    method. form: of its drafts; None for models that transformers knows. code: a plugin's
-    `methods.Method`.
+    """what: a few words for the recipe's reference. weights_from: where the method's weights are:
+    in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
+    from a recipe and the draft's name; None if vLLM has no such method. form: of its drafts; None
+    for models that transformers knows. code: a plugin's `methods.Method`.
     """
 
     what: str = ""
-    needs_draft: bool = False
+    weights_from: WeightsFrom = "none"
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
     form: DraftForm | None = None
     code: Any = None
