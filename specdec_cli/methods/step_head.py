@@ -21,7 +21,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import MethodBytes, MethodParts, RoundSize
 from specdec_cli.methods.chains import forecast_chains
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.heads.eagle3.description import HeadDescription
+from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.paged import PagedHead
 
 

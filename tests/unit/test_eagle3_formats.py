@@ -11,18 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.draft_form import with_method
-from specdec_cli.models.heads.eagle3.config import HeadConfig, read_head_config
-from specdec_cli.models.heads.eagle3.weights import (
-    EMBEDDING,
-    HEAD,
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.heads.checkpoint import (
     Borrowed,
-    HeadWeights,
     borrowed_by,
-    check_target,
     dummy_weights,
     read_weights,
-    shapes_of,
 )
+from specdec_cli.models.heads.description import check_target
+from specdec_cli.models.heads.eagle3.config import Eagle3Config, read_head_config
 from specdec_cli.recipe import Recipe, dump_recipe, load_recipe
 from tests.eagle3 import DIALECTS, Head, head_config, save_head
 from tests.support import CPU, save_tiny
@@ -35,7 +32,7 @@ WRITTEN = [
 ]
 
 
-def config_of(folder: Path, dialect: str = "safeailab", **changes: Any) -> HeadConfig:
+def config_of(folder: Path, dialect: str = "safeailab", **changes: Any) -> Eagle3Config:
     return read_head_config("a head", save_head(folder, Head(), dialect, **changes))
 
 
@@ -85,26 +82,26 @@ def test_published_forms(tmp_path: Path) -> None:
         "draft_vocab_size": 32000,
     }
     found = _read(tmp_path, llama)
-    assert found.rope == {"rope_type": "default", "rope_theta": 10000.0}
+    assert found.body.rope == {"rope_type": "default", "rope_theta": 10000.0}
     assert (found.num_aux, found.feature_layers(32)) == (3, (2, 16, 29))
-    assert (found.head_dim, found.dtype, found.feeds_norm) == (128, torch.float16, False)
+    assert (found.body.head_dim, found.dtype, found.feeds_norm) == (128, torch.float16, False)
     scaled = {
         "rope_theta": 500000.0,
         "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0},
     }
     found = _read(tmp_path, llama | scaled)
-    assert found.rope["rope_theta"] == 500000.0 and found.rope["rope_type"] == "llama3"
+    assert found.body.rope["rope_theta"] == 500000.0 and found.body.rope["rope_type"] == "llama3"
     older = {"rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert _read(tmp_path, llama | older).rope["rope_type"] == "linear"
+    assert _read(tmp_path, llama | older).body.rope["rope_type"] == "linear"
     # SpecForge, for QwQ: the target's type beside a class whose layers are llama's.
     specforge = llama | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen2"}
-    assert not _read(tmp_path, specforge).has_head_norms
+    assert not _read(tmp_path, specforge).body.has_head_norms
     with pytest.raises(SetupError, match=r"model_type is .qwen2"):
         _read(tmp_path, llama | {"model_type": "qwen2"})
     # nebius, for gpt-oss 20B.
     yarn = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "beta_fast": 32.0}
     nebius = {"truncated_vocab_size": 32000, "rope_theta": 150000, "rope_scaling": yarn}
-    assert _read(tmp_path, llama | nebius).rope == yarn | {"rope_theta": 150000.0}
+    assert _read(tmp_path, llama | nebius).body.rope == yarn | {"rope_theta": 150000.0}
     # Model-Optimizer: the base inside rope_scaling, and ids of layers' outputs.
     nested = {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -113,7 +110,7 @@ def test_published_forms(tmp_path: Path) -> None:
         "eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]},
     }
     found = _read(tmp_path, llama | nested)
-    assert found.feature_layers(32) == (2, 16, 29) and found.rope["rope_theta"] == 20000.0
+    assert found.feature_layers(32) == (2, 16, 29) and found.body.rope["rope_theta"] == 20000.0
     assert found.remarks and "eagle_config" in found.remarks[0]
     deepspec = {
         "architectures": ["Qwen3Eagle3Model"],
@@ -125,11 +122,11 @@ def test_published_forms(tmp_path: Path) -> None:
     }
     found = _read(tmp_path, llama | deepspec)
     assert found.feature_layers(36) == (2, 10, 18, 26, 34)
-    assert found.draft_vocab_size == 128256 and found.has_head_norms
+    assert found.draft_vocab_size == 128256 and found.body.has_head_norms
     assert found.num_target_layers == 36
 
 
-def _read(folder: Path, config: dict[str, Any]) -> HeadConfig:
+def _read(folder: Path, config: dict[str, Any]) -> Eagle3Config:
     (folder / "config.json").write_text(json.dumps(config))
     return read_head_config("a head", folder)
 
@@ -137,9 +134,9 @@ def _read(folder: Path, config: dict[str, Any]) -> HeadConfig:
 def test_windows_of_qwen3_have_to_be_switched_on(tmp_path: Path) -> None:
     """transformers' config forgets them otherwise, and speculators trains so."""
     config = head_config(Head(kind="qwen3", window=5), "speculators")
-    assert _read(tmp_path, config).windows == (5,)
+    assert _read(tmp_path, config).body.windows == (5,)
     del config["transformer_layer_config"]["use_sliding_window"]
-    assert _read(tmp_path, config).windows == (0,)
+    assert _read(tmp_path, config).body.windows == (0,)
 
 
 def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> None:
@@ -361,7 +358,7 @@ def test_pickled_weights_only_if_allowed(tmp_path: Path) -> None:
 def test_dummy_weights_have_every_shape(tmp_path: Path) -> None:
     config = read_head_config("a head", save_head(tmp_path, Head(draft_vocab=31), "safeailab"))
     one, other = (dummy_weights(config, torch.bfloat16, CPU) for _ in range(2))
-    assert {n: tuple(t.shape) for n, t in one.tensors.items()} == shapes_of(config)
+    assert {n: tuple(t.shape) for n, t in one.tensors.items()} == config.shapes()
     assert all(torch.equal(t, other.tensors[n]) for n, t in one.tensors.items())
     assert one.ids is not None and one.ids.unique().shape == (31,)
     assert 0 <= int(one.ids.min()) and int(one.ids.max()) < 97

@@ -6,17 +6,20 @@ target's config and adds `target_layer_ids`. Reads no weights.
 """
 
 import math
-from collections.abc import Mapping
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 
 from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.core.parallel import TensorParallel
+from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
+from specdec_cli.models.heads.base import EMBEDDING, HEAD
+from specdec_cli.models.heads.layers import LayerSettings
+from specdec_cli.models.weights import Part
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import first_line, shown
 
@@ -27,47 +30,31 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
+_MIDDLE = re.compile("^midlayer[.]")
+# What training leaves behind, and tables that follow from the config.
+_HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 _READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
 
 
 @dataclass(frozen=True, slots=True)
-class HeadConfig:
-    """A head's settings, by its config unless `overridden`.
+class Eagle3Config:
+    """A head's settings, by its config unless `overridden`; see `heads.base.HeadConfig`.
 
-    name: of the checkpoint, for messages. has_head_norms: whether queries and keys are normed, as
-    in qwen3. hidden_size: of the head. target_hidden_size: of the target. vocab_size: of the
-    target. draft_vocab_size: number of ids that the head can propose. activation: as
-    `ops.norm_gate_up` names it. rope: transformers' `rope_parameters`; the head's own, never the
-    target's. windows: sliding window of each layer, 0 for none. aux_ids: the config's ids of the
-    target's layers, None where it has none. counting: whether an id means a layer's input or its
-    output. norm_before_residual: whether the first residual is the normed hidden state.
-    norm_before_fc: whether one norm is applied to all features. fc_norm: whether each layer's
-    features have a norm of their own. feeds_norm: whether the next step is fed the hidden state
-    after the final norm. ties_head: whether the embedding serves as the head. is_wide: whether
-    every layer reads the embedding, and not the first one alone. num_target_layers: layers of the
-    target; None where the config does not say. dtype: of the checkpoint, None where it does not
-    say. remarks: conventions that tools read differently, and how they were read here.
+    body: of its layers. aux_ids: the config's ids of the target's layers, None where it has none.
+    counting: whether an id means a layer's input or its output. norm_before_residual: whether the
+    first residual is the normed hidden state. norm_before_fc: whether one norm is applied to all
+    features. fc_norm: whether each layer's features have a norm of their own. feeds_norm: whether
+    the next step is fed the hidden state after the final norm. ties_head: whether the embedding
+    serves as the head. is_wide: whether every layer reads the embedding, and not the first one
+    alone. dtype: of the checkpoint, None where it does not say.
     """
 
     name: str
     dialect: Dialect
-    has_head_norms: bool
-    hidden_size: int
+    body: LayerSettings
     target_hidden_size: int
     vocab_size: int
     draft_vocab_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    activation: str
-    eps: float
-    rope: Mapping[str, Any]
-    max_position_embeddings: int
-    windows: tuple[int, ...]
-    attention_bias: bool
-    mlp_bias: bool
     aux_ids: tuple[int, ...] | None
     counting: Counting
     norm_before_residual: bool
@@ -80,29 +67,73 @@ class HeadConfig:
     dtype: torch.dtype | None
     remarks: tuple[str, ...]
 
+    noun: ClassVar[str] = "EAGLE-3 head"
+    shift: ClassVar[int] = 1
+    carries: ClassVar[bool] = True
+
+    @property
+    def hidden_size(self) -> int:
+        return self.body.hidden_size
+
+    @property
+    def head_dim(self) -> int:
+        return self.body.head_dim
+
     @property
     def num_aux(self) -> int:
         """Number of the target's layers whose hidden states the head reads."""
         return _DEFAULT_NUM_AUX if self.aux_ids is None else len(self.aux_ids)
 
     @property
-    def cache_layers(self) -> list[LayerShape]:
-        """The entries of the head's cache."""
-        return [LayerShape(self.num_kv_heads, self.head_dim, self.head_dim)] * self.num_layers
+    def lends(self) -> frozenset[str]:
+        has_all_ids = self.draft_vocab_size == self.vocab_size
+        return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
 
-    def on(self, parallel: TensorParallel) -> Self:
-        """The settings of one rank's part: its heads, and its share of the MLP's width."""
-        size = parallel.size
-        return replace(
-            self,
-            num_heads=self.num_heads // size,
-            num_kv_heads=max(1, self.num_kv_heads // size),
-            intermediate_size=self.intermediate_size // size,
-        )
+    def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
+        return self.body.cache_layers(parallel)
 
     def reads_embedding(self, layer: int) -> bool:
         """Whether `layer` reads embedding and hidden state, 2 * hidden_size numbers."""
         return layer == 0 or self.is_wide
+
+    def renamed(self, name: str) -> str | None:
+        """The name that speculators and Model-Optimizer give a tensor. SafeAILab and SpecForge call
+        the first layer `midlayer`."""
+        own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
+        is_tied = own == HEAD and self.ties_head
+        return None if is_tied or _HARMLESS.search(own) else own
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        width = self.hidden_size
+        features = self.num_aux * self.target_hidden_size
+        found: dict[str, tuple[int, ...]] = {
+            "fc.weight": (width, features),
+            "norm.weight": (width,),
+            EMBEDDING: (self.vocab_size, width),
+        }
+        if not self.ties_head:
+            found[HEAD] = (self.draft_vocab_size, width)
+        if self.norm_before_fc:
+            found["input_norm.weight"] = (features,)
+        for index in range(self.num_aux if self.fc_norm else 0):
+            found[f"fc_norm.{index}.weight"] = (self.target_hidden_size,)
+        for layer in range(self.body.count):
+            is_wide = self.reads_embedding(layer)
+            found |= self.body.shapes(layer, width * (1 + is_wide))
+            if is_wide:
+                found[f"layers.{layer}.hidden_norm.weight"] = (width,)
+        return found
+
+    def products(self) -> list[list[str]]:
+        return [["fc.weight"], [EMBEDDING if self.ties_head else HEAD], *self.body.products()]
+
+    def parts(self, parallel: TensorParallel) -> dict[str, Part]:
+        return self.body.parts(self.name, self.shapes(), parallel)
+
+    def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
+        has_norms = self.norm_before_fc or self.fc_norm
+        features = self.num_aux * self.target_hidden_size if has_norms else 0
+        return self.body.row_numbers(parallel, gathers=gathers, fusing=features)
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that the head reads, in transformers' counting.
@@ -125,7 +156,7 @@ class HeadConfig:
         return found
 
 
-def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> HeadConfig:
+def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -> Eagle3Config:
     """The config with the layers that a recipe chooses, and a remark that says so.
 
     Raises `UsageError`, which names the key, for layers that head or target cannot have.
@@ -158,7 +189,7 @@ def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> 
     return config
 
 
-def read_head_config(name: str, folder: Path) -> HeadConfig:
+def read_head_config(name: str, folder: Path) -> Eagle3Config:
     """The settings of the head in `folder`.
 
     Raises `SetupError`, which names the key, for a config that is damaged, that describes no
@@ -189,7 +220,7 @@ class _Reader:
     dialect: Dialect
     raw: dict[str, Any]
 
-    def read(self) -> HeadConfig:
+    def read(self) -> Eagle3Config:
         self._refuse_other_kinds()
         body = self._body()
         hidden, heads = self._count(body, "hidden_size"), self._count(body, "num_attention_heads")
@@ -215,26 +246,27 @@ class _Reader:
         if ties_head and draft_vocab != vocab:
             raise self._bad("tie_word_embeddings", True, "the draft's vocabulary is another")
         aux_ids, counting = self._aux_ids()
-        return HeadConfig(
+        return Eagle3Config(
             name=self.name,
             dialect=self.dialect,
-            has_head_norms=body["model_type"] == "qwen3",
-            hidden_size=hidden,
+            body=LayerSettings(
+                hidden_size=hidden,
+                num_heads=heads,
+                num_kv_heads=kv_heads,
+                head_dim=head_dim,
+                intermediate_size=self._count(body, "intermediate_size"),
+                activation=_ACTIVATIONS[activation],
+                eps=self._eps(body),
+                rope=self._rope(body),
+                max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
+                windows=self._windows(body, layers),
+                attention_bias=bool(body.get("attention_bias", False)),
+                mlp_bias=bool(body.get("mlp_bias", False)),
+                has_head_norms=body["model_type"] == "qwen3",
+            ),
             target_hidden_size=self._count(self.raw, "target_hidden_size", hidden),
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
-            num_layers=layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=self._count(body, "intermediate_size"),
-            activation=_ACTIVATIONS[activation],
-            eps=self._eps(body),
-            rope=self._rope(body),
-            max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
-            windows=self._windows(body, layers),
-            attention_bias=bool(body.get("attention_bias", False)),
-            mlp_bias=bool(body.get("mlp_bias", False)),
             aux_ids=aux_ids,
             counting=counting,
             norm_before_residual=self._flag("norm_before_residual"),

@@ -1,12 +1,10 @@
-"""The tensors of an EAGLE-3 head: their names and shapes, read, checked or drawn at random.
+"""The tensors of a head: read, checked, borrowed from the target, or drawn at random.
 
-Names here are those of speculators and Model-Optimizer. SafeAILab and SpecForge call the first
-layer `midlayer`. Legend: H width of the head, Ht of the target, n layers of features, V vocabulary
-of the target, Vd of the draft.
+`HeadConfig.shapes` names them. A reduced vocabulary has two more: d2t, int64 [Vd], how far each id
+of the head lies from the target's, and t2d, bool [V], the ids of the target that it has.
 """
 
 import hashlib
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,31 +12,12 @@ import torch
 
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
-from specdec_cli.models.heads.eagle3.config import HeadConfig
-from specdec_cli.models.refusals import Indivisible
+from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
+from specdec_cli.models.heads.layers import SUMMED_BIAS
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import one_line
 
-EMBEDDING = "embed_tokens.weight"
-HEAD = "lm_head.weight"
-_MIDDLE = re.compile("^midlayer[.]")
-# What training leaves behind, and tables that follow from the config.
-_HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]|^t2d$")
-# Of products that ranks add up: only the first rank's pass adds them.
-SUMMED_BIAS = re.compile(r"[.](o_proj|down_proj)[.]bias$")
 _DUMMY_STD = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class HeadWeights:
-    """A head's weights on one device.
-
-    tensors: by name, see `shapes_of`. ids: int64 [Vd], the target's id of each id that the head
-    proposes; None where they are the same.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    ids: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,101 +33,11 @@ def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return tuple(source.shape) == shape and source.dtype == dtype
 
 
-def shapes_of(config: HeadConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of every weight of a head, those included that may be borrowed."""
-    width = config.hidden_size
-    features = config.num_aux * config.target_hidden_size
-    queries, keys = (n * config.head_dim for n in (config.num_heads, config.num_kv_heads))
-    found = {
-        "fc.weight": (width, features),
-        "norm.weight": (width,),
-        EMBEDDING: (config.vocab_size, width),
-    }
-    if not config.ties_head:
-        found[HEAD] = (config.draft_vocab_size, width)
-    if config.norm_before_fc:
-        found["input_norm.weight"] = (features,)
-    if config.fc_norm:
-        found |= {
-            f"fc_norm.{i}.weight": (config.target_hidden_size,) for i in range(config.num_aux)
-        }
-    for layer in range(config.num_layers):
-        reads = width * (2 if config.reads_embedding(layer) else 1)
-        own = {
-            "input_layernorm.weight": (width,),
-            "post_attention_layernorm.weight": (width,),
-            "self_attn.q_proj.weight": (queries, reads),
-            "self_attn.k_proj.weight": (keys, reads),
-            "self_attn.v_proj.weight": (keys, reads),
-            "self_attn.o_proj.weight": (width, queries),
-            "mlp.gate_proj.weight": (config.intermediate_size, width),
-            "mlp.up_proj.weight": (config.intermediate_size, width),
-            "mlp.down_proj.weight": (width, config.intermediate_size),
-        }
-        if config.reads_embedding(layer):
-            own["hidden_norm.weight"] = (width,)
-        if config.has_head_norms:
-            own |= {f"self_attn.{side}_norm.weight": (config.head_dim,) for side in "qk"}
-        for part, has_bias in (("attn", config.attention_bias), ("mlp", config.mlp_bias)):
-            if has_bias:
-                products = [n for n in own if n.endswith("proj.weight") and part in n]
-                own |= {f"{n.removesuffix('weight')}bias": own[n][:1] for n in products}
-        found |= {f"layers.{layer}.{name}": shape for name, shape in own.items()}
-    return found
-
-
-def parts_of(config: HeadConfig, parallel: TensorParallel) -> dict[str, Part]:
-    """This rank's parts of the weights that ranks share; the others are whole on every rank.
-
-    Attention is split by heads, the MLP by its inner width, and the matrix of logits by ids. Ranks
-    that outnumber the key and value heads hold the same ones. Raises `Indivisible` for sizes that
-    do not divide.
-    """
-    if parallel.size == 1:
-        return {}
-    size = parallel.size
-    if config.num_heads % size:
-        raise Indivisible(config.name, f"{config.num_heads} attention heads", size)
-    if config.num_kv_heads % size and size % config.num_kv_heads:
-        raise Indivisible(config.name, f"{config.num_kv_heads} key and value heads", size)
-    if config.intermediate_size % size:
-        raise Indivisible(config.name, f"MLP of width {config.intermediate_size}", size)
-    queries = parallel.share(config.num_heads * config.head_dim)
-    first = parallel.rank * config.num_kv_heads // size * config.head_dim
-    keys = first, first + max(1, config.num_kv_heads // size) * config.head_dim
-    inner = parallel.share(config.intermediate_size)
-    columns = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    columns |= {"gate_proj": inner, "up_proj": inner}
-    rows = {"o_proj": queries, "down_proj": inner}
-    found = {}
-    for name, shape in shapes_of(config).items():
-        product = name.split(".")[-2]
-        if product in columns:
-            found[name] = Part(0, *columns[product], shape)
-        elif product in rows and name.endswith("weight"):
-            found[name] = Part(1, *rows[product], shape)
-        elif name == HEAD:
-            found[name] = Part(0, *parallel.share(config.draft_vocab_size), shape)
-    return found
-
-
-def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
-    """Check that the head belongs to a target of these sizes.
-
-    Raises `SetupError`, which names the key, where it does not.
-    """
-    for key, ours, theirs in (
-        ("target_hidden_size", config.target_hidden_size, hidden_size),
-        ("vocab_size", config.vocab_size, vocab_size),
-        ("num_target_layers", config.num_target_layers or num_layers, num_layers),
-    ):
-        if ours != theirs:
-            raise SetupError(
-                f"the EAGLE-3 head {config.name} is for another target: its {key} is {ours}, and "
-                f"the target has {theirs}",
-                "heads are trained for one target",
-            )
-    config.feature_layers(num_layers)
+def held_shapes(config: HeadConfig, parallel: TensorParallel) -> dict[str, tuple[int, ...]]:
+    """The shape of this rank's part of every weight that it holds."""
+    parts, found = config.parts(parallel), config.shapes()
+    found |= {name: part.local_shape for name, part in parts.items()}
+    return {n: s for n, s in found.items() if parallel.is_first or not SUMMED_BIAS.search(n)}
 
 
 def borrowed_by(
@@ -164,7 +53,7 @@ def borrowed_by(
     """
     with open_checkpoint(folder, allow_pickle) as stored:
         found = _named(config, stored)
-    wanted = shapes_of(config)
+    wanted = config.shapes()
     _check_names(config, found, wanted, lent)
     for name in (lacking := wanted.keys() - found.keys()):
         _check_serves(config, name, _source(lent, name), wanted[name], dtype)
@@ -190,7 +79,7 @@ def read_weights(
     """
     with open_checkpoint(folder, allow_pickle) as stored:
         found = _named(config, stored)
-        wanted, parts = shapes_of(config), parts_of(config, parallel)
+        wanted, parts = config.shapes(), config.parts(parallel)
         _check_names(config, found, wanted, borrowed)
         tensors = {}
         for name, shape in wanted.items():
@@ -203,7 +92,8 @@ def read_weights(
                 _check_serves(config, name, source, part.local_shape, dtype)
                 tensors[name] = source.detach()
         ids = _target_ids(config, found)
-    return HeadWeights(tensors, None if ids is None else ids.to(device))
+    held = {name: tensors[name] for name in held_shapes(config, parallel)}
+    return HeadWeights(held, None if ids is None else ids.to(device))
 
 
 def dummy_weights(
@@ -218,8 +108,10 @@ def dummy_weights(
     borrowed: its embedding serves, as it does for most published heads. The ids of a reduced
     vocabulary are spread evenly over the target's.
     """
-    tensors, parts = dict[str, torch.Tensor](), parts_of(config, parallel)
-    for name, shape in shapes_of(config).items():
+    tensors = dict[str, torch.Tensor]()
+    shapes, parts = config.shapes(), config.parts(parallel)
+    for name in held_shapes(config, parallel):
+        shape = shapes[name]
         if name == EMBEDDING and borrowed and serves(borrowed.embedding, shape, dtype):
             tensors[name] = borrowed.embedding.detach()
         elif len(shape) == 1:
@@ -239,10 +131,11 @@ def dummy_weights(
 
 
 def _named(config: HeadConfig, stored: dict[str, Read]) -> dict[str, Read]:
-    """The tensors of a checkpoint by the names of `shapes_of`."""
+    """The tensors of a checkpoint by the names of `shapes`."""
     found: dict[str, Read] = {}
     for name, read in stored.items():
-        own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
+        if (own := config.renamed(name)) is None:
+            continue
         if own in found:
             raise _bad(config, f"{one_line(own)} is there twice, the second time as {name}")
         found[own] = read
@@ -256,19 +149,14 @@ def _check_names(
     borrowed: Borrowed | None,
 ) -> None:
     """Raise for tensors that are missing and cannot be borrowed, or are unknown."""
-    lendable = {EMBEDDING} if borrowed is not None else set()
-    if borrowed is not None and config.draft_vocab_size == config.vocab_size:
-        lendable.add(HEAD)
+    lendable = config.lends if borrowed is not None else frozenset[str]()
     missing = sorted(wanted.keys() - found.keys() - lendable)
     reduced = config.draft_vocab_size < config.vocab_size
     if reduced and "d2t" not in found:
         missing.append("d2t")
     if missing:
         raise _bad(config, f"{len(missing)} tensors are missing, first {missing[0]}")
-    unknown = [n for n in found.keys() - wanted.keys() - {"d2t"} if not _HARMLESS.search(n)]
-    if config.ties_head:
-        unknown = [n for n in unknown if n != HEAD]
-    if unknown:
+    if unknown := found.keys() - wanted.keys() - {"d2t", "t2d"}:
         first = one_line(min(unknown))
         raise _bad(config, f"{len(unknown)} tensors do not belong to it, first {first}")
 
@@ -329,6 +217,6 @@ def _target_ids(config: HeadConfig, found: dict[str, Read]) -> torch.Tensor | No
 
 def _bad(config: HeadConfig, problem: str) -> SetupError:
     return SetupError(
-        f"the weights of the EAGLE-3 head {config.name}: {problem}",
+        f"the weights of the {config.noun} {config.name}: {problem}",
         "config.json and the weights do not belong together, or a file is missing",
     )

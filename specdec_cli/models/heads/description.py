@@ -1,9 +1,7 @@
-"""An EAGLE-3 head before its weights are read: checks against its target, and memory.
-
-Legend: H width of the head, D features of an attention head, V ids of the target.
-"""
+"""A head before its weights are read: checks against its target, and memory. H: its width."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,27 +11,25 @@ from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
-from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
-from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
-from specdec_cli.models.heads.eagle3.weights import (
-    EMBEDDING,
-    HEAD,
-    SUMMED_BIAS,
+from specdec_cli.errors import SetupError
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
+from specdec_cli.models.heads.checkpoint import (
     Borrowed,
     borrowed_by,
-    check_target,
     dummy_weights,
-    parts_of,
+    held_shapes,
     read_weights,
     serves,
-    shapes_of,
 )
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
-from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
+
+# A head from settings of its own kind, weights, and the number of positions that it may use. All
+# ranks that share it make it together.
+Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +45,7 @@ class HeadDescription:
     spec: ModelSpec
     place: Path
     config: HeadConfig
+    make: Make
     dtype: torch.dtype
     device: torch.device
     max_len: int
@@ -59,7 +56,7 @@ class HeadDescription:
 
     @property
     def layers(self) -> list[LayerShape]:
-        return self.config.on(self.parallel).cache_layers
+        return self.config.cache_layers(self.parallel)
 
     @property
     def vocab_size(self) -> int:
@@ -72,13 +69,10 @@ class HeadDescription:
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
-        sizes = {name: math.prod(shape) for name, shape in shapes_of(config).items()}
-        parts = parts_of(config, self.parallel)
-        sizes |= {name: math.prod(part.local_shape) for name, part in parts.items()}
-        if not self.parallel.is_first:
-            sizes = {name: size for name, size in sizes.items() if not SUMMED_BIAS.search(name)}
+        shapes = held_shapes(config, self.parallel)
+        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
         numbers = 2 * self.max_len * config.head_dim
-        for names in products_of(config):
+        for names in config.products():
             count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
             if is_cpu:  # which holds a product in one form or two, and none in the embedding's
                 packed, plain = ops.forms_of(count, self.dtype)
@@ -109,26 +103,17 @@ class HeadDescription:
         return self.config.remarks
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache, and of the vector [H] that is carried with it."""
-        carried = self.config.hidden_size * self.dtype.itemsize
+        """Bytes of one block of its cache, and of the vector [H] that may be carried with it."""
+        carried = self.config.hidden_size * self.dtype.itemsize * self.config.carries
         return block_bytes(self.layers, block_size, self.dtype) + carried
 
     def pass_bytes(self, tokens: int, *, gathers: bool) -> int:
         """Bytes of the tensors that are alive at a pass's peak, beside its inputs.
 
-        gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
-        whose allocator then does not use attention's memory for the MLP.
+        gathers: see `HeadConfig.row_numbers`.
         """
-        config, width = self.config.on(self.parallel), self.config.hidden_size
-        mixed = config.num_heads * config.head_dim
-        qkv = mixed + 2 * config.num_kv_heads * config.head_dim
-        common = 2 * config.head_dim + 3 * width  # the embedding, it normed, the hidden state
-        attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
-        mlp = 2 * width + 3 * config.intermediate_size
-        features = config.num_aux * config.target_hidden_size
-        fusing = features if config.norm_before_fc or config.fc_norm else 0
-        layer = attention + mlp if gathers else max(attention, mlp)
-        return tokens * (common + max(layer, fusing)) * self.dtype.itemsize
+        row = self.config.row_numbers(self.parallel, gathers=gathers)
+        return tokens * row * self.dtype.itemsize
 
     def load(self, target: PagedModel, groups: Groups, block_size: int) -> PagedHead | None:
         """The head with its weights, over a cache of zero blocks; None on a rank without it.
@@ -151,7 +136,7 @@ class HeadDescription:
                 config, self.place, self.dtype, device, lent, self.spec.allow_pickle, ranks
             )
         cache = KVCache(self.layers, 0, block_size, self.dtype, device)
-        return PagedHead(Eagle3Head(config, weights, self.max_len, ranks), cache)
+        return PagedHead(self.make(config, weights, self.max_len, ranks), cache)
 
 
 def describe_head(
@@ -160,24 +145,25 @@ def describe_head(
     parallel: TensorParallel,
     target: Description,
     max_len: int,
-    keys: Eagle3Keys,
+    read: Callable[[str, Path, int], HeadConfig],
+    make: Make,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. max_len: positions that passes may use. keys: of the recipe.
+    parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
+    head by its name, its folder and the number of the target's layers.
 
-    Raises `SetupError`, which names the key or the tensor, where they do not fit, and `UsageError`
-    where the recipe's keys do not.
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, and what `read`
+    raises.
     """
     is_dummy = spec.load_format == "dummy"
     place = model_place(
         spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle
     )
-    config = read_head_config(spec.name, place)
-    parts_of(config, parallel)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
-    config = overridden(config, keys, num_layers)
+    config = read(spec.name, place, num_layers)
+    config.parts(parallel)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
     check_hidden_layers(target.module, layers)
@@ -189,7 +175,7 @@ def describe_head(
     is_apart = lent.head.shape != whole.shape and parallel.size != target.parallel.size
     lent = replace(lent, head=whole)
     if is_dummy:
-        is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
+        is_lent = serves(lent.embedding, config.shapes()[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
         borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
@@ -197,6 +183,7 @@ def describe_head(
         spec=spec,
         place=place,
         config=config,
+        make=make,
         dtype=dtype,
         device=device,
         max_len=max_len,
@@ -205,6 +192,25 @@ def describe_head(
         gathers_head=is_apart and HEAD in borrows,
         parallel=parallel,
     )
+
+
+def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Check that the head belongs to a target of these sizes.
+
+    Raises `SetupError`, which names the key, where it does not.
+    """
+    for key, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("num_target_layers", config.num_target_layers or num_layers, num_layers),
+    ):
+        if ours != theirs:
+            raise SetupError(
+                f"the {config.noun} {config.name} is for another target: its {key} is {ours}, and "
+                f"the target has {theirs}",
+                "heads are trained for one target",
+            )
+    config.feature_layers(num_layers)
 
 
 def _lent_by(module: Any) -> Borrowed:
