@@ -5,6 +5,7 @@ The reference is dense and keeps no cache: each step computes every row again, f
 """
 
 import json
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,8 @@ def random_tensors(head: Head) -> dict[str, Tensor]:
 def changed(config: Any, **changes: Any) -> Any:
     """A config of the product with other settings; rope: of its layers."""
     if "rope" in changes:
-        changes["body"] = replace(config.body, rope=changes.pop("rope"))
+        changes["body"] = copy(config.body)
+        changes["body"].rope_parameters = changes.pop("rope")
     return replace(config, **changes)
 
 

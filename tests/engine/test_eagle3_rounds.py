@@ -11,7 +11,8 @@ from specdec_cli.core.types import Request, SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.predict import with_recorded
 from specdec_cli.methods.step_head import StepHead
-from specdec_cli.models.heads.checkpoint import Borrowed, read_weights
+from specdec_cli.models.heads.base import EMBEDDING, HEAD
+from specdec_cli.models.heads.checkpoint import read_weights
 from specdec_cli.models.heads.description import check_target
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
@@ -52,10 +53,10 @@ def eagle_engine(
     layers = config.feature_layers(num_layers)
     model = paged_model(target, num_blocks, 4, fused=True, hidden_layers=layers)
     check_target(config, model.module.config.hidden_size, model.vocab_size, num_layers)
-    lent = Borrowed(
-        model.module.get_input_embeddings().weight.data,
-        model.module.get_output_embeddings().weight.data,
-    )
+    lent = {
+        EMBEDDING: model.module.get_input_embeddings().weight.data,
+        HEAD: model.module.get_output_embeddings().weight.data,
+    }
     weights = read_weights(config, folder, torch.float32, CPU, lent)
     cache = KVCache(config.cache_layers(), num_blocks, 4, torch.float32, CPU)
     head = PagedHead(Eagle3Head(config, weights, 256), cache)

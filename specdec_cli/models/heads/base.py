@@ -7,15 +7,18 @@ ids that the head can propose.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, cast
 
 import torch
 from specdec_kernels import ops
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.models.fused_layer import matrices
+from specdec_cli.models.heads.layers import layers_of
+from specdec_cli.models.tp import shard_layers
 from specdec_cli.models.weights import Part
 
 # The names that every head's embedding [V, H] and matrix of logits [Vd, H] get.
@@ -35,71 +38,99 @@ class HeadWeights:
     ids: Tensor | None
 
 
-class HeadConfig(Protocol):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadConfig:
     """The settings that a head's checkpoint, memory and cache follow from, whatever its kind.
 
-    name: of the checkpoint. noun: of its kind; both for messages. vocab_size: V. draft_vocab_size:
-    Vd. num_target_layers: None where the checkpoint does not say. head_dim: features that a rotary
-    embedding turns. shift: 1 where a row embeds the token that follows, 0 where it embeds its own.
-    carries: whether the first proposal is drawn from the output of the last true row, which is then
-    kept. lends: EMBEDDING, HEAD, where the target's may serve for a missing one. remarks:
+    name: of the checkpoint, for messages. body: transformers' config of its layers. windows:
+    sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
+    draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. remarks:
     conventions that tools read differently, and how they were read here.
+    noun: of the kind, for messages. shift: 1 where a row embeds the token that follows, 0 where it
+    embeds its own. carries: whether the output of the last true row is kept, for the first
+    proposal.
     """
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def noun(self) -> str: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def target_hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def draft_vocab_size(self) -> int: ...
-    @property
-    def num_target_layers(self) -> int | None: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def shift(self) -> int: ...
-    @property
-    def carries(self) -> bool: ...
-    @property
-    def lends(self) -> frozenset[str]: ...
-    @property
-    def remarks(self) -> tuple[str, ...]: ...
+    noun: ClassVar[str]
+    shift: ClassVar[int] = 1
+    carries: ClassVar[bool] = True
+
+    name: str
+    body: Any
+    windows: tuple[int, ...]
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    num_target_layers: int | None = None
+    remarks: tuple[str, ...] = ()
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that it reads, in transformers' counting.
 
         Raises `SetupError` for layers that the target does not have.
         """
-        ...
+        raise NotImplementedError
 
-    def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
-        """This rank's part of each entry of its cache."""
-        ...
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the weights outside its layers. Without HEAD the embedding serves as it."""
+        raise NotImplementedError
 
     def renamed(self, name: str) -> str | None:
         """The name in `shapes` of a checkpoint's tensor; None for one that is not needed."""
-        ...
+        return name
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of every weight of the whole head, those included that may be borrowed."""
-        ...
+    def width_read(self, layer: int) -> int:
+        """Numbers that q, k and v of a layer read."""
+        return self.hidden_size
+
+    @property
+    def numbers_fused(self) -> int:
+        """Numbers that `Head.fuse` makes of each row's features, beside its result."""
+        return 0
+
+    @property
+    def hidden_size(self) -> int:
+        """H."""
+        return int(self.body.hidden_size)
+
+    @property
+    def lends(self) -> frozenset[str]:
+        """The weights that the target's may serve for where the checkpoint has none."""
+        has_all_ids = self.draft_vocab_size == self.vocab_size
+        return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
+
+    def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
+        """This rank's part of each entry of its cache."""
+        heads = max(1, self.body.num_key_value_heads // parallel.size)
+        return [LayerShape(heads, self.body.head_dim, self.body.head_dim)] * len(self.windows)
+
+    def split(self, parallel: TensorParallel) -> tuple[nn.ModuleDict, dict[str, Part]]:
+        """This rank's layers on meta, and its parts of the weights that ranks share.
+
+        The others are whole on every rank. Raises `Indivisible` for sizes that do not divide.
+        """
+        body = layers_of(self.body, [self.width_read(i) for i in range(len(self.windows))])
+        if parallel.size == 1:
+            return body, {}
+        parts = shard_layers(body, self.body, self.cache_layers(), parallel, self.name)
+        if (shape := self.own_shapes().get(HEAD)) is not None:
+            parts[HEAD] = Part(0, *parallel.share(shape[0]), shape)
+        return body, parts
+
+    def shapes(self, parallel: TensorParallel = ALONE) -> dict[str, tuple[int, ...]]:
+        """The shape of this rank's part of every weight that it needs, also of borrowed ones."""
+        found, (body, parts) = self.own_shapes(), self.split(parallel)
+        found |= {name: parts[name].local_shape for name in found.keys() & parts.keys()}
+        return found | {name: tuple(p.shape) for name, p in body.named_parameters()}
 
     def products(self) -> list[list[str]]:
         """The names of the matrices that each of its products is made of."""
-        ...
-
-    def parts(self, parallel: TensorParallel) -> dict[str, Part]:
-        """This rank's parts of the weights that ranks share; the others are whole on every rank.
-
-        Raises `Indivisible` for sizes that do not divide.
-        """
-        ...
+        own, (body, _) = self.own_shapes(), self.split(ALONE)
+        found = [[n] for n, shape in own.items() if len(shape) == 2 and n != EMBEDDING]
+        names = {id(parameter): name for name, parameter in body.named_parameters()}
+        for layer in cast(nn.ModuleList, body["layers"]):
+            found += [[names[id(matrix)] for matrix in group] for group in matrices(layer)]
+        return found if HEAD in own else [*found, [EMBEDDING]]
 
     def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
         """Numbers that each row of a pass has at the pass's peak, beside its inputs.
@@ -107,7 +138,15 @@ class HeadConfig(Protocol):
         gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
         whose allocator then does not use attention's memory for the MLP.
         """
-        ...
+        (cached, *_), size = self.cache_layers(parallel), parallel.size
+        width, head_dim = self.hidden_size, self.body.head_dim
+        mixed = self.body.num_attention_heads // size * head_dim
+        qkv = mixed + 2 * cached.num_kv_heads * head_dim
+        common = 2 * head_dim + 3 * width  # the embedding, it normed, the hidden state
+        attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
+        mlp = 2 * width + 3 * (self.body.intermediate_size // size)
+        layer = attention + mlp if gathers else max(attention, mlp)
+        return int(common + max(layer, self.numbers_fused))
 
 
 class Head(Protocol):

@@ -5,27 +5,23 @@ of the head lies from the target's, and t2d, bool [V], the ids of the target tha
 """
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
 from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.heads.base import EMBEDDING, HeadConfig, HeadWeights
-from specdec_cli.models.heads.layers import SUMMED_BIAS
 from specdec_cli.models.weights import Part, Read, WrongShape, open_checkpoint
 from specdec_cli.text import one_line
 
 _DUMMY_STD = 0.02
 
 
-@dataclass(frozen=True, slots=True)
-class Borrowed:
-    """The target's weights that serve a head without its own: [V, Ht] each."""
-
-    embedding: torch.Tensor
-    head: torch.Tensor
+# Weights of the target that may serve a head without its own, by the head's names for them.
+Lent = Mapping[str, torch.Tensor]
 
 
 def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
@@ -33,18 +29,11 @@ def serves(source: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
     return tuple(source.shape) == shape and source.dtype == dtype
 
 
-def held_shapes(config: HeadConfig, parallel: TensorParallel) -> dict[str, tuple[int, ...]]:
-    """The shape of this rank's part of every weight that it holds."""
-    parts, found = config.parts(parallel), config.shapes()
-    found |= {name: part.local_shape for name, part in parts.items()}
-    return {n: s for n, s in found.items() if parallel.is_first or not SUMMED_BIAS.search(n)}
-
-
 def borrowed_by(
     config: HeadConfig,
     folder: Path,
     dtype: torch.dtype,
-    lent: Borrowed,
+    lent: Lent,
     allow_pickle: bool = False,
 ) -> frozenset[str]:
     """The weights that the checkpoint lacks and `lent`, which may be on meta, serves for.
@@ -56,7 +45,7 @@ def borrowed_by(
     wanted = config.shapes()
     _check_names(config, found, wanted, lent)
     for name in (lacking := wanted.keys() - found.keys()):
-        _check_serves(config, name, _source(lent, name), wanted[name], dtype)
+        _check_serves(config, name, lent[name], wanted[name], dtype)
     return frozenset(lacking)
 
 
@@ -65,55 +54,52 @@ def read_weights(
     folder: Path,
     dtype: torch.dtype,
     device: torch.device,
-    borrowed: Borrowed | None = None,
+    lent: Lent = MappingProxyType({}),
     allow_pickle: bool = False,
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
     """Read this rank's part of the weights of a head.
 
-    borrowed: serves where the checkpoint has no embedding, or no head; of the latter it holds this
-    rank's part.
+    lent: serves for what the checkpoint lacks; of a matrix of logits it has this rank's part.
 
     Raises `SetupError`, which names the tensor, for one that is missing, of another shape or
     dtype, or unknown, and for ids that the target does not have.
     """
     with open_checkpoint(folder, allow_pickle) as stored:
         found = _named(config, stored)
-        wanted, parts = config.shapes(), config.parts(parallel)
-        _check_names(config, found, wanted, borrowed)
+        wanted, (_, parts) = config.shapes(), config.split(parallel)
+        _check_names(config, found, wanted, lent)
         tensors = {}
-        for name, shape in wanted.items():
-            part = parts.get(name, Part(0, 0, shape[0], shape))
+        for name, shape in config.shapes(parallel).items():
             if name in found:
+                whole = wanted[name]
+                part = parts.get(name, Part(0, 0, whole[0], whole))
                 tensors[name] = _read(config, name, found[name], part).to(device, dtype)
             else:
-                assert borrowed is not None
-                source = _source(borrowed, name)
-                _check_serves(config, name, source, part.local_shape, dtype)
-                tensors[name] = source.detach()
+                _check_serves(config, name, lent[name], shape, dtype)
+                tensors[name] = lent[name].detach()
         ids = _target_ids(config, found)
-    held = {name: tensors[name] for name in held_shapes(config, parallel)}
-    return HeadWeights(held, None if ids is None else ids.to(device))
+    return HeadWeights(tensors, None if ids is None else ids.to(device))
 
 
 def dummy_weights(
     config: HeadConfig,
     dtype: torch.dtype,
     device: torch.device,
-    borrowed: Borrowed | None = None,
+    lent: Lent = MappingProxyType({}),
     parallel: TensorParallel = ALONE,
 ) -> HeadWeights:
     """This rank's part of random matrices, seeded by name, norms of one and biases of zero.
 
-    borrowed: its embedding serves, as it does for most published heads. The ids of a reduced
-    vocabulary are spread evenly over the target's.
+    lent: its embedding serves, as it does for most published heads. The ids of a reduced vocabulary
+    are spread evenly over the target's.
     """
     tensors = dict[str, torch.Tensor]()
-    shapes, parts = config.shapes(), config.parts(parallel)
-    for name in held_shapes(config, parallel):
+    shapes, (_, parts) = config.shapes(), config.split(parallel)
+    for name in config.shapes(parallel):
         shape = shapes[name]
-        if name == EMBEDDING and borrowed and serves(borrowed.embedding, shape, dtype):
-            tensors[name] = borrowed.embedding.detach()
+        if name == EMBEDDING in lent and serves(lent[name], shape, dtype):
+            tensors[name] = lent[name].detach()
         elif len(shape) == 1:
             fill = 0.0 if name.endswith("bias") else 1.0
             tensors[name] = torch.full(shape, fill, dtype=dtype, device=device)
@@ -146,11 +132,10 @@ def _check_names(
     config: HeadConfig,
     found: dict[str, Read],
     wanted: dict[str, tuple[int, ...]],
-    borrowed: Borrowed | None,
+    lent: Lent,
 ) -> None:
     """Raise for tensors that are missing and cannot be borrowed, or are unknown."""
-    lendable = config.lends if borrowed is not None else frozenset[str]()
-    missing = sorted(wanted.keys() - found.keys() - lendable)
+    missing = sorted(wanted.keys() - found.keys() - (config.lends & lent.keys()))
     reduced = config.draft_vocab_size < config.vocab_size
     if reduced and "d2t" not in found:
         missing.append("d2t")
@@ -159,10 +144,6 @@ def _check_names(
     if unknown := found.keys() - wanted.keys() - {"d2t", "t2d"}:
         first = one_line(min(unknown))
         raise _bad(config, f"{len(unknown)} tensors do not belong to it, first {first}")
-
-
-def _source(lent: Borrowed, name: str) -> torch.Tensor:
-    return lent.embedding if name == EMBEDDING else lent.head
 
 
 def _check_serves(

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,8 @@ from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
 from specdec_cli.models.heads.checkpoint import (
-    Borrowed,
     borrowed_by,
     dummy_weights,
-    held_shapes,
     read_weights,
     serves,
 )
@@ -69,9 +67,8 @@ class HeadDescription:
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
-        shapes = held_shapes(config, self.parallel)
-        sizes = {name: math.prod(shape) for name, shape in shapes.items()}
-        numbers = 2 * self.max_len * config.head_dim
+        sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        numbers = 2 * self.max_len * int(config.body.head_dim)
         for names in config.products():
             count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
             if is_cpu:  # which holds a product in one form or two, and none in the embedding's
@@ -121,12 +118,12 @@ class HeadDescription:
         All of the target's ranks have to call this, since their parts may be gathered.
         """
         device, config = self.device, self.config
-        lent = _lent_by(target.module) if self.borrows else None
-        if lent is not None and self.gathers_head:
+        lent = _lent_by(target.module)
+        if self.gathers_head:
             assert groups.target is not None
-            whole = groups.target.all_gather(lent.head.t(), config.vocab_size)
+            whole = groups.target.all_gather(lent[HEAD].t(), config.vocab_size)
             rows = slice(*self.parallel.share(config.vocab_size))
-            lent = replace(lent, head=whole.t()[rows].contiguous())
+            lent[HEAD] = whole.t()[rows].contiguous()
         if (ranks := groups.draft) is None:
             return None
         if self.spec.load_format == "dummy":
@@ -163,19 +160,19 @@ def describe_head(
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
     config = read(spec.name, place, num_layers)
-    config.parts(parallel)
+    config.split(parallel)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
     check_hidden_layers(target.module, layers)
     # The config's dtype is that of training; tools run a head in its target's.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
-    whole = lent.head.new_empty(target.vocab_size, lent.head.shape[1])
+    whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
     # Where as many ranks share both models, each of them holds the part that it needs.
-    is_apart = lent.head.shape != whole.shape and parallel.size != target.parallel.size
-    lent = replace(lent, head=whole)
+    is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
+    lent[HEAD] = whole
     if is_dummy:
-        is_lent = serves(lent.embedding, config.shapes()[EMBEDDING], dtype)
+        is_lent = serves(lent[EMBEDDING], config.shapes()[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
         borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
@@ -213,7 +210,7 @@ def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_laye
     config.feature_layers(num_layers)
 
 
-def _lent_by(module: Any) -> Borrowed:
+def _lent_by(module: Any) -> dict[str, torch.Tensor]:
     """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
-    return Borrowed(inputs.weight.data, outputs.weight.data)
+    return {EMBEDDING: inputs.weight.data, HEAD: outputs.weight.data}

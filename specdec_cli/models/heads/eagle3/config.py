@@ -11,20 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
-
-from specdec_cli.core.kv_cache import LayerShape
-from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
-from specdec_cli.models.heads.base import EMBEDDING, HEAD
-from specdec_cli.models.heads.layers import LayerSettings
-from specdec_cli.models.weights import Part
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig
+from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import first_line, shown
 
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-_BODIES = ("llama", "qwen3")
+_ACTIVATIONS = {a: a for a in ("silu", "gelu_pytorch_tanh")} | {"swish": "silu"}
 # The tables of other kinds depend on the longest position of a batch.
 _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
@@ -36,25 +30,20 @@ _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
 _READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
 
 
-@dataclass(frozen=True, slots=True)
-class Eagle3Config:
-    """A head's settings, by its config unless `overridden`; see `heads.base.HeadConfig`.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Eagle3Config(HeadConfig):
+    """A head's settings, by its config unless `overridden`.
 
-    body: of its layers. aux_ids: the config's ids of the target's layers, None where it has none.
-    counting: whether an id means a layer's input or its output. norm_before_residual: whether the
-    first residual is the normed hidden state. norm_before_fc: whether one norm is applied to all
-    features. fc_norm: whether each layer's features have a norm of their own. feeds_norm: whether
-    the next step is fed the hidden state after the final norm. ties_head: whether the embedding
-    serves as the head. is_wide: whether every layer reads the embedding, and not the first one
-    alone. dtype: of the checkpoint, None where it does not say.
+    aux_ids: the config's ids of the target's layers, None where it has none. counting: whether an
+    id means a layer's input or its output. norm_before_residual: whether the first residual is the
+    normed hidden state. norm_before_fc: whether one norm is applied to all features. fc_norm:
+    whether each layer's features have a norm of their own. feeds_norm: whether the next step is fed
+    the hidden state after the final norm. ties_head: whether the embedding serves as the head.
+    is_wide: whether every layer reads the embedding, and not the first one alone.
     """
 
-    name: str
-    dialect: Dialect
-    body: LayerSettings
-    target_hidden_size: int
-    vocab_size: int
-    draft_vocab_size: int
+    noun: ClassVar[str] = "EAGLE-3 head"
+
     aux_ids: tuple[int, ...] | None
     counting: Counting
     norm_before_residual: bool
@@ -63,21 +52,6 @@ class Eagle3Config:
     feeds_norm: bool
     ties_head: bool
     is_wide: bool
-    num_target_layers: int | None
-    dtype: torch.dtype | None
-    remarks: tuple[str, ...]
-
-    noun: ClassVar[str] = "EAGLE-3 head"
-    shift: ClassVar[int] = 1
-    carries: ClassVar[bool] = True
-
-    @property
-    def hidden_size(self) -> int:
-        return self.body.hidden_size
-
-    @property
-    def head_dim(self) -> int:
-        return self.body.head_dim
 
     @property
     def num_aux(self) -> int:
@@ -85,30 +59,25 @@ class Eagle3Config:
         return _DEFAULT_NUM_AUX if self.aux_ids is None else len(self.aux_ids)
 
     @property
-    def lends(self) -> frozenset[str]:
-        has_all_ids = self.draft_vocab_size == self.vocab_size
-        return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
+    def numbers_fused(self) -> int:
+        has_norms = self.norm_before_fc or self.fc_norm
+        return self.num_aux * self.target_hidden_size if has_norms else 0
 
-    def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
-        return self.body.cache_layers(parallel)
-
-    def reads_embedding(self, layer: int) -> bool:
-        """Whether `layer` reads embedding and hidden state, 2 * hidden_size numbers."""
-        return layer == 0 or self.is_wide
+    def width_read(self, layer: int) -> int:
+        """Twice H for a layer that reads embedding and hidden state."""
+        return self.hidden_size * (2 if layer == 0 or self.is_wide else 1)
 
     def renamed(self, name: str) -> str | None:
-        """The name that speculators and Model-Optimizer give a tensor. SafeAILab and SpecForge call
-        the first layer `midlayer`."""
+        """As speculators and Model-Optimizer name it. SafeAILab and SpecForge call the first layer
+        `midlayer`."""
         own = _MIDDLE.sub("layers.0.", name.removeprefix("model."))
         is_tied = own == HEAD and self.ties_head
         return None if is_tied or _HARMLESS.search(own) else own
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        width = self.hidden_size
-        features = self.num_aux * self.target_hidden_size
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        width, features = self.hidden_size, self.num_aux * self.target_hidden_size
         found: dict[str, tuple[int, ...]] = {
             "fc.weight": (width, features),
-            "norm.weight": (width,),
             EMBEDDING: (self.vocab_size, width),
         }
         if not self.ties_head:
@@ -117,23 +86,10 @@ class Eagle3Config:
             found["input_norm.weight"] = (features,)
         for index in range(self.num_aux if self.fc_norm else 0):
             found[f"fc_norm.{index}.weight"] = (self.target_hidden_size,)
-        for layer in range(self.body.count):
-            is_wide = self.reads_embedding(layer)
-            found |= self.body.shapes(layer, width * (1 + is_wide))
-            if is_wide:
+        for layer in range(len(self.windows)):
+            if self.width_read(layer) > width:
                 found[f"layers.{layer}.hidden_norm.weight"] = (width,)
         return found
-
-    def products(self) -> list[list[str]]:
-        return [["fc.weight"], [EMBEDDING if self.ties_head else HEAD], *self.body.products()]
-
-    def parts(self, parallel: TensorParallel) -> dict[str, Part]:
-        return self.body.parts(self.name, self.shapes(), parallel)
-
-    def row_numbers(self, parallel: TensorParallel, *, gathers: bool) -> int:
-        has_norms = self.norm_before_fc or self.fc_norm
-        features = self.num_aux * self.target_hidden_size if has_norms else 0
-        return self.body.row_numbers(parallel, gathers=gathers, fusing=features)
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that the head reads, in transformers' counting.
@@ -205,7 +161,7 @@ def read_head_config(name: str, folder: Path) -> Eagle3Config:
         )
     try:
         return _Reader(name, dialect, raw).read()
-    except (TypeError, ValueError, AttributeError) as problem:
+    except (TypeError, ValueError, AttributeError, LookupError) as problem:
         raise SetupError(
             f"cannot read config.json of the EAGLE-3 head {name}: {first_line(problem)}",
             "it is damaged or was edited: a key has a value of another kind",
@@ -246,27 +202,31 @@ class _Reader:
         if ties_head and draft_vocab != vocab:
             raise self._bad("tie_word_embeddings", True, "the draft's vocabulary is another")
         aux_ids, counting = self._aux_ids()
+        # transformers would refuse heads that do not divide the width.
+        layer = CONFIGS[body["model_type"]](
+            hidden_size=heads * head_dim,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            head_dim=head_dim,
+            intermediate_size=self._count(body, "intermediate_size"),
+            hidden_act=_ACTIVATIONS[activation],
+            rms_norm_eps=self._eps(body),
+            rope_parameters=self._rope(body),
+            max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
+            attention_bias=bool(body.get("attention_bias", False)),
+            mlp_bias=bool(body.get("mlp_bias", False)),
+        )
+        layer.hidden_size = hidden
         return Eagle3Config(
             name=self.name,
-            dialect=self.dialect,
-            body=LayerSettings(
-                hidden_size=hidden,
-                num_heads=heads,
-                num_kv_heads=kv_heads,
-                head_dim=head_dim,
-                intermediate_size=self._count(body, "intermediate_size"),
-                activation=_ACTIVATIONS[activation],
-                eps=self._eps(body),
-                rope=self._rope(body),
-                max_position_embeddings=self._count(body, "max_position_embeddings", 2048),
-                windows=self._windows(body, layers),
-                attention_bias=bool(body.get("attention_bias", False)),
-                mlp_bias=bool(body.get("mlp_bias", False)),
-                has_head_norms=body["model_type"] == "qwen3",
-            ),
+            body=layer,
+            windows=self._windows(body, layers),
             target_hidden_size=self._count(self.raw, "target_hidden_size", hidden),
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
+            num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
+            remarks=tuple(self._remarks()),
             aux_ids=aux_ids,
             counting=counting,
             norm_before_residual=self._flag("norm_before_residual"),
@@ -275,9 +235,6 @@ class _Reader:
             feeds_norm=self._flag("norm_output"),
             ties_head=ties_head,
             is_wide=self.dialect == "deepspec",
-            num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
-            dtype=self._dtype(body),
-            remarks=tuple(self._remarks()),
         )
 
     def _refuse_other_kinds(self) -> None:
@@ -300,10 +257,10 @@ class _Reader:
         kind = body.get("model_type", "llama")
         # SpecForge's configs for phi4 and QwQ give the target's type; the class has llama layers.
         classes = self.raw.get("architectures") or ()
-        if kind not in _BODIES and body is self.raw and "LlamaForCausalLMEagle3" in classes:
+        if kind not in CONFIGS and body is self.raw and "LlamaForCausalLMEagle3" in classes:
             kind = "llama"
-        if kind not in _BODIES:
-            raise self._bad("model_type", kind, f"{' and '.join(_BODIES)} are built")
+        if kind not in CONFIGS:
+            raise self._bad("model_type", kind, f"{' and '.join(CONFIGS)} are built")
         return body | {"model_type": kind}
 
     def _aux_ids(self) -> tuple[tuple[int, ...] | None, Counting]:
@@ -361,14 +318,6 @@ class _Reader:
         if not isinstance(eps, int | float) or not 0 <= eps < 1:
             raise self._bad("rms_norm_eps", eps, "it has to be a small number")
         return float(eps)
-
-    def _dtype(self, body: dict[str, Any]) -> torch.dtype | None:
-        for settings in (self.raw, body):
-            named = settings.get("dtype") or settings.get("torch_dtype")
-            found = getattr(torch, str(named).removeprefix("torch."), None)
-            if isinstance(found, torch.dtype):
-                return found
-        return None
 
     def _remarks(self) -> list[str]:
         found = []

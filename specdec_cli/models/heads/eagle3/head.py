@@ -18,6 +18,7 @@ from specdec_cli.core.parallel import ALONE, TensorParallel
 from specdec_cli.models.fused_stack import FusedStack, storages_of
 from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
 from specdec_cli.models.heads.eagle3.config import Eagle3Config
+from specdec_cli.models.heads.layers import fused_layers, rotary_table
 from specdec_cli.models.split_products import SplitProducts
 
 
@@ -47,13 +48,12 @@ class Eagle3Head:
         self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(count)]
         rows = slice(*parallel.share(config.draft_vocab_size))
         self.head = ops.pack_weight(tensors[EMBEDDING][rows] if config.ties_head else tensors[HEAD])
-        body, device = config.body, self.embedding.device
-        self.cos, self.sin = body.rotary_table(dtype, device, max_len)
-        norms = [f"layers.{index}.hidden_norm.weight" for index in range(body.count)]
+        self.cos, self.sin = rotary_table(config.body, dtype, self.embedding.device, max_len)
+        norms = [f"layers.{index}.hidden_norm.weight" for index in range(len(config.windows))]
         self.hidden_norms = [tensors.get(name) for name in norms]
-        sizes = config.hidden_size, config.draft_vocab_size
-        split = SplitProducts.over(parallel, *sizes, dtype)
-        self.stack = FusedStack(body.fused(tensors), split)
+        split = SplitProducts.over(parallel, config.hidden_size, config.draft_vocab_size, dtype)
+        body, _ = config.split(parallel)
+        self.stack = FusedStack(fused_layers(body, config.body, config.windows, tensors), split)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +68,7 @@ class Eagle3Head:
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states [T, H] from the target's features [T, F]."""
-        eps, features = self.config.body.eps, features.to(self.dtype)
+        eps, features = self.config.body.rms_norm_eps, features.to(self.dtype)
         if self.input_norm is not None:
             features = ops.rms_norm(features, self.input_norm, eps)
         if self.fc_norms:
@@ -112,7 +112,9 @@ class Eagle3Head:
 
     def normed(self, hidden: Tensor) -> ops.Normed:
         """The result of `__call__`, made again from its hidden states [T, H]."""
-        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.config.body.eps), None, 0.0)
+        return ops.Normed(
+            hidden, ops.rms_norm(hidden, self.norm, self.config.body.rms_norm_eps), None, 0.0
+        )
 
     def logits(self, x: ops.Normed) -> Tensor:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
