@@ -173,6 +173,7 @@ def comparison_point(
     target_tp: int, draft_tp: int | None, batch_size: int, figures: Record, plain: Record
 ) -> Record:
     gain = figures["decode_tokens_per_second"] / plain["decode_tokens_per_second"]
+    figures["broadcast_ms"] = 0.0 if draft_tp is None else 0.04 * target_tp
     return {
         "target_tp": target_tp,
         "draft_tp": draft_tp,
@@ -180,7 +181,7 @@ def comparison_point(
         "batch_size": batch_size,
         "status": "ok",
         "metrics": figures,
-        "broadcast_ms": 0.0 if draft_tp is None else 0.04 * target_tp,
+        "broadcast_ms": figures["broadcast_ms"],
         "num_blocks": 4000 + 10 * target_tp,
         "blocks_per_rank": [4000 + 10 * target_tp] * target_tp,
         "speedup": gain,

@@ -113,7 +113,7 @@ def main() -> None:
         how = "that the target's rounds read" if is_counted else "of uniform choices"
         print(f"floors count the experts {how}")
     columns = "| batch | k | rounds | tokens a round | draft ms | verify ms | sample ms "
-    columns += "| round ms | tokens/s | x k = 0 | experts | x floor |"
+    columns += "| commit ms | round ms | tokens/s | x k = 0 | experts | x floor |"
     print(columns)
     print("|" + "---|" * columns.count(" |"))
     rows = []
@@ -137,6 +137,7 @@ def main() -> None:
             print(
                 f"| {batch_size} | {k} | {sum(m.num_rounds for m in found)} | {length:.2f} "
                 f"| {middle.draft_ms:.2f} | {middle.verify_ms:.2f} | {middle.sample_ms:.3f} "
+                f"| {middle.commit_ms:.3f} "
                 f"| {statistics.median(ms):.2f} ({ms[0]:.2f} – {ms[-1]:.2f}) | {speed:.0f} "
                 f"| {speed / plain if plain else 0:.2f} "
                 f"| {'' if read is None else f'{read:.1f}'} "

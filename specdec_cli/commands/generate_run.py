@@ -260,7 +260,6 @@ def _summarise(
         baseline(engine, job, outputs) if engine is not None and compared else None,
         _remarks(job),
         tinted=not as_json and shows_live_text(job) and has_colour(sys.stdout),
-        is_split=ready.recipe.target.tensor_parallel_size > 1,
     )
 
 
@@ -274,4 +273,4 @@ def _remarks(job: Job) -> list[str]:
         found.append("random weights: the text means nothing")
     elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
-    return [*found, *plan.draft_remarks]
+    return [*found, *(reading.told for reading in plan.readings)]

@@ -258,7 +258,8 @@ class RoundCache:
         ks = parts.policy.lengths(k) if k else (0,)
         # The largest first: the smaller ones then fit into the memory it reserved.
         counts = reversed(slot_counts(self.batch_size))
-        states = [BatchState(count, columns, device, texts) for count in counts]
+        tail = parts.proposer.tail if parts.proposer is not None else 2
+        states = [BatchState(count, columns, device, texts, tail) for count in counts]
         if self.is_captured:
             begin_stage("compiling the kernels of rounds")
             compile_ahead(partial(_run_each, parts, states, ks), device)

@@ -7,7 +7,6 @@ the next round draws its first proposal. Each further proposal takes a pass over
 reads the output of the row before.
 """
 
-import sys
 from collections.abc import Sequence as Values
 
 import torch
@@ -18,23 +17,21 @@ from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
-from specdec_cli.methods.base import MethodBytes, MethodParts, RoundSize
+from specdec_cli.methods.base import MethodBytes, MethodParts, Proposer, RoundSize
 from specdec_cli.methods.chains import forecast_chains
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.heads.description import HeadDescription
 from specdec_cli.models.heads.paged import PagedHead
 
 
-class StepHead:
+class StepHead(Proposer):
     """Draws k tokens a sequence from the head.
 
     head: None on a rank that holds no part of it, which takes rank 0's proposals. feature_layers:
     hidden states of the target that it reads. max_len: positions that it may use.
     """
 
-    needs_text = False
-    # `commit` writes the rows of every round, even of one without proposals: nothing is missing.
-    max_lag = sys.maxsize
+    # `commit` writes the rows of every round, even of one without proposals: no `max_lag`.
+    is_paged = True
 
     def __init__(
         self, head: PagedHead | None, feature_layers: tuple[int, ...], max_len: int
@@ -79,10 +76,6 @@ class StepHead:
         x = self.head.forward_slots(rows, state, target.features, fused=False)
         self.head.carry_on(state, x.hidden.view(*verdict.token_ids.shape, -1), accepted)
 
-    def kv_after(self, n: int, k: int, accepted: int) -> int:
-        """`commit` has written a row for each token but the last."""
-        return n + accepted
-
     def forecast(
         self,
         teacher: Teacher,
@@ -92,9 +85,6 @@ class StepHead:
         params: SamplingParams,
     ) -> Forecast:
         return forecast_chains(teacher, self.head, self.max_len, prompt, output, k, params)
-
-    def check(self) -> None:
-        pass
 
     def clear(self) -> None:
         if self.head is not None:
@@ -108,18 +98,15 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def forecast_bytes(size: RoundSize) -> MethodBytes:
-    """The head's passes, and its logits: of one step over its own ids, or, if tokens are drawn, of
+    """The pass of `commit`, and logits: of one step over its own ids, or, if tokens are drawn, of
     every step over the target's and all of them stacked."""
     if size.draft is None:
         return MethodBytes()
-    assert isinstance(size.draft, HeadDescription)
     batch_size = size.batch_size
     logits = 2 * batch_size * size.draft.vocab_size
     if not size.is_greedy:
         logits = 2 * size.k * batch_size * size.vocab_size
     drafting = logits * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(batch_size * (size.k + 1), gathers=False)
-    return MethodBytes(
-        in_round=drafting + committing if size.is_cuda else max(drafting, committing),
-        in_prefill=size.draft.pass_bytes(size.chunk, gathers=size.is_cuda),
-    )
+    committing = size.draft.pass_bytes(batch_size * (size.k + 1), 0, gathers=False)
+    both = drafting + committing if size.is_cuda else max(drafting, committing)
+    return MethodBytes(in_round=both)

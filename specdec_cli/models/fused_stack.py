@@ -92,6 +92,7 @@ def storages_of(held: list[Any]) -> dict[int, int]:
     """Bytes of each block of memory that `held` holds, by its address or another number."""
     packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
     plain = [*held, *(weight.plain for weight in packed)]
+    plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]
     pieces = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
     found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
     return found | {id(weight): weight.num_bytes for weight in packed}
@@ -110,15 +111,10 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
     turns = list(zip(cos.chunk(num_turns, 1), sin.chunk(num_turns, 1), strict=True))
 
     def attend(layer: FusedLayer, qkv: Tensor, cache: KVCache, batch: ForwardBatch) -> Tensor:
-        lengths = batch.block_tables, batch.query_start, batch.context_lens
+        lengths = batch.block_tables, batch.query_start, batch.context_lens, batch.max_query_len
         return ops.rope_attention(
             *(qkv, *turns[layer.turn], *cache.layers[layer.index], batch.slots, *lengths),
-            max_query_len=batch.max_query_len,
-            query_norm=layer.query_norm,
-            key_norm=layer.key_norm,
-            eps=layer.eps,
-            chunks=batch.chunks,
-            **layer.call,
+            *(layer.call, layer.query_norm, layer.key_norm, layer.eps, batch.chunks),
         )
 
     if (plan := batch.plan) is None:
@@ -135,6 +131,6 @@ def _attention_of(batch: ForwardBatch, cos: Tensor, sin: Tensor, num_turns: int)
             qkv, rotations[layer.turn], kv_heads, head_dim, *norms
         )
         ops.write_kv(key, value, *caches, batch.slots)
-        return ops.gather_attention(query, *caches, plan, **layer.call).view(qkv.shape[0], -1)
+        return ops.gather_attention(query, *caches, plan, layer.call).view(qkv.shape[0], -1)
 
     return attend_by_plan

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.folders.records import (
     Arm,
     BreakEven,
@@ -157,8 +157,8 @@ def _proposing(point: Point) -> float | None:
 
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
-    shown = [s for s in STAGES if any((p.number(f"{s}_ms") or 0.0) > 0 for p in run.points)]
-    cells = [figure(part, 3, "ms", f"{part}_ms") for part in (*shown, "round")]
+    stages = stages_in(p.metrics for p in run.points)
+    cells = [figure(part, 3, "ms", f"{part}_ms") for part in (*stages, "round")]
     cells.append((Column("95 % interval", 0), lambda p: span_of(p, p.round_ms_ci)))
     cells.append(figure("prefill", 2, "ms", "prefill_ms"))
     if counts_experts(run):

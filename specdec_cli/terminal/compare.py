@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import STAGES, stages_in
 from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import Pair
 from specdec_cli.experiment.compare.verdict import summary_lines
@@ -31,7 +31,6 @@ from specdec_cli.terminal import render
 
 _SETTING = ("target TP", "draft TP", "batch")
 _SPEED = ("tokens/s", "x k = 0", "x equal TP", "tokens a round")
-_TIMES = tuple(f"{stage} ms" for stage in (*STAGES, "round"))
 
 
 class PlainLines(Watcher):
@@ -133,7 +132,7 @@ def point_line(point: Point) -> str:
     line = f"{name}: {metrics.decode_tokens_per_second:.1f} tokens/s"
     if point.k and point.speedup is not None:
         line += f", {point.speedup:.2f}x k = 0"
-    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in STAGES)
+    stages = ", ".join(f"{stage} {metrics.stage_ms(stage):.2f}" for stage in stages_in([metrics]))
     return f"{line}, round {metrics.round_ms:.2f} ms ({stages})"
 
 
@@ -160,12 +159,13 @@ def results_tables(points: Sequence[Point], width: int) -> list[Table]:
     The times of rounds get a table of their own if one table would be wider than `width`.
     """
     shown = [point for point in points if point.status != "skipped"]
-    whole = _table(shown, (*_SETTING, *_SPEED, *_TIMES, "blocks"))
+    timed = [point for point in shown if point.metrics is not None]
+    times = [f"{s} ms" for s in (*stages_in(p.metrics for p in timed), "round")]
+    whole = _table(shown, (*_SETTING, *_SPEED, *times, "blocks"))
     if render.table_width(whole).maximum <= width:
         return [whole]
-    timed = [point for point in shown if point.metrics is not None]
     speeds = _table(shown, (*_SETTING, *_SPEED, "blocks"), is_narrow=True)
-    return [speeds, *([_table(timed, (*_SETTING, *_TIMES), is_narrow=True)] if timed else [])]
+    return [speeds, *([_table(timed, (*_SETTING, *times), is_narrow=True)] if timed else [])]
 
 
 def _table(points: Sequence[Point], headings: Sequence[str], *, is_narrow: bool = False) -> Table:

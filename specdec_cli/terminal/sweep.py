@@ -13,7 +13,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES
+from specdec_cli.core.figures import STAGES, stages_in
 from specdec_cli.experiment.folders.records import (
     Arm,
     CategoryComparison,
@@ -47,7 +47,7 @@ _HEADINGS = (
 )
 # Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
-    *(_TIMES[part] for part in ("sample", "broadcast", "verify", "draft", "round")),
+    *(_TIMES[part] for part in ("sample", "broadcast", "commit", "verify", "draft", "round")),
     _EVEN,
     "predicted",
     "accepted",
@@ -180,8 +180,7 @@ def point_line(point: Point) -> str:
 def print_results(document: Mapping[str, Any]) -> None:
     """Print the table of points and the recommendation on stdout."""
     out = render.console_of_results()
-    is_split = document["recipe"]["target"]["tensor_parallel_size"] > 1
-    table, left_out = results_table(document["points"], out.width, is_split=is_split)
+    table, left_out = results_table(document["points"], out.width)
     out.print(table, soft_wrap=False)
     if left_out:
         render.say(f"left out on this narrow terminal: {', '.join(left_out)}", out)
@@ -226,13 +225,10 @@ def _first_token_line(
     return f"first token, means: {'; '.join(shown)}" if shown else None
 
 
-def results_table(
-    points: Sequence[Point], width: int, *, is_split: bool = False
-) -> tuple[Table, list[str]]:
+def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]]:
     """The table of points, and the columns that were left out.
 
-    Draft and batch size are columns only if there are several. is_split: whether the target has
-    several ranks, so that there are broadcasts.
+    Draft and batch size are columns only if there are several, see `stages_in` for stages.
     """
     columns: dict[str, list[str]] = {}
     if has_several_drafts(points):
@@ -241,8 +237,8 @@ def results_table(
         columns["batch"] = [str(p.batch_size) for p in points]
     cells = [_cells(point) for point in points]
     columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
-    if not is_split:
-        del columns[_TIMES["broadcast"]]
+    for stage in {*STAGES} - {*stages_in(p.metrics for p in points)}:
+        del columns[_TIMES[stage]]
     if not any(columns[_PROPOSING]):
         del columns[_PROPOSING], columns[_OVERALL]
     if not any(columns[_EVEN]):  # of k = 0 alone

@@ -2,6 +2,8 @@
 
 import json
 import math
+import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,11 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_cli.core.candidates import Verdict
 from specdec_cli.core.figures import Acceptance, Spread
 from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.moments import Moments
+from specdec_cli.engine.round import Record
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 
 # The names that scripts may rely on.
@@ -33,6 +37,7 @@ TIME_NAMES = {
     "broadcast_ms",
     "verify_ms",
     "sample_ms",
+    "commit_ms",
     "round_ms",
     "prefill_ms",
     "decode_seconds",
@@ -218,12 +223,48 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
     assert all((s.ttft_ms or 0.0) > 0.0 for s in result.seqs), "from the first admission"
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
-    stages = metrics.draft_ms + metrics.broadcast_ms + metrics.verify_ms + metrics.sample_ms
-    assert 0 < stages <= metrics.round_ms
+    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms, metrics.commit_ms]
+    assert 0 < sum(stages) <= metrics.round_ms and metrics.broadcast_ms == 0
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
     decoded = metrics.num_output_tokens - metrics.num_tokens_from_prefill
     assert metrics.decode_tokens_per_second == pytest.approx(decoded / metrics.decode_seconds)
+
+
+@pytest.mark.parametrize(
+    ("stamps", "expected"),
+    {
+        "one rank": ([10, 13, 0, 20, 21, 0, 25, 26], (3, 0, 7, 1 + 1, 4)),
+        "plain decoding": ([10, 11, 0, 18, 0, 0, 0, 21], (1, 0, 7, 3, 0)),
+        "several ranks": ([10, 13, 15, 22, 23, 27, 30, 36], (3, 2 + 4, 7, 1 + 6, 3)),
+        "several, plain": ([10, 11, 13, 20, 21, 25, 0, 27], (1, 2 + 4, 7, 1 + 2, 0)),
+    }.values(),
+)
+def test_a_stage_ends_at_each_stamp(stamps: list[int], expected: tuple[int, ...]) -> None:
+    record = Record.empty(2, 3, torch.device("cpu"))
+    record.stamps.copy_(torch.tensor(stamps) * 1_000_000)
+    record.rows.fill_(-1)
+    stages = ("draft", "broadcast", "verify", "sample", "commit")
+    assert record.stage_ms() == dict(zip(stages, expected, strict=True))
+
+
+def test_work_after_the_decision_is_the_stage_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is no part of sampling, and adds up over prompts as all stages do."""
+    engine = fake_engine(sometimes, batch_size=2)
+    decide = engine.rule.decide
+
+    def slow(*parts: Any) -> Verdict:
+        time.sleep(0.1)
+        return decide(*parts)
+
+    monkeypatch.setattr(type(engine.rule), "decide", lambda _, *parts: slow(*parts))
+    monkeypatch.setattr(type(engine.proposer), "commit", lambda *_: time.sleep(0.01))
+    requests = [Request(i, tuple(random_prompt(n))) for i, n in enumerate((5, 9))]
+    result = engine.run(requests, 3, SamplingParams(max_new_tokens=9))
+    metrics = result.metrics
+    assert 10 <= metrics.commit_ms < 100 <= metrics.sample_ms
+    shared = sum(seq.stage_ms["commit"] for seq in result.seqs)
+    assert shared == pytest.approx(metrics.commit_ms * metrics.num_rounds)
 
 
 def test_shares_of_a_round_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -239,13 +239,16 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
         {"WIDTH": 6, "BY_ROUND": True, "BLOCK": 128},
         {"out_ptr": "*fp32"},
     ),
-    "padded_pass": (
-        "round.steps_triton",
-        "padded_pass_kernel",
-        "*i64",
-        {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128},
-        {"lens_ptr": "*i64", "active_ptr": "*i1"},
-    ),
+    **{
+        name: (
+            "round.steps_triton",
+            "padded_pass_kernel",
+            "*i64",
+            {"WIDTH": 6, "MARGIN": 1, "BLOCK_SIZE": 16, "BLOCK": 128} | lens,
+            {"lens_ptr": "*i64", "active_ptr": "*i1"},
+        )
+        for name, lens in (("padded_pass", {}), ("padded_pass-whole", absent("lens")))
+    },
     **{
         f"accept-{name}": (
             "round.steps_triton",
@@ -264,13 +267,17 @@ CASES: dict[str, tuple[str, str, str, dict[str, Any], dict[str, str]]] = {
             "round.steps_triton",
             "advance_kernel",
             "*i64",
-            {"WIDTH": 6, "BLOCK": 8} | history,
+            {"WIDTH": 6, "BLOCK": 8} | more,
             {
                 **{"lens_ptr": "*i64", "accepted_ptr": "*i64", "active_ptr": "*i1"},
                 "history_ptr": "*i32",
             },
         )
-        for name, history in (("advance", absent("history", "rows")), ("advance-history", {}))
+        for name, more in (
+            ("advance", {"TAIL": 2, "TAIL_BLOCK": 2} | absent("history", "rows")),
+            ("advance-tail", {"TAIL": 7, "TAIL_BLOCK": 8} | absent("history", "rows")),
+            ("advance-history", {"TAIL": 2, "TAIL_BLOCK": 2}),
+        )
     },
     **{
         f"ngram_lookup-{longest}": (

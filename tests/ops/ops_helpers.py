@@ -6,6 +6,7 @@ from itertools import accumulate
 
 import pytest
 import torch
+from specdec_kernels.attention.call import AttentionCall
 from torch import Tensor
 
 CUDA = torch.cuda.is_available()
@@ -74,17 +75,15 @@ class Problem:
     block_tables: Tensor
     query_start: Tensor
     context_lens: Tensor
-    scale: float
     max_query_len: int
-    sliding_window: int
-    softcap: float
-    sinks: Tensor | None
+    call: AttentionCall
 
     def double(self) -> "Problem":
         """The same values in fp64, for a reference without rounding."""
         caches = {"key_cache": self.key_cache.double(), "value_cache": self.value_cache.double()}
-        sinks = None if self.sinks is None else self.sinks.double()
-        return replace(self, query=self.query.double(), sinks=sinks, **caches)
+        sinks = None if self.call.sinks is None else self.call.sinks.double()
+        call = self.call._replace(sinks=sinks)
+        return replace(self, query=self.query.double(), call=call, **caches)
 
 
 def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Problem:
@@ -125,11 +124,13 @@ def make_problem(shape: Shape, dtype: torch.dtype, device: torch.device) -> Prob
         block_tables=tables.to(device),
         query_start=starts_of(list(shape.queries), device),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
-        scale=shape.dk**-0.5,
         max_query_len=max(shape.queries),
-        sliding_window=shape.window,
-        softcap=shape.softcap,
-        sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
+        call=AttentionCall(
+            scale=shape.dk**-0.5,
+            sliding_window=shape.window,
+            softcap=shape.softcap,
+            sinks=normal(shape.heads).to(device, dtype) if shape.sinks else None,
+        ),
     )
 
 
@@ -140,12 +141,10 @@ def paged_attention_reference(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
 ) -> Tensor:
     """`ops.paged_attention`, one dot product at a time, in fp64."""
+    scale, sliding_window, softcap, sinks = call
     num_heads, block_size = query.shape[1], key_cache.shape[1]
     group = num_heads // key_cache.shape[2]
     out = query.new_zeros((query.shape[0], num_heads, value_cache.shape[3]))

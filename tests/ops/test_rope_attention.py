@@ -97,10 +97,7 @@ def make_layer(
         wide.block_tables,
         wide.query_start,
         wide.context_lens,
-        wide.scale,
-        wide.sliding_window,
-        wide.softcap,
-        wide.sinks,
+        wide.call,
     )
     arguments = {**vars(problem), "qkv": qkv, "cos": cos, "sin": sin, "slots": slots, "eps": EPS}
     arguments |= {"query_norm": query_norm, "key_norm": key_norm}

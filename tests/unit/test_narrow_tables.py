@@ -51,16 +51,26 @@ def test_sweep(width: int) -> None:
 def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
     """The column stands before verifying, as in a round, and is the second to be left out."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
-    for point in points:
-        point["draft"] = DRAFT
-        point["metrics"]["broadcast_ms"] = 7.25
     for is_split in (False, True):
-        table, left_out = view.results_table(as_points(points), 200, is_split=is_split)
+        for point in points:
+            point["draft"] = DRAFT
+            point["metrics"]["broadcast_ms"] = 7.25 * is_split
+        table, left_out = view.results_table(as_points(points), 200)
         heading, *rows = lines_of(table, 200)
         assert ("draft ms  broadcast ms  verify ms" in heading) == is_split and not left_out
         assert all(("7.25" in row) == is_split for row in rows)
-        _, left_out = view.results_table(as_points(points), 100, is_split=is_split)
+        _, left_out = view.results_table(as_points(points), 100)
         assert ("broadcast ms" in left_out) == is_split and left_out[0] == "sample ms"
+
+
+def test_commits_are_a_column_where_one_point_has_them() -> None:
+    """It stands after sampling, as in a round; the clock's own microseconds do not make one."""
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    for spent, is_shown in ((0.004, False), (3.75, True)):
+        points[1]["metrics"]["commit_ms"] = spent
+        heading, plain, row = lines_of(view.results_table(as_points(points), 200)[0], 200)
+        assert ("sample ms  commit ms  round ms" in heading) == is_shown
+        assert ("3.75" in row) == (plain.split()[-2:] == ["0.00", "4.40"]) == is_shown
 
 
 def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
@@ -78,12 +88,16 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
 
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
     clock = RunClock(num_rounds=2, decode_seconds=0.1)
-    clock.add_stages({"draft": 12.0, "broadcast": 8.0, "verify": 40.0, "sample": 2.0})
-    metrics = summarise([], clock, 2, 1)
-    for is_split, sent in ((False, ""), (True, "broadcast 4.00, ")):
-        table = summary_table(metrics, None, tinted=False, is_split=is_split)
-        stages = f"ms: draft 6.00, {sent}verify 20.00, sample 1.00"
-        assert any(line.endswith(stages) for line in lines_of(table, 100))
+    clock.add_stages({"draft": 12.0, "verify": 40.0, "sample": 2.0})
+    for stage, expected in (
+        (None, "ms: draft 6.00, verify 20.00, sample 1.00"),
+        ("broadcast", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00"),
+        ("commit", "ms: draft 6.00, broadcast 4.00, verify 20.00, sample 1.00, commit 4.00"),
+    ):
+        clock.add_stages({stage: 8.0} if stage else {})
+        metrics = summarise([], clock, 2, 1)
+        table = summary_table(metrics, None, tinted=False)
+        assert any(line.endswith(expected) for line in lines_of(table, 100))
     fast, slow = (metrics.model_copy(update={"decode_tokens_per_second": s}) for s in (60.0, 40.0))
     table = summary_table(fast, slow, tinted=False)
     assert any(line.endswith("decoding (40.0 without a draft)") for line in lines_of(table, 100))

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from specdec_cli.core.figures import Metrics
+from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
 from specdec_cli.experiment.folders.records import (
     CategoryMetrics,
@@ -81,7 +81,8 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
 
 
 def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
-    stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0}
+    stages = {"draft": 60.0, "broadcast": 12.0, "verify": 120.0, "sample": 24.0, "commit": 9.0}
+    assert (*stages,) == STAGES
     found = {}
     for index, memory in ((0, 9), (1, 7)):
         found[index] = sample(
@@ -389,13 +390,15 @@ def test_a_forecast_has_the_same_gain_as_its_prediction_and_an_interval_around_i
 
 
 def test_the_stages_of_the_time_curve() -> None:
-    """Stages are means per round over the curve's parts; older folders have no broadcasts."""
+    """Stages are means per round over the curve's parts; a commit counts as the method's time."""
     part: dict[str, Any] = dict(draft="d", batch_size=1, k=3, part=0)
     part |= dict(rounds=2, sequence_rounds=2, decode_seconds=0.1)
     part |= dict(draft_ms=12.0, verify_ms=40.0, sample_ms=2.0)
-    parts = {0: CurvePart(**part, broadcast_ms=3.0), 1: CurvePart(**part, broadcast_ms=5.0)}
+    first, second = (dict(part=i, broadcast_ms=3.0 + 2 * i, commit_ms=4.0 * i) for i in (0, 1))
+    parts = {i: CurvePart(**part | own) for i, own in enumerate((first, second))}
     found = curve_point(Key("d", 1, 3), parts)
-    assert (found["draft_ms_per_step"], found["broadcast_ms"]) == (2.0, 2.0)
+    assert found["draft_ms_per_step"] == (2 * 12.0 + 4.0) / 4 / 3
+    assert (found["broadcast_ms"], found["commit_ms"]) == (2.0, 1.0)
     assert (found["verify_ms"], found["sample_ms"], found["round_ms"]) == (20.0, 1.0, 50.0)
     old = curve_point(Key("d", 1, 3), {0: CurvePart(**part)})
     assert old["broadcast_ms"] == 0.0 and "distinct_experts" not in old

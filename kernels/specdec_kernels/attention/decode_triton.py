@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan, attend_chunks, takes_chunks
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.rope_triton import (
@@ -309,11 +310,8 @@ def rope_attention_triton(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -336,32 +334,18 @@ def rope_attention_triton(
     assert slots.shape == (num_tokens,) and cos.shape[1] == head_dim
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert all(t is None or t.shape == (head_dim,) for t in (query_norm, key_norm))
-    assert sinks is None or sinks.shape == (heads,)
+    assert call.sinks is None or call.sinks.shape == (heads,)
     tensors = (qkv, cos, sin, key_cache, value_cache, block_tables)
     assert all(t.stride(-1) == 1 for t in tensors)
     # Wider heads leave space for fewer rows.
     if max_query_len * group > min(MAX_ROWS, 2**15 // (head_dim * qkv.element_size())):
         query = rope_kv(qkv, cos, sin, key_cache, value_cache, slots, query_norm, key_norm, eps)
-        if takes_chunks(chunks, key_cache, value_cache, sliding_window, softcap, sinks):
+        where = query, key_cache, value_cache, block_tables
+        if takes_chunks(chunks, key_cache, value_cache, call):
             assert chunks is not None
-            out = attend_chunks(
-                *(query, key_cache, value_cache, block_tables, context_lens),
-                *(chunks, scale, sliding_window),
-            )
-            return out.view(num_tokens, heads * head_dim)
-        out = paged_attention_triton(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            query_start,
-            context_lens,
-            scale,
-            max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
-        )
+            out = attend_chunks(*where, context_lens, chunks, call)
+        else:
+            out = paged_attention_triton(*where, query_start, context_lens, max_query_len, call)
         return out.view(num_tokens, heads * head_dim)
 
     device = qkv.device
@@ -392,9 +376,9 @@ def rope_attention_triton(
         counts = epochs(device)
     rope_attention_kernel[(parts, kv_heads, num_sequences)](
         *(qkv, cos, sin, query_norm, key_norm, key_cache, value_cache, slots),
-        *(block_tables, query_start, context_lens, sinks, out, partial, stats, counts),
-        float(scale),
-        float(softcap),
+        *(block_tables, query_start, context_lens, call.sinks, out, partial, stats, counts),
+        float(call.scale),
+        float(call.softcap),
         float(eps),
         num_tokens,
         num_sequences,
@@ -410,8 +394,8 @@ def rope_attention_triton(
         D=head_dim,
         BLOCK_HALF=cut.block_d // 2,
         BLOCK_SIZE=block_size,
-        WINDOW=sliding_window,
-        HAS_SOFTCAP=softcap > 0,
+        WINDOW=call.sliding_window,
+        HAS_SOFTCAP=call.softcap > 0,
         **constants_of(cut),
         **dependence(qkv),
     )

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.dispatch import kernel
 
 # A batch with at most this many queries a sequence (decoding, scoring) is padded and attended in
@@ -195,10 +196,7 @@ def gather_attention(
     key_cache: Tensor,
     value_cache: Tensor,
     plan: GatherPlan,
-    scale: float,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
 ) -> Tensor:
     """`ops.paged_attention` by gathering keys and values through the slots of a plan.
 
@@ -210,7 +208,7 @@ def gather_attention(
     values = value_cache.view(1, -1, kv_heads, dv)
     outs = []
     done = 0
-    for index, part in enumerate(plan.parts(sliding_window)):
+    for index, part in enumerate(plan.parts(call.sliding_window)):
         n, q_len = part.num_sequences, part.num_queries
         taken = n * q_len if part.unpadded is None else part.unpadded.shape[0]
         q = query
@@ -222,17 +220,17 @@ def gather_attention(
             q = q.reshape(n, q_len, kv_heads, group, dk).permute(0, 2, 3, 1, 4)
         q = q.reshape(n, kv_heads, group * q_len, dk)
         k, v = _visible(keys, part), _visible(values, part)
-        if softcap or sinks is not None:
-            mask = plan.mask(sliding_window, index, group, torch.float32)
-            out = _explicit_attention(q, k, v, mask, scale, softcap, sinks)
+        if call.softcap or call.sinks is not None:
+            mask = plan.mask(call.sliding_window, index, group, torch.float32)
+            out = _explicit_attention(q, k, v, mask, call)
         elif part.causal:
             # Torch skips the upper triangle, which is worth more than repeating the group's keys.
             q = q.view(n, num_heads, q_len, dk)
             k, v = (x.repeat_interleave(group, 1) if group > 1 else x for x in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=call.scale)
         else:
-            mask = plan.mask(sliding_window, index, group, q.dtype)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+            mask = plan.mask(call.sliding_window, index, group, q.dtype)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=call.scale)
         if q_len > 1:
             out = out.reshape(n, kv_heads, group, q_len, dv).permute(0, 3, 1, 2, 4)
         out = out.reshape(n * q_len, num_heads, dv)
@@ -255,29 +253,23 @@ def _visible(pool: Tensor, part: GatherPart) -> Tensor:
 
 
 def _explicit_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, call: AttentionCall
 ) -> Tensor:
     """Attention with softcap and sinks, which torch's own function lacks, in fp32.
 
-    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C], sinks [H].
+    q [n, Hkv, G * Q, Dk], k [n, Hkv, C, Dk], v [n, Hkv, C, Dv], mask [n, 1, G * Q, C].
     """
     n, kv_heads, rows, _ = q.shape
-    scores = q.float() @ k.float().transpose(2, 3) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+    scores = q.float() @ k.float().transpose(2, 3) * call.scale
+    if call.softcap:
+        scores = torch.tanh(scores / call.softcap) * call.softcap
     if mask is not None:
         scores = scores + mask
-    if sinks is None:
+    if call.sinks is None:
         weights = torch.softmax(scores, dim=3)
     else:
-        group = sinks.shape[0] // kv_heads
-        sink = sinks.float().view(1, kv_heads, group, 1).expand(n, -1, -1, rows // group)
+        group = call.sinks.shape[0] // kv_heads
+        sink = call.sinks.float().view(1, kv_heads, group, 1).expand(n, -1, -1, rows // group)
         scores = torch.cat([scores, sink.reshape(n, kv_heads, rows, 1)], dim=3)
         weights = torch.softmax(scores, dim=3)[..., :-1]
     return (weights @ v.float()).to(q.dtype)
@@ -291,11 +283,8 @@ def paged_attention(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
 ) -> Tensor:
     """Causal attention of ragged queries over a paged KV cache, with grouped query heads.
 
@@ -309,16 +298,11 @@ def paged_attention(
         block_tables: [B, MB] int32.
         query_start: [B + 1] int32, where each sequence begins in `query`.
         context_lens: [B] int32, tokens in the cache, those of this pass included.
-        scale: Factor on the scores.
         max_query_len: At least the longest sequence's number of queries; known on the host.
-        sliding_window: A key is visible iff its position > the query's - window; 0 for no window.
-        softcap: Scores become softcap * tanh(score / softcap), as in Gemma 2; 0 for none.
-        sinks: [H], per-head logits that join the softmax and carry no value, as in GPT-OSS.
+        call: The layer's.
 
     Returns:
         [T, H, Dv], contiguous.
     """
     plan = gather_plan(block_tables, query_start, context_lens, key_cache.shape[1])
-    return gather_attention(
-        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
-    )
+    return gather_attention(query, key_cache, value_cache, plan, call)

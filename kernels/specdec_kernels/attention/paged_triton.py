@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.paged import FEW_QUERIES
 from specdec_kernels.attention.softmax_triton import LOG2E, finite, weighted_mean
 from specdec_kernels.attention.tiles import paged_splits, paged_tiles
@@ -346,11 +347,8 @@ def paged_attention_triton(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     splits: int | None = None,
     tiles: tuple[int, int] | None = None,
 ) -> Tensor:
@@ -361,6 +359,7 @@ def paged_attention_triton(
     num_tokens, num_heads, dk = query.shape
     _, block_size, kv_heads, dv = value_cache.shape
     num_sequences, num_columns = block_tables.shape
+    sinks = call.sinks
     assert key_cache.shape == (*value_cache.shape[:3], dk) and num_heads % kv_heads == 0
     assert query_start.shape == (num_sequences + 1,) and context_lens.shape == (num_sequences,)
     assert sinks is None or sinks.shape == (num_heads,)
@@ -392,8 +391,8 @@ def paged_attention_triton(
     paged_attention_kernel[(kv_heads, min(by_sequence, by_token), splits)](
         *(query, key_cache, value_cache, block_tables, query_start, context_lens, sinks),
         *(partial, row_stats[0], row_stats[1]),
-        float(scale),
-        float(softcap),
+        float(call.scale),
+        float(call.softcap),
         num_tokens,
         num_sequences,
         num_heads,
@@ -407,8 +406,8 @@ def paged_attention_triton(
         BLOCK_DK=block_dk,
         BLOCK_DV=block_dv,
         BLOCK_SIZE=block_size,
-        WINDOW=sliding_window,
-        HAS_SOFTCAP=softcap > 0,
+        WINDOW=call.sliding_window,
+        HAS_SOFTCAP=call.softcap > 0,
         SPLITS=splits,
         BLOCK_M=block_m,
         BLOCK_N=block_n,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from specdec_kernels.attention.cache import write_kv
+from specdec_kernels.attention.call import AttentionCall
 from specdec_kernels.attention.chunks import ChunkPlan
 from specdec_kernels.attention.paged import gather_attention, gather_plan
 from specdec_kernels.dispatch import kernel
@@ -72,11 +73,8 @@ def rope_attention(
     block_tables: Tensor,
     query_start: Tensor,
     context_lens: Tensor,
-    scale: float,
     max_query_len: int,
-    sliding_window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
+    call: AttentionCall,
     query_norm: Tensor | None = None,
     key_norm: Tensor | None = None,
     eps: float = 1e-6,
@@ -95,9 +93,8 @@ def rope_attention(
         slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
             block), whose contents are then undefined. If a sequence has more queries than context
             tokens, the first queries are padding.
-        block_tables, query_start, context_lens, scale, max_query_len, sliding_window, softcap,
-            sinks: As in `paged_attention`; tokens at or past `query_start[B]` give zeros. The scale
-            is positive.
+        block_tables, query_start, context_lens, max_query_len, call: As in `paged_attention`;
+            tokens at or past `query_start[B]` give zeros.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
         eps: Of these norms.
         chunks: The pass's long chunks, which on CUDA go to another kernel where that is faster.
@@ -112,7 +109,4 @@ def rope_attention(
     )
     write_kv.reference(key, value, key_cache, value_cache, slots)
     plan = gather_plan(block_tables, query_start, context_lens, block_size)
-    out = gather_attention(
-        query, key_cache, value_cache, plan, scale, sliding_window, softcap, sinks
-    )
-    return out.view(qkv.shape[0], -1)
+    return gather_attention(query, key_cache, value_cache, plan, call).view(qkv.shape[0], -1)

@@ -260,13 +260,7 @@ class Comparison(Record):
     per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
 
 
-class CurvePart(StageTimes):
-    """A line of curve.jsonl: one part of the time curve at one k.
-
-    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
-    over rounds.
-    """
-
+class _PartCounts(Record):
     draft: Name | None
     batch_size: Count
     k: Count
@@ -274,10 +268,15 @@ class CurvePart(StageTimes):
     sequence_rounds: Count
     rounds: Count
     decode_seconds: float
-    draft_ms: float
-    broadcast_ms: float = 0.0  # folders of earlier versions have none
-    verify_ms: float
-    sample_ms: float
+
+
+class CurvePart(StageTimes, _PartCounts):
+    """A line of curve.jsonl: one part of the time curve at one k.
+
+    shard: the shard that measured the part, in merged folders. Times and distinct_experts are sums
+    over rounds.
+    """
+
     distinct_experts: Figure = None
     shard: Count | None = None
 

@@ -7,7 +7,7 @@ ids that the head can propose.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from specdec_kernels import ops
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache, LayerShape
 from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.models.draft import Passes
 from specdec_cli.models.fused_layer import matrices
 from specdec_cli.models.heads.layers import layers_of
 from specdec_cli.models.tp import shard_layers
@@ -38,20 +39,31 @@ class HeadWeights:
     ids: Tensor | None
 
 
+class Other(NamedTuple):
+    """A convention that tools read differently: how it was read, and who reads it otherwise.
+
+    changes: the fields of the config that are then others.
+    """
+
+    told: str
+    changes: Mapping[str, Any]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadConfig:
     """The settings that a head's checkpoint, memory and cache follow from, whatever its kind.
 
     name: of the checkpoint, for messages. body: transformers' config of its layers. windows:
     sliding window of each layer, 0 for none. target_hidden_size: of the target. vocab_size: V.
-    draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. remarks:
-    conventions that tools read differently, and how they were read here.
-    noun: of the kind, for messages. shift: 1 where a row embeds the token that follows, 0 where it
-    embeds its own. carries: whether the output of the last true row is kept, for the first
-    proposal.
+    draft_vocab_size: Vd. num_target_layers: None where the checkpoint does not say. others: the
+    ways in which tools read it differently.
+    noun: of the kind, for messages. max_k: as in `models.draft.Draft`. shift: 1 where a row embeds
+    the token that follows, 0 where it embeds its own. carries: whether the output of the last true
+    row is kept, for the first proposal.
     """
 
     noun: ClassVar[str]
+    max_k: ClassVar[int | None] = None
     shift: ClassVar[int] = 1
     carries: ClassVar[bool] = True
 
@@ -62,7 +74,7 @@ class HeadConfig:
     vocab_size: int
     draft_vocab_size: int
     num_target_layers: int | None = None
-    remarks: tuple[str, ...] = ()
+    others: tuple[Other, ...] = ()
 
     def feature_layers(self, num_target_layers: int) -> tuple[int, ...]:
         """The hidden states of the target that it reads, in transformers' counting.
@@ -98,6 +110,10 @@ class HeadConfig:
         """The weights that the target's may serve for where the checkpoint has none."""
         has_all_ids = self.draft_vocab_size == self.vocab_size
         return frozenset({EMBEDDING, HEAD} if has_all_ids else {EMBEDDING})
+
+    def passes(self, k: int) -> Passes:
+        """Its passes in a round of k proposals, the one over true rows among them."""
+        return Passes(k)
 
     def cache_layers(self, parallel: TensorParallel = ALONE) -> list[LayerShape]:
         """This rank's part of each entry of its cache."""

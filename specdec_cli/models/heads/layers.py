@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from specdec_kernels import ops
 from torch import Tensor, nn
 from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from specdec_cli.models.attention import Call
 from specdec_cli.models.fused_layer import Family, FusedLayer
 from specdec_cli.models.rotary_tables import table_of
 
@@ -47,7 +47,7 @@ def fused_layers(
     following = [*(layer.input_layernorm for layer in layers[1:]), body["norm"]]
     scale, found = config.head_dim**-0.5, []
     for index, (layer, window) in enumerate(zip(layers, windows, strict=True)):
-        call = Call(scale=scale, sliding_window=window, softcap=0.0, sinks=None)
+        call = ops.AttentionCall(scale, window)
         place = index, 0, call, following[index]
         found.append(FusedLayer.of_layer(layer, config, Family(), *place))
     return found

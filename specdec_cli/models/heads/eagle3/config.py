@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
-from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadConfig, Other
 from specdec_cli.models.heads.layers import CONFIGS
 from specdec_cli.recipe.choices.eagle3 import Counting, Dialect, Eagle3Keys, dialect_of
 from specdec_cli.text import first_line, shown
@@ -27,7 +27,6 @@ _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
 _MIDDLE = re.compile("^midlayer[.]")
 # What training leaves behind, and tables that follow from the config.
 _HARMLESS = re.compile(r"(^|[.])rotary_emb[.]|^verifier_(norm|lm_head)[.]")
-_READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +112,12 @@ class Eagle3Config(HeadConfig):
 
 
 def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -> Eagle3Config:
-    """The config with the layers that a recipe chooses, and a remark that says so.
+    """The config with the layers that a recipe chooses, and its own layers among `others`.
 
     Raises `UsageError`, which names the key, for layers that head or target cannot have.
     """
-    remarks = tuple(remark for remark in config.remarks if remark != _READ_AS_OUTPUTS)
-    ids = config.aux_ids
+    others = tuple(other for other in config.others if "counting" not in other.changes)
+    ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
     if keys.eagle3_layers is not None:
         layers, last = keys.eagle3_layers, num_target_layers - 1
@@ -130,8 +129,9 @@ def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -
                 f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
                 "a hidden state's number is that of the layer which reads it",
             )
-        remarks += (f"speculation.eagle3_layers: in place of the config's, which names {named}",)
-        return replace(config, aux_ids=layers, counting="inputs", remarks=remarks)
+        told = f"speculation.eagle3_layers: in place of the config's, which names {named}"
+        others = (*others, Other(told, own))
+        return replace(config, aux_ids=layers, counting="inputs", others=others)
     if keys.eagle3_counting is not None:
         if ids is None:
             raise UsageError(
@@ -141,7 +141,7 @@ def overridden(config: Eagle3Config, keys: Eagle3Keys, num_target_layers: int) -
             )
         counting = keys.eagle3_counting
         told = f"speculation.eagle3_counting: {counting}, while the config by itself names {named}"
-        return replace(config, counting=counting, remarks=(*remarks, told))
+        return replace(config, counting=counting, others=(*others, Other(told, own)))
     return config
 
 
@@ -226,7 +226,7 @@ class _Reader:
             vocab_size=vocab,
             draft_vocab_size=draft_vocab,
             num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
-            remarks=tuple(self._remarks()),
+            others=tuple(self._others()),
             aux_ids=aux_ids,
             counting=counting,
             norm_before_residual=self._flag("norm_before_residual"),
@@ -319,17 +319,20 @@ class _Reader:
             raise self._bad("rms_norm_eps", eps, "it has to be a small number")
         return float(eps)
 
-    def _remarks(self) -> list[str]:
+    def _others(self) -> list[Other]:
         found = []
         if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
-            found.append(_READ_AS_OUTPUTS)
+            told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+            found.append(Other(told, {"counting": "inputs"}))
         if self.dialect == "speculators" and "norm_before_residual" not in self.raw:
-            found.append("norm_before_residual: not given, read as false; vLLM takes true")
+            told = "norm_before_residual: not given, read as false; vLLM takes true"
+            found.append(Other(told, {"norm_before_residual": True}))
         if self.dialect != "speculators" and self.raw.get("norm_output"):
-            found.append(
+            told = (
                 "norm_output: read as vLLM and SGLang do, so steps are fed normed hidden states; "
                 "SpecForge trains on hidden states before the norm"
             )
+            found.append(Other(told, {"feeds_norm": False}))
         return found
 
     def _count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:
