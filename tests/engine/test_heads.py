@@ -62,7 +62,8 @@ class OwnRowHead:
 
     @property
     def storages(self) -> dict[int, int]:
-        return storages_of([*self.tensors.values(), *self.table, *self.stack.held])
+        own = [self.tensors[name] for name in self.config.own_shapes()]
+        return storages_of([*own, *self.table, *self.stack.held])
 
     def fuse(self, features: Tensor) -> Tensor:
         return features @ self.tensors["fc.weight"].T
