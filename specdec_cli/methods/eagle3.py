@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from specdec_cli.methods.base import DraftPlace, Method
-from specdec_cli.methods.step_head import forecast_bytes, make
+from specdec_cli.methods.step_head import estimate_bytes, make
 from specdec_cli.models.heads.description import HeadDescription, describe_head
 from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
@@ -17,4 +17,4 @@ def _describe(place: DraftPlace) -> HeadDescription:
     return describe_head(*places, read, Eagle3Head)
 
 
-METHOD = Method(make, forecast_bytes, _describe)
+METHOD = Method(make, estimate_bytes, _describe)

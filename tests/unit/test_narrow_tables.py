@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
@@ -64,9 +65,9 @@ def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
 
 
 def test_commits_are_a_column_where_one_point_has_them() -> None:
-    """It stands after sampling, as in a round; the clock's own microseconds do not make one."""
+    """It stands after sampling, as in a round."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
-    for spent, is_shown in ((0.004, False), (3.75, True)):
+    for spent, is_shown in ((0.0, False), (3.75, True)):
         points[1]["metrics"]["commit_ms"] = spent
         heading, plain, row = lines_of(view.results_table(as_points(points), 200)[0], 200)
         assert ("sample ms  commit ms  round ms" in heading) == is_shown
@@ -131,8 +132,8 @@ def test_hostile_categories_keep_to_their_row() -> None:
     figures["speedup_ci"] = None
     names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
     point["per_category"] = {name: figures for name in names}
-    fastest = {"k": 4, "draft": DRAFT}
-    document = {"points": as_points([plain, point]), "best": {**fastest, "fastest": fastest}}
+    best = Best(k=4, draft=DRAFT, tied=[4], reason="")
+    document = {"points": as_points([plain, point]), "best": best}
     for width in (40, 200):
         table = view._category_table(document, width)
         assert table is not None
