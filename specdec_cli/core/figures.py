@@ -137,14 +137,12 @@ class StageTimes(Record):
 
 
 STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
-# A stage that not every run has is told from this mean on; an empty one measures less.
-_LEAST_MS = 0.01
 
 
 def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
-    """The stages to tell of: all but broadcasts and commits that none of `found` has."""
-    every, rare = [times for times in found if times is not None], ("broadcast", "commit")
-    return [s for s in STAGES if s not in rare or any(f.stage_ms(s) >= _LEAST_MS for f in every)]
+    """The stages that some of `found` have: one rank has no broadcasts, and few methods commit."""
+    every = [times for times in found if times is not None]
+    return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
 
 
 class _RunCounts(Record):

@@ -27,8 +27,8 @@ from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
 # The stage that ends at each stamp after the first. A single rank sends nothing and leaves out the
-# stamps of broadcasts; without a proposer there is nothing to commit. The last stamp ends the
-# update of the state.
+# stamps of broadcasts, and a proposer that takes in no decisions that of its commit. The last stamp
+# ends the update of the state.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -97,7 +97,8 @@ class RoundRecord:
 
 def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
     """Run one round of every slot with K = k. Advances `state` and fills `record`."""
-    stamps, is_alone = record.stamps, parts.parallel.size == 1
+    stamps, is_alone, proposer = record.stamps, parts.parallel.size == 1, parts.proposer
+    commits = proposer is not None and type(proposer).commit is not Proposer.commit
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
     candidates = _propose(parts, state, k, noise)
@@ -108,13 +109,13 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord)
     target = _score(parts, state, candidates)
     ops.stamp(stamps, 3)
     verdict = _decide(parts, candidates, target, noise)
-    if parts.proposer is not None or not is_alone:
+    if commits or not is_alone:
         ops.stamp(stamps, 4)
     if not is_alone:
         verdict = verdict.agreed(parts.parallel)
         ops.stamp(stamps, 5)
-    if parts.proposer is not None:
-        parts.proposer.commit(state, verdict, target)
+    if proposer is not None and commits:
+        proposer.commit(state, verdict, target)
         ops.stamp(stamps, 6)
     ops.advance(
         verdict.token_ids,

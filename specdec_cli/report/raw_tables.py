@@ -3,9 +3,10 @@
 from specdec_cli.core.figures import STAGES, TTFT_PARTS
 from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
 from specdec_cli.experiment.folders.records import Point
-from specdec_cli.report.cells import Column, Table, Value
+from specdec_cli.report.cells import Column, Table
 from specdec_cli.report.folder import ReportedRun
-from specdec_cli.report.tables import PERCENTILES, counts_experts
+from specdec_cli.report.point_cells import PERCENTILES, Value
+from specdec_cli.report.tables import counts_experts
 
 _BREAK_EVEN = ("tokens_per_round", "draft_acceptance_rate", "alpha")
 _SETTING = ("draft", "target_tp", "draft_tp", "k", "batch_size")

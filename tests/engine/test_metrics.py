@@ -223,8 +223,9 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
     assert all((s.ttft_ms or 0.0) > 0.0 for s in result.seqs), "from the first admission"
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
-    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms, metrics.commit_ms]
-    assert 0 < sum(stages) <= metrics.round_ms and metrics.broadcast_ms == 0
+    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms]
+    assert 0 < sum(stages) <= metrics.round_ms
+    assert metrics.broadcast_ms == metrics.commit_ms == 0, "one rank, a draft without commits"
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
     decoded = metrics.num_output_tokens - metrics.num_tokens_from_prefill
