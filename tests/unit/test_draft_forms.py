@@ -229,6 +229,67 @@ CONFIGS: dict[str, tuple[dict[str, Any], str | None, str]] = {
         "a stage of DeepSeek V4",
         "dspark_target_layer_ids: [1, 2]",
     ),
+    # Keys of two kinds, of which one decides.
+    "dflash with a PARD token": (
+        QWEN3 | {"dflash_config": {}, "pard_token": 90, "ptd_token_id": 90} | REDUCED,
+        "a DFlash drafter",
+        "dflash_config",
+    ),
+    "dspark with a PARD token": (
+        QWEN3 | {"markov_rank": 256, "pard_token": 90},
+        "a DSpark drafter",
+        "markov_rank: 256",
+    ),
+    "dspark beside eagle3's keys": (
+        QWEN3 | {"markov_rank": 256, "mask_token_id": 90} | REDUCED,
+        "a DSpark drafter",
+        "markov_rank: 256",
+    ),
+    "dspark with a rank, and no mask": (
+        QWEN3 | {"markov_rank": 256} | REDUCED,
+        "a DSpark drafter",
+        "markov_rank: 256",
+    ),
+    "dspark with v4's key": (
+        deepspec(markov_rank=256, dspark_target_layer_ids=[1]),
+        "a DSpark drafter",
+        "architectures",
+    ),
+    "peagle with a PARD token": (
+        LLAMA | {"architectures": ["PEagleDraftModel"], "pard_token": 90},
+        "a P-EAGLE head",
+        "architectures",
+    ),
+    "eagle with a mask": (
+        LLAMA | {"architectures": ["EagleLlamaForCausalLM"], "mask_token_id": 90} | REDUCED,
+        "an EAGLE head of the first kinds (EAGLE-1, EAGLE-2 or HASS)",
+        "architectures",
+    ),
+    "pard-2 with a reduced vocabulary": (
+        QWEN3 | {"spd_type": "pard2"} | REDUCED,
+        "a PARD-2 draft",
+        'spd_type: "pard2"',
+    ),
+    "another speculator with eagle3's keys": (
+        speculators("eagle4", architectures=["LlamaForCausalLMEagle3"], **REDUCED),
+        "a speculator of an unknown kind",
+        'speculators_model_type: "eagle4"',
+    ),
+    "another speculator with peagle's keys": (
+        speculators("peagle2", architectures=["PEagleDraftModel"], mask_token_id=90),
+        "a speculator of an unknown kind",
+        'speculators_model_type: "peagle2"',
+    ),
+    "another speculator with eagle's class": (
+        speculators("eagle2", architectures=["EagleSpeculator"]),
+        "a speculator of an unknown kind",
+        'speculators_model_type: "eagle2"',
+    ),
+    "another speculator with dspark's keys": (
+        speculators("dspark2", architectures=["DSpark2Speculator"], markov_rank=256),
+        "a speculator of an unknown kind",
+        'speculators_model_type: "dspark2"',
+    ),
     "dflash 2": (
         speculators("dflash2", block_size=8, mask_token_id=90, dflash_config={}, **REDUCED),
         "a speculator of an unknown kind",
