@@ -36,6 +36,7 @@ from specdec_kernels.linear.cpu import (
 )
 from specdec_kernels.linear.embed import embed
 from specdec_kernels.linear.reference import Normed, gate
+from specdec_kernels.linear.stored import Storage, Stored, plain_of
 from specdec_kernels.round.ngram import ngram_lookup
 from specdec_kernels.round.steps import accept, advance, padded_pass, stamp
 from specdec_kernels.sampling.logits import (

@@ -13,6 +13,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.plan import Plan
 from specdec_cli.errors import Notice, UsageError
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job, requests
 from specdec_cli.experiment.statistics.promise import check_line
@@ -71,25 +72,26 @@ class LosslessCheck:
                 gap = float(alone.max()) - lower
             self._parted.append(asdict(key) | {"index": index, "position": at, "gap": gap})
 
-    def as_dict(self) -> dict[str, Any]:
+    @property
+    def result(self) -> CheckResult:
         """The document's `lossless_check`."""
         gaps = [one["gap"] for one in self._parted if one["gap"] is not None]
         near = [gap <= _NEAR * self._noise for gap in gaps]
         is_exact = self.dtype == "float32"
-        found: dict[str, Any] = {
-            "dtype": self.dtype,
-            "must_be_identical": is_exact,
-            "num_prompts": len(self._prompts),
-            "num_compared": self._compared,
-            "num_diverging": len(self._parted),
-            "num_near_ties": sum(near),
-            "num_unexplained": len(near) - sum(near),
-            "largest_gap": max(gaps, default=None),
-            "noise": self._noise if gaps else None,
-            "diverging": self._parted,
-        }
         passed = not self._parted if is_exact else all(near)
-        return found | {"passed": bool(self._compared) and passed}
+        return CheckResult(
+            dtype=self.dtype,
+            must_be_identical=is_exact,
+            num_prompts=len(self._prompts),
+            num_compared=self._compared,
+            num_diverging=len(self._parted),
+            num_near_ties=sum(near),
+            num_unexplained=len(near) - sum(near),
+            largest_gap=max(gaps, default=None),
+            noise=self._noise if gaps else None,
+            diverging=self._parted,
+            passed=bool(self._compared) and passed,
+        )
 
 
 def refuse_unfit(plan: Plan, ks: Sequence[int]) -> None:
@@ -119,8 +121,8 @@ def texts_of(
     return {i: Text(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 
 
-def failed_check(check: Mapping[str, Any] | None) -> list[Notice]:
+def failed_check(check: CheckResult | None) -> list[Notice]:
     """A warning if a check was made and failed."""
-    if check is None or check["passed"]:
+    if check is None or check.passed:
         return []
-    return [Notice("lossless_check", check_line(check), {"diverging": check["diverging"]})]
+    return [Notice("lossless_check", check_line(check), {"diverging": check.diverging})]

@@ -120,7 +120,9 @@ class _Replay:
         reach, size = len(self.text.tokens), allocator.block_size
         touched = allocator.blocks_for((size if self.proposer.is_paged else reach) + self.k + 1)
         spare: list[int] = []
-        allocator.extend(self.text.block_table, reach)
+        # Rounds near the end propose past it, as far as there is room.
+        room = min(reach + self.k, allocator.num_free * size)
+        allocator.extend(self.text.block_table, max(reach, room))
         try:
             width = min(_SIDE_BY_SIDE, 1 + allocator.num_free // touched)
             allocator.extend(spare, (width - 1) * touched * size)
@@ -185,7 +187,9 @@ class _Replay:
         if self.teacher.parallel.size > 1 and not self.params.is_greedy:
             scored()  # all ranks join this pass, also those that draw nothing
         written = [[*tokens[n : n + k], *[0] * k][:k] for n in starts] + [[0] * k] * idle
-        caps = [min(k, self.proposer.max_len - n) for n in starts] + [0] * idle
+        most = len(self.text.block_table) * self.teacher.allocator.block_size
+        most = min(most, self.proposer.max_len)
+        caps = [min(k, most - n) for n in starts] + [0] * idle
         draft = Following(
             *(k, self.params, torch.tensor(caps, device=state.device), target.vocab_size),
             keeps_dist=self.teacher.parallel.is_first,

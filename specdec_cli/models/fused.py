@@ -25,6 +25,8 @@ from specdec_cli.models.fused_layer import (
     numbers_multiplied,
 )
 from specdec_cli.models.fused_stack import FusedStack, storages_of
+from specdec_cli.models.gate import batched_experts
+from specdec_cli.models.held import StoredParameter
 from specdec_cli.models.partial_rotary import turn_whole_heads
 from specdec_cli.models.prompt_passes import width_busy_with
 from specdec_cli.models.rotary_tables import turned_features, turns_of
@@ -149,10 +151,12 @@ def fuse(module: Any, max_len: int, parallel: TensorParallel = ALONE) -> FusedFo
 
 def bytes_held_twice(module: Any) -> int:
     """Bytes of the weights that `fuse` keeps in two forms on a CPU; needs no weights."""
-    merged = [sum(p.numel() for p in m) for layer in module.model.layers for m in matrices(layer)]
+    groups = [group for layer in module.model.layers for group in matrices(layer)]
+    merged = [sum(p.numel() for p in m) for m in groups if not isinstance(m[0], StoredParameter)]
     twice = [n for n in merged if all(ops.forms_of(n, module.dtype))]
-    head = module.lm_head.weight.numel()
-    twice += [head] * ops.forms_of(head, module.dtype).packed
+    head = module.lm_head.weight
+    is_packed = ops.forms_of(head.numel(), module.dtype).packed
+    twice += [head.numel()] * (is_packed and not isinstance(head, StoredParameter))
     return sum(twice) * int(module.dtype.itemsize)
 
 
@@ -162,6 +166,7 @@ def _recorded_calls(module: Any) -> list[ops.AttentionCall]:
     recorder = Recorder()
     attach(module, recorder)
     token = torch.zeros(1, 1, dtype=torch.int64, device=module.device)
-    module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
+    with batched_experts(module):
+        module(input_ids=token, position_ids=token, use_cache=False, logits_to_keep=1)
     calls = {layer: call for layer, _, call in recorder.calls}
     return [calls[layer] for layer in range(len(calls))]

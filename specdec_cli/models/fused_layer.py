@@ -13,6 +13,7 @@ from specdec_kernels.experts.reference import CLAMPED
 from torch import Tensor
 
 from specdec_cli.models.gate import rope_settings
+from specdec_cli.models.held import StoredParameter, weight_of
 
 _ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
@@ -131,8 +132,8 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Exper
         )
     return ops.Experts(
         router=router.weight.data,
-        gate_up=layer.mlp.experts.gate_up_proj.data,
-        down=layer.mlp.experts.down_proj.data,
+        gate_up=weight_of(layer.mlp.experts.gate_up_proj),
+        down=weight_of(layer.mlp.experts.down_proj),
         routing=routing,
         activation=_ACTIVATIONS[getattr(config, family.activation)],
         choice_bias=choice_bias,
@@ -311,6 +312,8 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
     A packed weight has no plain form to view: the parameters then keep only their shapes, or with
     `keep` stay as they are.
     """
+    if isinstance(parameters[0], StoredParameter):
+        return _joined([p for p in parameters if isinstance(p, StoredParameter)])
     whole = parameters[0].data
     if len(parameters) > 1:
         whole = torch.cat([parameter.data for parameter in parameters])
@@ -323,3 +326,13 @@ def merged(parameters: list[torch.nn.Parameter], keep: bool = False) -> ops.Weig
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part
     return weight
+
+
+def _joined(parameters: list[StoredParameter]) -> ops.Stored:
+    """The stored weights of parameters as one, of which they become views."""
+    parts = [parameter.value for parameter in parameters if parameter.value is not None]
+    whole, start = parts[0] if len(parts) == 1 else ops.Stored.joined(parts), 0
+    for parameter in parameters:
+        parameter.value = whole.rows(start, start + len(parameter))
+        start += len(parameter)
+    return whole

@@ -92,6 +92,7 @@ def storages_of(held: list[Any]) -> dict[int, int]:
     """Bytes of each block of memory that `held` holds, by its address or another number."""
     packed = [weight for weight in held if isinstance(weight, ops.PackedWeight)]
     plain = [*held, *(weight.plain for weight in packed)]
+    plain += [t for weight in held if isinstance(weight, ops.Stored) for t in weight.tensors]
     pieces = [tensor.untyped_storage() for tensor in plain if isinstance(tensor, Tensor)]
     found = {piece.data_ptr(): piece.nbytes() for piece in pieces}
     return found | {id(weight): weight.num_bytes for weight in packed}

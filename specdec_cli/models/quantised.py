@@ -12,12 +12,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from specdec_kernels.linear.stored import Storage
 
 from specdec_cli.errors import SetupError
-from specdec_cli.models.weights import Part, Read, WrongShape
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape
 
 # Endings of a scale's name, and of its matrix's.
 _FP8_SCALES = {".weight_scale_inv": ".weight", ".scale": ".weight", ".qscale_weight": ".weight"}
@@ -26,8 +27,24 @@ _BLOCK = 32  # codes of mxfp4, two in a byte
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
+Settings = dict[str, Any]  # a config's `quantization_config`
+
+
+class Format(NamedTuple):
+    """One way to store the weights of a checkpoint.
+
+    dequantised: see the function of that name. storage: tells the storage of a module's matrices by
+    their names, or None of plain ones, from settings and the model's name; None where all have to
+    be dequantised. fields: the readers of such a checkpoint, in place of `dequantised`.
+    """
+
+    dequantised: Callable[[dict[str, Read], Settings, torch.dtype, str], dict[str, Read]]
+    storage: Callable[[Settings, str], Callable[[str], Storage | None]] | None = None
+    fields: Callable[[dict[str, Read], Settings, str], Fields] | None = None
+
+
 def dequantised(
-    tensors: dict[str, Read], settings: dict[str, Any], dtype: torch.dtype, model: str
+    tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
 ) -> dict[str, Read]:
     """Readers of plain tensors in `dtype` for the tensors of a quantised checkpoint.
 
@@ -35,15 +52,36 @@ def dequantised(
     messages. Raises `SetupError` for settings that are not understood. So does a reader, with the
     tensor's name, when its scales do not fit it.
     """
+    return FORMATS[settings["quant_method"]].dequantised(tensors, settings, dtype, model)
+
+
+def read_quantised(
+    tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str, as_stored: bool
+) -> Fields:
+    """Readers of a quantised checkpoint: of what it holds, or of plain tensors in `dtype`."""
+    read = FORMATS[settings["quant_method"]].fields
+    if as_stored and read is not None:
+        return read(tensors, settings, model)
+    return Fields(dequantised(tensors, settings, dtype, model), {}, {})
+
+
+def _dequantised_mxfp4(
+    tensors: dict[str, Read], _: Settings, dtype: torch.dtype, model: str
+) -> dict[str, Read]:
     plain = dict(tensors)
-    if settings["quant_method"] == "mxfp4":
-        for blocks in [name for name in tensors if name.endswith("_blocks")]:
-            name = blocks.removesuffix("_blocks")
-            scales = plain.pop(f"{name}_scales", None)
-            if scales is None:
-                raise SetupError(f"{blocks} of {model} lacks {name}_scales", _DAMAGED)
-            plain[name] = _mxfp4_reader(f"{name} of {model}", plain.pop(blocks), scales, dtype)
-        return plain
+    for blocks in [name for name in tensors if name.endswith("_blocks")]:
+        name = blocks.removesuffix("_blocks")
+        scales = plain.pop(f"{name}_scales", None)
+        if scales is None:
+            raise SetupError(f"{blocks} of {model} lacks {name}_scales", _DAMAGED)
+        plain[name] = _mxfp4_reader(f"{name} of {model}", plain.pop(blocks), scales, dtype)
+    return plain
+
+
+def _dequantised_fp8(
+    tensors: dict[str, Read], settings: Settings, dtype: torch.dtype, model: str
+) -> dict[str, Read]:
+    plain = dict(tensors)
     undo = partial(_from_fp8, dtype=dtype, block=_block_size(settings, model))
     for name in tensors:
         ending = next((e for e in _FP8_SCALES if name.endswith(e)), None)
@@ -169,3 +207,7 @@ def _from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 def _said(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of {list(tensor.shape)}"
+
+
+# By the `quant_method` of a config.
+FORMATS = {"fp8": Format(_dequantised_fp8), "mxfp4": Format(_dequantised_mxfp4)}

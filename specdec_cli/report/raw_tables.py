@@ -1,7 +1,8 @@
 """Tables for other programs: full names, and figures as recorded."""
 
 from specdec_cli.core.figures import STAGES, TTFT_PARTS
-from specdec_cli.experiment.folders.records import CategoryComparison, Comparison, Point
+from specdec_cli.experiment.folders.conclusions import CategoryComparison, Comparison
+from specdec_cli.experiment.folders.records import Point
 from specdec_cli.report.cells import Column, Table, Value
 from specdec_cli.report.folder import ReportedRun
 from specdec_cli.report.tables import PERCENTILES, counts_experts

@@ -1,16 +1,21 @@
 """The tables of a report, for HTML, markdown and CSV alike."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from specdec_cli.core.figures import stages_in
-from specdec_cli.experiment.folders.records import (
+from specdec_cli.experiment.folders.conclusions import (
     Arm,
-    BreakEven,
+    Best,
     CategoryComparison,
-    CategoryMetrics,
     Comparison,
-    Key,
+    ComparisonSummary,
+    Decision,
+    Fastest,
+)
+from specdec_cli.experiment.folders.records import (
+    BreakEven,
+    CategoryMetrics,
     Point,
     blocks_in_words,
 )
@@ -27,13 +32,13 @@ from specdec_cli.report.cells import (
     span,
     span_of,
 )
-from specdec_cli.report.findings import Best, residual, residuals_in_words
+from specdec_cli.report.findings import Finding, residual, residuals_in_words, times
 from specdec_cli.report.folder import ReportedRun
 
 PERCENTILES = ("p50", "p90", "p99")
 
 
-def results(run: ReportedRun, bests: Sequence[Best]) -> Table:
+def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
     cells: list[Cell] = [
         (Column("speed-up", 2, "×"), _speedup),
@@ -113,25 +118,18 @@ def pairs_not_run(run: ReportedRun) -> list[str]:
 
 def degrees(run: ReportedRun) -> Table | None:
     """The best draft TP for each target TP, as the run recorded it, and what decided."""
-    recorded = (run.summary or {}).get("best_by_target_tp")
-    rows: list[tuple[Value, ...]] = []
-    for target, row in recorded.items() if isinstance(recorded, Mapping) else ():
-        for size, best in row.items() if isinstance(row, Mapping) else ():
-            if not isinstance(best, Mapping) or not isinstance(best.get("draft_tp"), int):
-                continue
-            speed, tied = best.get("decode_tokens_per_second"), best.get("tied")
-            ties = [
-                str(one.get("draft_tp"))
-                for one in (tied if isinstance(tied, list) else ())
-                if isinstance(one, Mapping)
-            ]
-            rows.append(
-                (
-                    *(str(target), str(size), best["draft_tp"], ", ".join(ties) or None),
-                    _decision_in_words(best.get("decided_by")),
-                    speed if isinstance(speed, float) else None,
-                )
-            )
+    if not isinstance(run.summary, ComparisonSummary):
+        return None
+    rows = tuple(
+        (
+            *(target, size, best.draft_tp, ", ".join(str(d.draft_tp) for d in best.tied) or None),
+            _decision_in_words(best.decided_by),
+            best.decode_tokens_per_second,
+        )
+        for target, row in run.summary.best_by_target_tp.items()
+        for size, best in row.items()
+        if best.draft_tp is not None
+    )
     if not rows:
         return None
     columns = (
@@ -139,14 +137,14 @@ def degrees(run: ReportedRun) -> Table | None:
         *(Column("decided by"), Column("decoding", 1, "tokens/s")),
     )
     note = "Decided by: the stage in which a round saves most against the next best draft TP."
-    return Table("degrees", "The best draft TP", columns, tuple(rows), note)
+    return Table("degrees", "The best draft TP", columns, rows, note)
 
 
-def _decision_in_words(decided: object) -> str | None:
-    if not isinstance(decided, Mapping) or not isinstance(decided.get("saved_ms"), float):
+def _decision_in_words(decided: Decision | None) -> str | None:
+    if decided is None:
         return None
-    stage, rival = decided.get("stage"), decided.get("draft_tp")
-    return f"{stage}: {decided['saved_ms']:.2f} ms less than with draft TP {rival}"
+    less = f"{decided.saved_ms:.2f} ms less than with draft TP {decided.draft_tp}"
+    return f"{decided.stage}: {less}"
 
 
 def _proposing(point: Point) -> float | None:
@@ -217,8 +215,8 @@ def _method(points: Sequence[Point]) -> str:
     )
 
 
-def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Table | None:
-    """One point by category of prompt, from its record, else from its samples.
+def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> Table | None:
+    """One point by category of prompt.
 
     best: at the point's batch size, with the run's own recommendation for each category.
     """
@@ -235,19 +233,12 @@ def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Tabl
                 *(name, row.num_prompts, row.mean_acceptance_length, lengths),
                 percent(row.draft_acceptance_rate),
                 *(row.decode_tokens_per_second, _speedup(row), gains),
-                *(_named(run, own.get(name), fastest) for fastest in (True, False)),
+                *_recommended(run, own.get(name)),
             )
         )
-    note = ""
-    if not found:
-        counts = run.samples.get(Key.of(point), {})
-        found = [
-            (name, prompts, 1 + tokens / drafts if drafts else None, *[None] * 7)
-            for name, (drafts, tokens, prompts) in counts.items()
-        ]
-        note = "Counted from samples.jsonl."
     if not found:
         return None
+    note = ""
     if own:
         note = (
             "Fastest here, recommended here: over the prompts of a category alone. The smallest k "
@@ -276,18 +267,21 @@ def categories(run: ReportedRun, point: Point, best: Best | None = None) -> Tabl
     )
 
 
-def _named(run: ReportedRun, best: object, fastest: bool) -> str | None:
-    """The point that a category's record names, in words."""
-    entry = best.get("fastest") if fastest and isinstance(best, Mapping) else best
-    if not isinstance(entry, Mapping) or not isinstance(entry.get("k"), int):
+def _recommended(run: ReportedRun, best: Best | None) -> tuple[str | None, str | None]:
+    """The fastest point and the recommended one of a category's record, in words."""
+    if best is None:
+        return None, None
+    return _named(run, best.fastest), _named(run, best)
+
+
+def _named(run: ReportedRun, one: Best | Fastest | None) -> str | None:
+    if one is None or one.k is None:
         return None
-    if entry["k"] == 0:
+    if one.k == 0:
         return "no speculation"
     several = len({p.draft for p in run.points if p.draft is not None}) > 1
-    draft = entry.get("draft")
-    named = f" with {run.labels.get(draft, draft)}" if several and draft is not None else ""
-    speed = entry.get("speedup")
-    return f"k = {entry['k']}{named}{f', {speed:.2f}×' if isinstance(speed, float) else ''}"
+    named = f" with {run.labels.get(one.draft, one.draft)}" if several and one.draft else ""
+    return f"k = {one.k}{named}{f', {times(one.speedup)}' if one.speedup is not None else ''}"
 
 
 def comparisons(run: ReportedRun) -> Table | None:

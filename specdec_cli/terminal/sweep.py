@@ -14,15 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from specdec_cli.core.figures import STAGES, stages_in
-from specdec_cli.experiment.folders.records import (
+from specdec_cli.experiment.folders.conclusions import (
     Arm,
+    Best,
     CategoryComparison,
-    CategoryMetrics,
     Comparison,
-    Key,
-    Point,
-    Sample,
+    Fastest,
 )
+from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Point, Sample
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
@@ -197,8 +196,8 @@ def print_results(document: Mapping[str, Any]) -> None:
     for batch_size, best in document["best_by_batch_size"].items():
         where = f"batch size {batch_size}: " if len(document["best_by_batch_size"]) > 1 else ""
         tied = _tied(best, with_draft=with_draft)
-        which = "recommended: " if best["k"] else ""
-        render.say(f"{where}{which}{best['reason']}{tied}", out)
+        which = "recommended: " if best.k else ""
+        render.say(f"{where}{which}{best.reason}{tied}", out)
         line = _first_token_line(document["points"], int(batch_size), best, with_draft=with_draft)
         if line is not None:
             render.say(f"{where}{line}", out)
@@ -209,14 +208,14 @@ def print_results(document: Mapping[str, Any]) -> None:
 
 
 def _first_token_line(
-    points: Sequence[Point], batch_size: int, best: Mapping[str, Any], *, with_draft: bool
+    points: Sequence[Point], batch_size: int, best: Best, *, with_draft: bool
 ) -> str | None:
     """The time to the first token by its parts, at k = 0 and at the recommended or else the fastest
-    point; None for folders of earlier versions."""
-    arm = best if best["k"] else best.get("fastest") or best
+    point; None where not all prompts have one."""
+    arm = best if best.k else best.fastest or best
     shown = []
     for p in points:
-        is_named = p.is_baseline or (p.k, p.draft) == (arm["k"], arm["draft"])
+        is_named = p.is_baseline or (p.k, p.draft) == (arm.k, arm.draft)
         if p.batch_size != batch_size or not is_named or (m := p.metrics) is None:
             continue
         if (parts := render.first_token_parts(m)) and m.ttft_ms.mean is not None:
@@ -342,11 +341,11 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
 
     At the fastest point if no speculation is recommended.
     """
-    best = document["best"]
-    shown = best if best["k"] else best.get("fastest")
+    best: Best = document["best"]
+    shown = best if best.k else best.fastest
     if shown is None:
         return None
-    point = next(p for p in document["points"] if (p.k, p.draft) == (shown["k"], shown["draft"]))
+    point = next(p for p in document["points"] if (p.k, p.draft) == (shown.k, shown.draft))
     rows = point.per_category
     if len(rows) < 2 or point.k == 0:
         return None
@@ -362,14 +361,14 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
         "tokens/s": [f"{row.decode_tokens_per_second or 0:.1f}" for row in rows.values()],
         "x k = 0": [_speedup(row) for row in rows.values()],
     }
-    own = best.get("per_category", {})
+    own = best.per_category
     if all(category in own for category in rows):
         columns |= {
-            "fastest here": [_fastest_here(own[c], with_draft=with_draft) for c in rows],
+            "fastest here": [_fastest_here(own[c].fastest, with_draft=with_draft) for c in rows],
             "recommended": [
-                one_line(in_words(own[c]["k"], own[c]["draft"], with_draft=with_draft))
-                if own[c]["k"] is not None
-                else ""
+                ""
+                if (k := own[c].k) is None
+                else one_line(in_words(k, own[c].draft, with_draft=with_draft))
                 for c in rows
             ],
         }
@@ -377,20 +376,18 @@ def _category_table(document: Mapping[str, Any], width: int) -> Table | None:
     return render.table_within(width, columns, spare=spare, names=[name])[0]
 
 
-def _fastest_here(best: Mapping[str, Any], *, with_draft: bool) -> str:
-    fastest = best.get("fastest")
-    if fastest is None:
+def _fastest_here(fastest: Fastest | None, *, with_draft: bool) -> str:
+    if fastest is None or fastest.speedup is None:
         return ""
-    name = in_words(fastest["k"], fastest["draft"], with_draft=with_draft)
-    return one_line(f"{name}, {fastest['speedup']:.2f}x")
+    name = in_words(fastest.k, fastest.draft, with_draft=with_draft)
+    return one_line(f"{name}, {fastest.speedup:.2f}x")
 
 
-def _tied(best: Mapping[str, Any], *, with_draft: bool) -> str:
+def _tied(best: Best, *, with_draft: bool) -> str:
     """The fastest point and all points tied with it, in words; k = 0 is listed once."""
     if with_draft:
-        points = best.get("tied_points", ())
-        tied = dict.fromkeys(in_words(**point, with_draft=True) for point in points)
+        tied = dict.fromkeys(in_words(p.k, p.draft, with_draft=True) for p in best.tied_points)
         return f" (tied: {', '.join(tied)})" if len(tied) > 1 else ""
-    if len(best["tied"]) < 2:
+    if len(best.tied) < 2:
         return ""
-    return f" (tied: k = {', '.join(map(str, best['tied']))})"
+    return f" (tied: k = {', '.join(map(str, best.tied))})"

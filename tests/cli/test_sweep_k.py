@@ -24,7 +24,6 @@ from specdec_cli.experiment.folders.records import Sample as Record
 from specdec_cli.experiment.folders.run_folder import RunFolder
 from specdec_cli.report.folder import read_folder
 from specdec_cli.terminal.sweep import LiveTable, _first_token_line
-from specdec_cli.text import digest
 from tests.cli.generate_helpers import Result, on_terminal
 from tests.cli.sweep_helpers import (
     Sample,
@@ -859,16 +858,6 @@ def test_ngrams_beside_a_draft(capsys: Capture, tmp_path: Path) -> None:
     assert [s["index"] for s in before] == [0] * 3 + [1] * 3 + [2] * 3
     assert all(sorted(turn, key=str) == sorted(arms, key=str) for turn in by_prompt)
     assert len({tuple(turn) for turn in by_prompt}) > 1
-    # What an earlier version began, drafts one after another, is not continued like this.
-    earlier = json.loads((tmp_path / "run" / "settings.json").read_text())
-    del earlier["settings"]["shares_baseline"]
-    earlier["hash"] = digest(earlier["settings"])
-    (tmp_path / "run" / "settings.json").write_text(json.dumps(earlier))
-    again = specdec(
-        capsys, "sweep-k", tmp_path / "run" / "recipe.yaml", *QUICK, *ONCE, *drafts, "--k", "0,2",
-        "--limit", "3", "--json", "--resume", "-o", tmp_path / "run",
-    )  # fmt: skip
-    assert again.code == 2 and "one draft after another" in again.document["error"]["message"]
 
 
 def test_arms_that_do_not_fit_together_take_turns(

@@ -78,6 +78,9 @@ def test_the_first_tensor_decides_whatever_its_place(monkeypatch):
     here, there = torch.zeros(1), torch.zeros(1).as_subclass(OnDevice)
     assert kernel(there, here) == kernel(2, there) == kernel(2, x=there) == "triton"
     assert kernel(here, there) == kernel(2, x=here) == kernel() == "torch"
+    stored = object()  # a weight that is no tensor
+    normed = [ops.Normed(x, x, None, 0.0) for x in (here, there)]
+    assert [kernel(x, stored) for x in normed] == ["torch", "triton"]
 
 
 def test_attention_on_cpu():

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.experiment.folders.conclusions import Best
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
@@ -131,8 +132,8 @@ def test_hostile_categories_keep_to_their_row() -> None:
     figures["speedup_ci"] = None
     names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
     point["per_category"] = {name: figures for name in names}
-    fastest = {"k": 4, "draft": DRAFT}
-    document = {"points": as_points([plain, point]), "best": {**fastest, "fastest": fastest}}
+    best = Best(k=4, draft=DRAFT, tied=[4], reason="")
+    document = {"points": as_points([plain, point]), "best": best}
     for width in (40, 200):
         table = view._category_table(document, width)
         assert table is not None

@@ -176,9 +176,9 @@ def test_no_recommendation_is_significant_over_a_warning() -> None:
     gains = measured_gains(points, samples)
     calm = recommend(points, gains, 0)
     disturbed = recommend(points, gains, 0, noise_in(samples_of(with_outlier())))
-    assert calm["significant"] and not disturbed["significant"]
-    assert disturbed["k"] == calm["k"] > 0
-    assert disturbed["reason"].endswith("since times were disturbed (outlying_repeats)")
+    assert calm.significant and not disturbed.significant
+    assert disturbed.k == calm.k > 0
+    assert disturbed.reason.endswith("since times were disturbed (outlying_repeats)")
 
 
 def with_outlier() -> Times:

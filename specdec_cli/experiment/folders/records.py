@@ -139,7 +139,8 @@ class Prediction(Record):
     """Predicted figures of a point, from the run at the largest k; errors are relative.
 
     speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
-    was measured. Absent where there is none, as in folders of earlier versions.
+    was measured. drafts_of_k: the k whose proposals stand for this point's, where a method's depend
+    on k. Absent where there is none, as in folders of earlier versions.
     """
 
     method: Name
@@ -154,6 +155,7 @@ class Prediction(Record):
     analytic_alpha: Figure
     speedup_ci: Interval = None
     speedup_error_ci: Interval = None
+    drafts_of_k: int | None = None
 
 
 class Point(Record):
@@ -223,41 +225,6 @@ class Point(Record):
         if self.status != "ok" and self.reason is None:
             raise impossible("it has no reason")
         return self
-
-
-class Arm(Record):
-    """One side of a comparison; k = 0, whose draft is null, is plain decoding."""
-
-    k: Count
-    draft: Name | None
-
-
-class CategoryComparison(Record):
-    """The figures of a `Comparison` over the prompts of one category."""
-
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-
-
-class Comparison(Record):
-    """An entry of a sweep's `comparisons`: one arm against another, each at its fastest k.
-
-    num_prompts: those that all arms have. speed_ratio: the arm's decoding speed over the other's,
-    on these. tied: whether the interval contains 1; None without an interval. is_predicted:
-    whether speeds are predicted.
-    """
-
-    batch_size: Count
-    arm: Arm
-    against: Arm
-    is_predicted: bool
-    num_prompts: Count
-    speed_ratio: Figure
-    speed_ratio_ci: Interval
-    tied: bool | None
-    per_category: dict[Name, CategoryComparison] = Field(default_factory=dict)
 
 
 class _PartCounts(Record):
@@ -355,7 +322,7 @@ def checked(found: object, kind: type[R]) -> R | str:
         return kind.model_validate(found)
     except ValidationError as problem:
         errors = problem.errors(include_url=False)
-        return _described(min(errors, key=lambda error: error["type"] == "missing"))
+        return described(min(errors, key=lambda error: error["type"] == "missing"))
 
 
 def elsewhere(record: Record, known: Mapping[str, Collection[Any]]) -> str | None:
@@ -377,7 +344,8 @@ def not_measured(sample: Sample, num_prompts: int, repeats: int) -> str | None:
     return None
 
 
-def _described(error: ErrorDetails) -> str:
+def described(error: ErrorDetails) -> str:
+    """A validation error in words."""
     key = ".".join(one_line(part) for part in error["loc"] if isinstance(part, str))
     match error["type"]:
         case "impossible":
