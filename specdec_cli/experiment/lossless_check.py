@@ -26,7 +26,7 @@ _NEAR = 2.0  # times the rounding; docs/correctness.md, guarantee 2
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextPair:
     """A prompt's output tokens with proposals, and those of the target alone."""
 
     prompt: Sequence[int]
@@ -52,7 +52,7 @@ class LosslessCheck:
     _parted: list[dict[str, Any]] = field(default_factory=list)
     _noise: float = 0.0
 
-    def compare(self, engine: Engine, key: Key, texts: Mapping[int, Text]) -> None:
+    def compare(self, engine: Engine, key: Key, texts: Mapping[int, TextPair]) -> None:
         """Compare the texts of a point, by prompt. The engine must be idle."""
         width, looked_at = max(2, key.k + 1, key.batch_size), 0
         self._prompts |= texts.keys()
@@ -115,10 +115,10 @@ def greedy_texts(engine: Engine, job: Job, k: int, world: World) -> dict[int, li
 
 def texts_of(
     job: Job, written: Mapping[int, Sequence[int]], plain: Mapping[int, Sequence[int]]
-) -> dict[int, Text]:
+) -> dict[int, TextPair]:
     """The texts of prompts that both have."""
     ids = {prompt.index: ids for prompt, ids in zip(job.prompts, job.token_ids, strict=True)}
-    return {i: Text(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
+    return {i: TextPair(ids[i], written[i], plain[i]) for i in ids if i in written and i in plain}
 
 
 def failed_check(check: CheckResult | None) -> list[Notice]:

@@ -15,69 +15,45 @@ from specdec_cli.experiment.folders.conclusions import (
 )
 from specdec_cli.experiment.folders.records import (
     BreakEven,
-    CategoryMetrics,
     Point,
-    blocks_in_words,
 )
-from specdec_cli.experiment.statistics.stats import FEWEST, proposing_rate
-from specdec_cli.report.cells import (
-    Cell,
-    Column,
-    Table,
-    Value,
-    by_point,
-    figure,
-    is_ok,
-    percent,
-    span,
-    span_of,
-)
+from specdec_cli.experiment.statistics.stats import FEWEST
+from specdec_cli.report import point_cells as cell
+from specdec_cli.report.cells import Column, Table, by_point, is_ok
 from specdec_cli.report.findings import Finding, residual, residuals_in_words, times
 from specdec_cli.report.folder import ReportedRun
-
-PERCENTILES = ("p50", "p90", "p99")
+from specdec_cli.report.point_cells import Cell, Value, percent, span, speedup
 
 
 def results(run: ReportedRun, bests: Sequence[Finding]) -> Table:
     """Speed and acceptance of every point, including failed ones."""
-    cells: list[Cell] = [
-        (Column("speed-up", 2, "×"), _speedup),
-        (Column("95 % interval"), lambda p: span_of(p, p.speedup_ci)),
-        figure("decoding", 1, "tokens/s", "decode_tokens_per_second"),
-        figure("tokens a round", 2, "", "mean_acceptance_length"),
-        (Column("95 % interval"), lambda p: span_of(p, p.mean_acceptance_length_ci)),
-        (Column("accepted", 1, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
-    ]
-    if any(_proposing(point) is not None for point in run.points):
-        cells.insert(-1, (Column("proposing", 0, "% of rounds"), _proposing))
-        cells.insert(-1, figure("tokens a round, all rounds", 2, "", "tokens_per_round"))
+    cells = [cell.SPEEDUP, cell.SPEED, cell.LENGTH, cell.ACCEPTED]
+    if any(cell.PROPOSING.of(point) is not None for point in run.points):
+        cells[-1:-1] = [cell.PROPOSING, cell.OVERALL]
     if run.is_comparison:
-        cells.append(figure("against equal TP", 2, "×", "speedup_vs_equal_tp"))
-        cells.append((Column("blocks"), lambda p: blocks_in_words(p.blocks_per_rank) or None))
-    cells.append((Column("status"), lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
+        cells += [cell.EQUAL, cell.BLOCKS]
+    cells.append(Cell("status", lambda p: p.status if p.is_ok else f"{p.status}: {p.reason}"))
     note = "Speed-up is against plain decoding (k = 0) of the same prompts at the same batch size."
     shown = [p for p in run.points if not (run.is_comparison and p.status == "skipped")]
-    table = by_point(("results", "Every point", note), run, shown, cells)
     best = {id(b.point) for b in bests if b.point is not None}
-    return replace(table, strong=frozenset(i for i, p in enumerate(shown) if id(p) in best))
-
-
-def _speedup(found: Point | CategoryMetrics) -> Value:
-    return "impossible" if found.impossible_speedup is not None else found.speedup
+    strong = frozenset(i for i, p in enumerate(shown) if id(p) in best)
+    return by_point(("results", "Every point", note), run, shown, cells, strong)
 
 
 def break_even(run: ReportedRun) -> Table | None:
-    """The acceptance at which each point is as fast as plain decoding; None for old folders."""
+    """The acceptance at which each point is as fast as plain decoding; None without one."""
     points = [p for p in run.points if p.break_even is not None]
     if not points:
         return None
-    cells: list[Cell] = [
-        (Column("tokens a round, all rounds", 2), tokens_over_all_rounds),
-        (Column("breaks even at", 2), lambda p: _even(p).tokens_per_round),
-        (Column("95 % interval"), lambda p: span_of(p, _even(p).tokens_per_round_ci)),
-        (Column("accepted", 0, "%"), lambda p: percent(p.number("draft_acceptance_rate"))),
-        (Column("needs accepted", 0, "%"), lambda p: _needed(_even(p).draft_acceptance_rate)),
-        (Column("needs a chance of", 0, "% each"), lambda p: _needed(_even(p).alpha)),
+    cells = [
+        Cell("tokens a round, all rounds", tokens_over_all_rounds, "", 2),
+        Cell(
+            *("breaks even at", lambda p: _even(p).tokens_per_round, "", 2),
+            interval=lambda p: _even(p).tokens_per_round_ci,
+        ),
+        replace(cell.ACCEPTED, digits=0),
+        Cell("needs accepted", lambda p: _needed(_even(p).draft_acceptance_rate), "%", 0),
+        Cell("needs a chance of", lambda p: _needed(_even(p).alpha), "% each", 0),
     ]
     note = (
         "Breaks even at: tokens a round, over all rounds, at which the costs measured here give "
@@ -147,22 +123,15 @@ def _decision_in_words(decided: Decision | None) -> str | None:
     return f"{decided.stage}: {less}"
 
 
-def _proposing(point: Point) -> float | None:
-    if (m := point.metrics) is None:
-        return None
-    return percent(proposing_rate(m.num_drafts, m.num_rounds_without_proposal))
-
-
 def times_of_a_round(run: ReportedRun) -> Table:
     """The time of a round by stage."""
-    stages = stages_in(p.metrics for p in run.points)
-    cells = [figure(part, 3, "ms", f"{part}_ms") for part in (*stages, "round")]
-    cells.append((Column("95 % interval", 0), lambda p: span_of(p, p.round_ms_ci)))
-    cells.append(figure("prefill", 2, "ms", "prefill_ms"))
+    cells = [cell.TIMES[stage] for stage in stages_in(p.metrics for p in run.points)]
+    cells += [replace(cell.TIMES["round"], interval=lambda p: p.round_ms_ci), cell.PREFILL]
     if counts_experts(run):
-        cells.append(figure("experts", 1, "a layer", "distinct_experts"))
+        cells.append(cell.EXPERTS)
     note = "Means per engine round; prefill is per prompt. What the stages leave is the host's."
-    return by_point(("rounds", "Time of a round", note), run, filter(is_ok, run.points), cells)
+    points = [p for p in run.points if p.is_ok]
+    return by_point(("rounds", "Time of a round", note), run, points, cells)
 
 
 def counts_experts(run: ReportedRun) -> bool:
@@ -171,10 +140,8 @@ def counts_experts(run: ReportedRun) -> bool:
 
 def latencies(run: ReportedRun) -> Table:
     """Time to the first token and per token after it, over prompts."""
-    cells = [figure(f"first token {p}", 1, "ms", "ttft_ms", p) for p in PERCENTILES]
-    cells += [figure(f"per token {p}", 2, "ms", "tpot_ms", p) for p in PERCENTILES]
     note = "Percentiles over prompts: to the first token (TTFT), and per token after it (TPOT)."
-    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cells)
+    return by_point(("latencies", "Latency", note), run, filter(is_ok, run.points), cell.LATENCIES)
 
 
 def predictions(run: ReportedRun) -> Table | None:
@@ -182,15 +149,12 @@ def predictions(run: ReportedRun) -> Table | None:
     points = [p for p in run.points if not p.is_baseline and p.predicted_speedup is not None]
     if not points:
         return None
-    cells: list[Cell] = [
-        figure("predicted", 3, "×", "predicted_speedup"),
-        (
-            Column("95 % interval"),
-            lambda p: span(p.prediction.speedup_ci) if p.prediction else None,
+    cells = [
+        replace(
+            cell.PREDICTED, interval=lambda p: p.prediction.speedup_ci if p.prediction else None
         ),
-        figure("measured", 3, "×", "speedup"),
-        (Column("95 % interval"), lambda p: span(p.speedup_ci)),
-        (Column("residual", 1, "%"), lambda p: percent(residual(p))),
+        Cell("measured", lambda p: p.speedup, "×", 3, interval=lambda p: p.speedup_ci),
+        Cell("residual", lambda p: percent(residual(p)), "%", 1),
     ]
     note = (
         f"Predicted from the run at the largest k{_method(points)}; the residual is predicted over "
@@ -232,7 +196,7 @@ def categories(run: ReportedRun, point: Point, best: Finding | None = None) -> T
             (
                 *(name, row.num_prompts, row.mean_acceptance_length, lengths),
                 percent(row.draft_acceptance_rate),
-                *(row.decode_tokens_per_second, _speedup(row), gains),
+                *(row.decode_tokens_per_second, speedup(row), gains),
                 *_recommended(run, own.get(name)),
             )
         )
@@ -317,9 +281,3 @@ def _tie_in_words(tied: bool | None) -> str:
     if tied is None:
         return "too few prompts for an interval"
     return "tied" if tied else "differ"
-
-
-def position_interval(point: Point, name: str, position: int) -> Sequence[float] | None:
-    """The interval of a rate at a position from 1 on; None in folders of earlier versions."""
-    found: Sequence[Sequence[float] | None] = getattr(point, f"{name}_ci")
-    return found[position - 1] if position <= len(found) else None

@@ -7,13 +7,14 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from specdec_cli.core.figures import STAGES, stages_in
+from specdec_cli.core.figures import stages_in
 from specdec_cli.experiment.folders.conclusions import (
     Arm,
     Best,
@@ -25,40 +26,23 @@ from specdec_cli.experiment.folders.records import CategoryMetrics, Key, Point, 
 from specdec_cli.experiment.measure import Watcher
 from specdec_cli.experiment.statistics.promise import check_line, tokens_line
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
-from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds, proposing_rate
+from specdec_cli.experiment.statistics.stats import FEWEST, among_rounds
 from specdec_cli.experiment.sweep.recommend import has_several_drafts, in_words
+from specdec_cli.report import point_cells as cell
 from specdec_cli.terminal import render
 from specdec_cli.text import inert, one_line
 
-_TIMES = {stage: f"{stage} ms" for stage in (*STAGES, "round")}
-_PROPOSING, _OVERALL, _EVEN = "proposing", "all rounds", "break-even"
-_HEADINGS = (
-    "k",
-    "tokens a round",
-    _PROPOSING,
-    _OVERALL,
-    "accepted",
-    "tokens/s",
-    "x k = 0",
-    "predicted",
-    _EVEN,
-    *_TIMES.values(),
-)
+_EVEN = "break-even"
 # Columns that a narrow terminal leaves out, in this order.
 _SPARE = (
-    *(_TIMES[part] for part in ("sample", "broadcast", "commit", "verify", "draft", "round")),
-    _EVEN,
-    "predicted",
-    "accepted",
-    _OVERALL,
-    _PROPOSING,
-    "tokens a round",
+    *(cell.TIMES[p].heading for p in ("sample", "broadcast", "commit", "verify", "draft", "round")),
+    *(_EVEN, "predicted", "accepted", "all rounds", "proposing", "tokens a round"),
 )
 _NO_DRAFT = "–"
 _LINE_EVERY = 0.1  # share of the samples between lines without a terminal
 
 
-class PlainLines(Watcher):
+class SweepLines(Watcher):
     """Prints each point on stderr, and the time left after every tenth of the samples."""
 
     def __init__(self, total: int) -> None:
@@ -85,7 +69,7 @@ class PlainLines(Watcher):
             render.say(point_line(point))
 
 
-class LiveTable(Watcher):
+class SweepTable(Watcher):
     """A live table and a progress bar with the time left, on a terminal.
 
     Each finished point leaves a line above them.
@@ -156,7 +140,7 @@ def watcher(total: int, *, quiet: bool) -> Watcher:
     """The progress display for this stderr."""
     if quiet:
         return Watcher()
-    return LiveTable(total) if sys.stderr.isatty() else PlainLines(total)
+    return SweepTable(total) if sys.stderr.isatty() else SweepLines(total)
 
 
 def point_line(point: Point) -> str:
@@ -171,7 +155,7 @@ def point_line(point: Point) -> str:
     if point.impossible_speedup is not None:
         line += ", an impossible speed-up"
     elif point.speedup is not None:
-        line += f", {point.speedup:.2f}x{render.interval(point.speedup_ci)}"
+        line += f", {point.speedup:.2f}x{cell.span_after(point.speedup_ci)}"
     among = among_rounds(metrics.num_drafts, metrics.num_rounds_without_proposal)
     return f"{line}, {metrics.mean_acceptance_length:.2f} tokens a round{among}"
 
@@ -233,56 +217,40 @@ def results_table(points: Sequence[Point], width: int) -> tuple[Table, list[str]
     if has_several_drafts(points):
         columns["draft"] = [one_line(p.draft or _NO_DRAFT) for p in points]
     if len({p.batch_size for p in points}) > 1:
-        columns["batch"] = [str(p.batch_size) for p in points]
-    cells = [_cells(point) for point in points]
-    columns |= {heading: [row.get(heading, "") for row in cells] for heading in _HEADINGS}
-    for stage in {*STAGES} - {*stages_in(p.metrics for p in points)}:
-        del columns[_TIMES[stage]]
-    if not any(columns[_PROPOSING]):
-        del columns[_PROPOSING], columns[_OVERALL]
+        columns |= cell.columns_of([cell.BATCH], points)
+    speeds = [cell.K, cell.LENGTH, cell.PROPOSING, cell.OVERALL, cell.ACCEPTED, cell.SPEED]
+    columns |= cell.columns_of([*speeds, cell.SPEEDUP, _PREDICTED], points)
+    columns[_EVEN] = [_break_even(point) for point in points]
+    stages = stages_in(p.metrics for p in points)
+    columns |= cell.columns_of([cell.TIMES[part] for part in (*stages, "round")], points)
+    for place, point in enumerate(points):
+        if point.metrics is None:
+            why = point.status if point.status == "skipped" else f"{point.status}: "
+            reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
+            columns["tokens/s"][place] = f"{why}{reason}"
+            if (prediction := point.prediction) is not None:
+                length = f"~{prediction.mean_acceptance_length:.2f}"
+                columns["tokens a round"][place] = length
+    if not any(columns["proposing"]):
+        del columns["proposing"], columns["all rounds"]
     if not any(columns[_EVEN]):  # of k = 0 alone
         del columns[_EVEN]
     return render.table_within(width, columns, spare=_SPARE, names=["draft"], long=["tokens/s"])
 
 
-def _cells(point: Point) -> dict[str, str]:
-    """A point's cells by heading."""
-    predicted = f"{point.predicted_speedup:.2f}" if point.predicted_speedup else ""
-    found = {"k": str(point.k), "predicted": predicted, _EVEN: _break_even(point)}
-    m = point.metrics
-    if m is None:
-        prediction = point.prediction
-        ends = prediction.speedup_ci if prediction is not None else None
-        if predicted:
-            found["predicted"] = render.with_interval(point.predicted_speedup, ends)
-        why = point.status if point.status == "skipped" else f"{point.status}: "
-        reason = "" if point.status == "skipped" else inert(point.reason or "")[:60]
-        return found | {
-            "tokens a round": f"~{prediction.mean_acceptance_length:.2f}" if prediction else "",
-            "tokens/s": f"{why}{reason}",
-        }
-    rate = m.draft_acceptance_rate
-    proposing = proposing_rate(m.num_drafts, m.num_rounds_without_proposal)
-    return found | {
-        "tokens a round": render.with_interval(
-            m.mean_acceptance_length, point.mean_acceptance_length_ci
-        ),
-        _PROPOSING: f"{100 * proposing:.0f}%" if proposing else "",
-        _OVERALL: f"{m.tokens_per_round:.2f}" if m.tokens_per_round is not None else "",
-        "accepted": f"{100 * rate:.0f}%" if rate is not None else "",
-        "tokens/s": f"{m.decode_tokens_per_second:.1f}",
-        "x k = 0": _speedup(point),
-        **{heading: f"{m.stage_ms(part):.2f}" for part, heading in _TIMES.items()},
-    }
+def _predicted_interval(point: Point) -> Sequence[float] | None:
+    """Where nothing was measured; else the table would be too wide."""
+    return point.prediction.speedup_ci if point.metrics is None and point.prediction else None
 
 
-def _speedup(found: Point | CategoryMetrics) -> str:
-    if found.impossible_speedup is not None:
-        return "impossible"
-    few = isinstance(found, CategoryMetrics) and found.num_prompts < FEWEST
-    if few and found.speedup is not None:
-        return f"{found.speedup:.2f} (too few prompts)"
-    return render.with_interval(found.speedup, found.speedup_ci)
+_PREDICTED = replace(cell.PREDICTED, interval=_predicted_interval)
+
+
+def _speedup(row: CategoryMetrics) -> str:
+    if row.impossible_speedup is None and row.num_prompts < FEWEST and row.speedup is not None:
+        return f"{row.speedup:.2f} (too few prompts)"
+    value = cell.speedup(row)
+    return value if isinstance(value, str) else render.with_interval(value, row.speedup_ci)
 
 
 def _break_even(point: Point) -> str:

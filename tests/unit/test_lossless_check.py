@@ -10,7 +10,7 @@ from scripts.proofs.margins import Parting, partings
 from specdec_cli.engine.loop import Engine
 from specdec_cli.experiment.folders.conclusions import CheckResult, Diverging, Summary, Tokens
 from specdec_cli.experiment.folders.records import Key
-from specdec_cli.experiment.lossless_check import LosslessCheck, Text, failed_check
+from specdec_cli.experiment.lossless_check import LosslessCheck, TextPair, failed_check
 from specdec_cli.experiment.statistics.promise import check_line, lossless_in_words
 
 NOISE = 0.1  # of a logit between passes of one token and of several
@@ -31,7 +31,7 @@ class Fixed:
 def checked(dtype: str, gap: float, *tokens: list[int]) -> tuple[CheckResult, Fixed]:
     """The check of texts that are [0, 0, 0] of the target alone, at k = 3."""
     engine, check = Fixed(gap), LosslessCheck(dtype)
-    texts = {i: Text((7, 8), own, (0, 0, 0)) for i, own in enumerate(tokens)}
+    texts = {i: TextPair((7, 8), own, (0, 0, 0)) for i, own in enumerate(tokens)}
     check.compare(cast(Engine, engine), Key("d", 1, 3), texts)
     return check.result, engine
 
@@ -58,14 +58,14 @@ def test_twice_the_rounding_is_a_near_tie(dtype: str, gap: float, passed: bool, 
 @pytest.mark.parametrize(("length", "width"), [(2, 4), (99, 99), (999, 256)])
 def test_a_first_token_is_compared_with_a_pass_over_the_prompt(length: int, width: int) -> None:
     engine, check, prompt = Fixed(0.1), LosslessCheck("bfloat16"), [7] * length
-    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: Text(prompt, [1, 0], [0, 0])})
+    check.compare(cast(Engine, engine), Key("d", 1, 3), {0: TextPair(prompt, [1, 0], [0, 0])})
     assert engine.asked == [(prompt, 1), (prompt, width)]
 
 
 def test_divergences_of_every_point_are_looked_at() -> None:
     """Each of two points has 20 divergences, and 16 of each are looked at."""
     engine, check = Fixed(0.1), LosslessCheck("bfloat16")
-    texts = {i: Text([7], [0, 1], [0, 0]) for i in range(20)}
+    texts = {i: TextPair([7], [0, 1], [0, 0]) for i in range(20)}
     for draft in ("one", "other"):
         check.compare(cast(Engine, engine), Key(draft, 2, 1), texts)
     found = check.result

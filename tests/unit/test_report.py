@@ -858,7 +858,7 @@ def test_latencies_are_those_of_their_titles(sweep: Content) -> None:
 
 
 def test_what_a_first_token_waits_for(sweep: Content, tmp_path: Path) -> None:
-    assert sweep.tables["first_tokens"] is None, "its folder is of an earlier version"
+    assert sweep.tables["first_tokens"] is None, "no prompt has them"
     points = sweep_points(ks=(0, 3), batch_sizes=(1,), drafts=ONE_DRAFT)
     spent = {"queue": 5.5, "target_prefill": 11.5, "draft_prefill": 2.5, "first_round": 4.5}
     points[1]["metrics"]["ttft_parts_ms"] = spent

@@ -102,8 +102,7 @@ class Sample(Record):
 class CategoryMetrics(Record):
     """Figures of a point over the prompts of one category.
 
-    mean_acceptance_length_ci: absent in folders of earlier versions. impossible_speedup: as in
-    `Point`.
+    impossible_speedup: as in `Point`.
     """
 
     num_prompts: Count
@@ -140,7 +139,7 @@ class Prediction(Record):
 
     speedup_ci, speedup_error_ci: 95 % intervals; that of the error is over the same prompts as what
     was measured. drafts_of_k: the k whose proposals stand for this point's, where a method's depend
-    on k. Absent where there is none, as in folders of earlier versions.
+    on k. Absent where there is none.
     """
 
     method: Name
@@ -161,11 +160,10 @@ class Prediction(Record):
 class Point(Record):
     """A line of points.jsonl, and an entry of a document's `points`.
 
-    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at
-    k = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`; those after
-    break_even are absent in folders of earlier versions. break_even: None at k = 0.
-    impossible_speedup: a ratio of speeds that no speculation reaches, so that times were disturbed;
-    `speedup` is None then.
+    Sweeps have `draft`, predictions and no degrees; comparisons have degrees, `draft_tp` None at k
+    = 0, and what follows `prediction`. *_ci: 95 % intervals of figures of `metrics`. break_even:
+    None at k = 0. impossible_speedup: a ratio of speeds that no speculation reaches, so that times
+    were disturbed; `speedup` is None then.
     """
 
     target_tp: Count | None = None

@@ -42,7 +42,8 @@ def write_settings(folder: RunFolder, settings: RunSettings, warnings: Sequence[
 def read_warnings(path: Path) -> list[Notice]:
     """The warnings of the runs that wrote a folder."""
     found = read_settings_file(path).get("warnings")
-    return [Notice.read(one) for one in found] if isinstance(found, list) else []
+    listed = found if isinstance(found, list) else []
+    return [Notice.read(one) for one in listed if isinstance(one, dict)]
 
 
 def read_settings_file(path: Path) -> dict[str, Any]:

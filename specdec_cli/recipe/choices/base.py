@@ -4,9 +4,11 @@ The code of a name is in the module of that name in `methods`, `acceptance` or `
 plugin brought it: then the choice holds it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from specdec_cli.recipe.choices.forms import DraftForm
 
 WeightsFrom = Literal["none", "draft", "target"]
 
@@ -19,17 +21,6 @@ class VllmConfig:
 
     config: dict[str, Any]
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class DraftForm:
-    """A kind of drafts that only one method runs.
-
-    noun: names one in messages. fits: whether a config.json describes one.
-    """
-
-    noun: str
-    fits: Callable[[Mapping[str, Any]], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,20 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from specdec_cli.recipe.choices.base import DraftForm, MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.choices.base import MethodChoice, Setting, VllmConfig
+from specdec_cli.recipe.choices.forms import (
+    DFLASH_SIGNS,
+    DSPARK_SIGNS,
+    EAGLE3_SIGNS,
+    EAGLE_SIGNS,
+    MASK_SIGNS,
+    PARD2_SIGNS,
+    PEAGLE_SIGNS,
+    DraftForm,
+    first_seen,
+    named,
+    speculator,
+)
 from specdec_cli.recipe.fields import CountOrZero, Section
 
 Counting = Literal["inputs", "outputs"]
@@ -49,20 +62,25 @@ class Eagle3Keys(Section):
         return value
 
 
+FORM = DraftForm(
+    "an EAGLE-3 head",
+    (EAGLE3_SIGNS,),
+    (
+        *(*MASK_SIGNS, *EAGLE_SIGNS, *PEAGLE_SIGNS, *DSPARK_SIGNS, *DFLASH_SIGNS, *PARD2_SIGNS),
+        *speculator("eagle3", others=True),
+    ),
+)
+
+
 def dialect_of(config: Mapping[str, Any]) -> Dialect | None:
     """The form in which a config.json describes an EAGLE-3 head; None if it describes none."""
-    settings = config.get("speculators_config")
-    algorithm = settings.get("algorithm") if isinstance(settings, dict) else None
-    if (algorithm := config.get("speculators_model_type", algorithm)) is not None:
-        return "speculators" if algorithm == "eagle3" else None
-    architectures = config.get("architectures")
-    names = [str(a) for a in architectures] if isinstance(architectures, list) else []
-    is_named = any("eagle3" in architecture.lower() for architecture in names)
-    if is_named and "target_layer_ids" in config:
+    if FORM.seen(config) is None:
+        return None
+    if first_seen(speculator("eagle3"), config) is not None:
+        return "speculators"
+    if named("eagle3").seen(config) is not None and "target_layer_ids" in config:
         return "deepspec"
-    if isinstance(config.get("eagle_config"), dict):
-        return "model-optimizer"
-    return "flat" if is_named or "draft_vocab_size" in config else None
+    return "model-optimizer" if isinstance(config.get("eagle_config"), Mapping) else "flat"
 
 
 def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
@@ -89,5 +107,5 @@ EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
     weights_from="draft",
     to_vllm=_to_vllm,
-    form=DraftForm("EAGLE-3 head", lambda config: dialect_of(config) is not None),
+    form=FORM,
 )
