@@ -409,6 +409,7 @@ def _spec(role: str, section: ModelSection, permissions: Permissions) -> ModelSp
         file=section.file,
         dtype=section.dtype,
         load_format=section.load_format,
+        weights=section.weights,
         trust_remote_code=permissions.trust_remote_code,
         allow_pickle=permissions.allow_pickle,
     )

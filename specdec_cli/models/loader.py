@@ -21,17 +21,18 @@ from transformers import AutoModelForCausalLM, initialization
 
 from specdec_cli.core.kv_cache import LayerShape, block_bytes
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.errors import SetupError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.attention import ATTENTION_NAME
 from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
 from specdec_cli.models.conversion import converted
+from specdec_cli.models.fused_layer import family_of
 from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
 from specdec_cli.models.held import StoredParameter, held_bytes
-from specdec_cli.models.quantised import FORMATS, read_quantised
+from specdec_cli.models.quantised import dequantised, fields_of, scaled, scheme_of
 from specdec_cli.models.refusals import Unsupported
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.stored import (
@@ -41,7 +42,15 @@ from specdec_cli.models.stored import (
     stored_reader,
 )
 from specdec_cli.models.tp import WHOLE, Shards, shard
-from specdec_cli.models.weights import Fields, Part, WrongShape, layers_held, open_checkpoint, same
+from specdec_cli.models.weights import (
+    Fields,
+    Part,
+    WrongShape,
+    layers_held,
+    open_checkpoint,
+    same,
+    tensor_names,
+)
 from specdec_cli.text import one_line
 
 _log = logging.getLogger("specdec")
@@ -60,6 +69,7 @@ class ModelSpec:
     trust_remote_code: bool = False
     allow_pickle: bool = False
     file: str | None = None  # of several GGUF files
+    weights: str = "auto"  # auto | stored | dequantise
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +156,6 @@ def describe(
         layers, shards = probe(module, spec.name), WHOLE
         if parallel.size > 1:
             shards, layers = shard(module, layers, parallel, spec.name)
-        if not is_gguf(place) and (method := quantisation(config)) is not None:
-            storage = FORMATS[method].storage
-            if storage is not None:
-                settings = storage(config.quantization_config, spec.name)
-                hold_as_stored(module, settings, shards, spec.name)
     except SetupError:
         raise
     except Exception as problem:
@@ -160,6 +165,7 @@ def describe(
         if is_own:
             reason = f"{config.model_type} has attention code of its own"
         raise Unsupported(spec.name, reason) from problem
+    _choose_form(module, spec, place, shards)
     return Description(
         spec=spec,
         place=place,
@@ -171,6 +177,30 @@ def describe(
         parallel=parallel,
         shards=shards,
     )
+
+
+def _unread(part: Part | None = None) -> torch.Tensor:
+    raise AssertionError("only its name is used")
+
+
+def _choose_form(module: Any, spec: ModelSpec, place: Path, shards: Shards) -> None:
+    """Mark the matrices that are to be held as stored. Raises `SetupError` for a quantisation that
+    is not understood, and `UsageError` where weights cannot stay as they are."""
+    scheme = None
+    if not is_gguf(place) and quantisation(module.config) is not None:
+        scheme = scheme_of(module.config.quantization_config, spec.name)
+    if spec.weights != "stored":
+        return
+    if scheme is None or family_of(module) is None:
+        reason = "its weights are not float8"
+        if scheme is not None:
+            reason = f"layers of {module.config.model_type} read plain weights"
+        raise UsageError(f"{spec.role}.weights: stored does not suit {spec.name}: {reason}")
+    names = None
+    if spec.load_format != "dummy":
+        held = scaled(tensor_names(place)).values()
+        names = converted(module, dict.fromkeys(held, _unread))[0].keys()
+    hold_as_stored(module, scheme.storage, names, shards, spec.name)
 
 
 def load(
@@ -214,7 +244,12 @@ def _opened(description: Description) -> Iterator[tuple[dict[str, ReadWeight], l
         stored, fields = stored_parameters(module), Fields(tensors, {}, {})
         if quantisation(module.config) is not None:
             settings = module.config.quantization_config
-            fields = read_quantised(tensors, settings, description.dtype, spec.name, bool(stored))
+            scheme = scheme_of(settings, spec.name)
+            if scheme is not None and stored:
+                fields = fields_of(tensors, scheme)
+            else:
+                plain = dequantised(tensors, settings, description.dtype, spec.name)
+                fields = Fields(plain, {}, {})
         try:
             (readers, unused), *others = [converted(module, f) if f else ({}, []) for f in fields]
         except Exception as problem:
@@ -224,7 +259,11 @@ def _opened(description: Description) -> Iterator[tuple[dict[str, ReadWeight], l
                 "config.json and the weights do not belong together",
             ) from problem
         own = Fields(readers, *(found for found, _ in others))
-        kept = {n: stored_reader(n, p, own, spec.name) for n, p in stored.items() if n in readers}
+        kept = {
+            name: stored_reader(name, own, parameter.stored_as, spec.name)
+            for name, parameter in stored.items()
+            if name in readers
+        }
         yield {**readers, **kept}, unused
 
 
@@ -362,11 +401,11 @@ def _checkpoint_source(
                 f"({line_of(problem)})",
                 "its config and the weights do not belong together, or a file is missing",
             ) from None
-        if isinstance(value, Stored):
-            return value
         # Quantised numbers would be copied as if they were the weights themselves.
-        is_code = value.element_size() == 1 or not value.is_floating_point()
-        if is_code and meta.is_floating_point():
+        is_plain = isinstance(value, Stored) or (
+            value.element_size() > 1 and value.is_floating_point()
+        )
+        if meta.is_floating_point() and not is_plain:
             lacks = "config.json does not say how" if method is None else "its scales are missing"
             raise SetupError(
                 f"{name} of {spec.name} is quantised, and {lacks}",
