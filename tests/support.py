@@ -24,9 +24,11 @@ from specdec_cli.lengths.fixed import FixedLength
 from specdec_cli.methods.base import Proposer
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.ngram import Ngram
+from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import fuse
-from specdec_cli.models.loader import Description, ModelSpec, describe, load
+from specdec_cli.models.loader import load
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.spec import ModelSpec
 
 CPU = torch.device("cpu")
 VOCAB = 97

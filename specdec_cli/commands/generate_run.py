@@ -273,4 +273,4 @@ def _remarks(job: Job) -> list[str]:
         found.append("random weights: the text means nothing")
     elif random and plan.remark is None:
         found.append("random draft weights: the acceptance means nothing")
-    return [*found, *plan.draft_remarks]
+    return [*found, *(reading.told for reading in plan.readings)]

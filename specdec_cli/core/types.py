@@ -44,11 +44,13 @@ class Request:
     """One prompt. `index` is global: with the seed it keys the random numbers.
 
     stop_finder: makes a finder. Each run makes a new one, since a finder remembers its tokens.
+    arrives_at: seconds after the run's start, finite and not negative; it is not admitted before.
     """
 
     index: int
     token_ids: tuple[int, ...]
     stop_finder: Callable[[], StopFinder] | None = None
+    arrives_at: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +81,8 @@ class Sequence:
     round_share: float = 0.0  # likewise, of the number of engine rounds
     stage_ms: dict[str, float] = field(default_factory=dict)  # likewise, by stage of a round
     experts_share: float | None = None  # likewise, of the distinct experts that rounds read
-    queued_seconds: float = 0.0  # before it was first admitted
+    arrived_at: float = 0.0  # host clock, seconds; the run's start or later
+    queued_seconds: float = 0.0  # from its arrival until it was first admitted
     # Passes that it waited for before its first token, its own and others', by model.
     target_prefill_seconds: float = 0.0
     draft_prefill_seconds: float = 0.0

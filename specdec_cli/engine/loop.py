@@ -6,9 +6,11 @@ are rank 0's, and everything else follows from them.
 """
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from specdec_kernels.compile_ahead import compile_ahead
@@ -20,7 +22,7 @@ from specdec_cli.core.figures import Metrics
 from specdec_cli.core.forecast import Forecast
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.metrics import RunClock, summarise
-from specdec_cli.core.parallel import ALONE, TensorParallel
+from specdec_cli.core.parallel import ALONE, HostMessages, TensorParallel
 from specdec_cli.core.types import Emission, Request, SamplingParams, Sequence
 from specdec_cli.engine.graphs import Outcome, RoundCache, Rounds
 from specdec_cli.engine.moments import Moments
@@ -36,6 +38,8 @@ from specdec_cli.methods.teacher import Teacher, last_logits
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.prompt_passes import PromptGraphs
 from specdec_cli.stages import begin_stage
+
+_LONGEST_SLEEP_S = 0.2  # an idle engine gives signs of life
 
 
 @dataclass(slots=True)
@@ -101,6 +105,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.costs = RoundCosts(self.parallel)
+        self._arrivals = HostMessages(self.parallel)
         self._moments = Moments(self.target.device)
         self._rounds = self._new_rounds()
 
@@ -132,7 +137,8 @@ class Engine:
         """Decode every request with proposal length `k`; 0 is plain autoregressive decoding.
 
         A request that cannot run ends with finish_reason "error" and the others go on. `on_emit`
-        is called with such requests at once, and with tokens as they are read.
+        is called with such requests at once, and with tokens as they are read; while requests are
+        still to arrive also with nothing, as a sign of life.
         """
         run = self.start(requests, k, params)
         refused = [Emission(s, [], 0) for s in run.seqs if s.finish_reason is not None]
@@ -141,7 +147,7 @@ class Engine:
         try:
             while not run.scheduler.is_done:
                 emissions = self.step(run)
-                if emissions and on_emit is not None:
+                if on_emit is not None and (emissions or run.scheduler.pending):
                     on_emit(emissions)
         except RunError:
             self._clear_caches()
@@ -226,6 +232,7 @@ class Engine:
         run = Run(k, params, scheduler, clock, prefill, by_slots, by_slots[-1], time.perf_counter())
         for request in requests:
             self._add(run, request)
+        scheduler.pending = deque(sorted(scheduler.pending, key=lambda seq: seq.arrived_at))
         return run
 
     def _take_target(self) -> None:
@@ -252,6 +259,8 @@ class Engine:
 
         Returns the tokens that were read meanwhile.
         """
+        if run.scheduler.pending and not self._has_work(run):
+            return []
         began = time.perf_counter()
         if self._must_settle(run):
             return self._read_last(run)
@@ -262,11 +271,23 @@ class Engine:
         emissions = self._read_prefill(run)  # the host prepared the round meanwhile
         return emissions if stays_ahead else emissions + self._read_last(run)
 
+    def _has_work(self, run: Run) -> bool:
+        """Queue the requests that are due by rank 0's clock; an idle engine sleeps until then."""
+        scheduler, count = run.scheduler, 0
+        if self.parallel.is_first:
+            if scheduler.is_idle and not run.rounds.in_flight:
+                left = scheduler.pending[0].arrived_at - time.perf_counter()
+                time.sleep(min(max(left, 0.0), _LONGEST_SLEEP_S))
+            now = time.perf_counter()
+            count = sum(1 for _ in takewhile(lambda s: s.arrived_at <= now, scheduler.pending))
+        scheduler.arrive(self._arrivals.told(count))
+        return not scheduler.is_idle or run.rounds.in_flight > 0
+
     @staticmethod
     def _admit(run: Run, now: float) -> None:
         for seq in run.scheduler.admit():
             if seq.admitted_at is None:
-                seq.admitted_at, seq.queued_seconds = now, now - run.started_at
+                seq.admitted_at, seq.queued_seconds = now, now - seq.arrived_at
 
     def _fill(self, run: Run, began: float) -> list[Emission] | None:
         """Feed a chunk of what the caches lack, or read the last one; None if a round can begin.
@@ -430,6 +451,7 @@ class Engine:
             tokens=list(request.token_ids),
             num_prompt_tokens=length,
             max_tokens=min(length + run.params.max_new_tokens, self.max_model_len),
+            arrived_at=run.started_at + request.arrives_at,
         )
         run.seqs.append(seq)
         try:
@@ -440,7 +462,7 @@ class Engine:
                     f"the prompt has {length} tokens; with at least one new token it exceeds "
                     f"the model length of {self.max_model_len}"
                 )
-            run.scheduler.add(seq)
+            run.scheduler.add(seq, is_here=request.arrives_at <= 0.0)
         except ValueError as problem:
             seq.finish_reason, seq.error = "error", str(problem)
             return

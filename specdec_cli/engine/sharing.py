@@ -3,33 +3,14 @@
 It borrows what the recipe says, or what its checkpoint does not hold.
 """
 
-from typing import Any
-
 import torch
 
 from specdec_cli.errors import SetupError
+from specdec_cli.models.description import Description
 from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.held import StoredParameter, held_bytes
-from specdec_cli.models.loader import Description
+from specdec_cli.models.sharing import borrowed_weights
 from specdec_cli.models.weights import tensor_names
-
-
-def borrowed_weights(
-    draft: Any, target: Any, share: tuple[str, ...]
-) -> dict[str, torch.nn.Parameter]:
-    """The target's weights that the draft module is to use, by their names in the draft.
-
-    Modules are not shared, because those of some families scale their outputs.
-    """
-    names = {id(module): name for name, module in draft.named_modules()}
-    found = {}
-    for what in share:
-        ours, theirs = (
-            m.get_input_embeddings() if what == "embeddings" else m.get_output_embeddings()
-            for m in (draft, target)
-        )
-        found[f"{names[id(ours)]}.weight"] = theirs.weight
-    return found
 
 
 def not_held(draft: Description) -> tuple[str, ...]:

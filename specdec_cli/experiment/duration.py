@@ -16,7 +16,7 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.engine.plan import Plan
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.generation import Job
-from specdec_cli.methods.base import Draft
+from specdec_cli.models.draft import Draft
 from specdec_cli.models.held import held_bytes
 
 # Seconds that a layer takes beside its reading and its products: in a captured round (measured on
@@ -122,7 +122,8 @@ class Forecaster:
         plan, batch = self.job.plan, min(key.batch_size, len(self.job.prompts))
         found = self.pass_seconds(plan.target, batch * (key.k + 1))
         if key.k and plan.draft is not None:
-            found += key.k * self.pass_seconds(plan.draft, batch)
+            passes = plan.draft.passes(key.k)
+            found += passes.count * self.pass_seconds(plan.draft, batch * passes.rows)
         return found
 
     def tokens_a_round(self, k: int) -> float:
@@ -154,7 +155,7 @@ class Forecaster:
 
 
 def _shape_of(model: Draft) -> _Shape:
-    size, layers = float(model.weight_bytes), len(getattr(model, "layers", ())) or 1
+    size, layers = float(model.weight_bytes + model.shared_bytes), len(model.layers) or 1
     module: Any = getattr(model, "module", None)
     if module is None:
         return _Shape(size, 0.0, 1.0, size / model.dtype.itemsize, layers)

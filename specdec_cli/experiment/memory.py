@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from specdec_cli.engine.build import load_models, measured, out_of_memory
+from specdec_cli.engine.devices import resolve_device
 from specdec_cli.engine.memory.budget import CacheNeed, RankMemory, Split
 from specdec_cli.engine.memory.estimate import (
     Machine,
@@ -23,11 +24,12 @@ from specdec_cli.engine.memory.estimate import (
     host_of,
     this_machine,
 )
-from specdec_cli.engine.plan import Describe, Permissions, Plan, plan_all_ranks, resolve_device
+from specdec_cli.engine.pairing import Describe
+from specdec_cli.engine.plan import Permissions, Plan, plan_all_ranks
 from specdec_cli.errors import LOGGED, SetupError, SpecdecError, UsageError
 from specdec_cli.experiment.folders.results import environment
 from specdec_cli.experiment.generation import tokenised
-from specdec_cli.models.loader import describe
+from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
 

@@ -8,8 +8,7 @@ import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Values
 from dataclasses import dataclass
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -17,76 +16,15 @@ from specdec_cli.core.batch import Span
 from specdec_cli.core.candidates import Candidates, TargetOutput, Verdict
 from specdec_cli.core.drafting import Drafting
 from specdec_cli.core.forecast import Forecast
-from specdec_cli.core.kv_cache import KVCache, LayerShape
-from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.loader import Description, ModelSpec
+from specdec_cli.models.description import Description
+from specdec_cli.models.draft import Draft, Loaded
 from specdec_cli.models.paged import PagedModel
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe import SpeculationSection
-
-
-class Loaded(Protocol):
-    """A model with its weights, over a paged cache.
-
-    storages: bytes of each block of memory that holds weights and tables, by its address.
-    """
-
-    cache: KVCache
-
-    @property
-    def storages(self) -> dict[int, int]: ...
-
-    def use(self, cache: KVCache) -> None:
-        """Keep keys and values in `cache` from now on."""
-
-
-class OwnDraft(Protocol):
-    """A method's draft that is no model of transformers', before its weights are read.
-
-    layers: what each layer caches. max_len: positions that it may use. vocab_size: number of ids
-    that it can propose. feature_layers: hidden states of the target that it reads. weight_bytes:
-    of this rank, without what it borrows. notes: facts for the record of a run, by a word for
-    each. remarks: conventions that tools read differently, and how they were read here.
-    """
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def place(self) -> Path: ...
-    @property
-    def layers(self) -> list[LayerShape]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-    @property
-    def max_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def feature_layers(self) -> tuple[int, ...]: ...
-    @property
-    def parallel(self) -> TensorParallel: ...
-    @property
-    def weight_bytes(self) -> int: ...
-    @property
-    def notes(self) -> dict[str, str]: ...
-    @property
-    def remarks(self) -> tuple[str, ...]: ...
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache."""
-        ...
-
-    def load(self, target: PagedModel, groups: Groups, block_size: int) -> Loaded | None:
-        """Read its weights, over a cache of zero blocks; None on a rank that holds no part of it.
-
-        All of the target's ranks have to call this. Raises `SetupError` for damaged weights.
-        """
-        ...
-
-
-Draft = Description | OwnDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,15 +60,13 @@ class MethodParts:
 class RoundSize(NamedTuple):
     """The sizes that a method's memory follows from, on this rank.
 
-    longest: tokens of the longest text. chunk: tokens of the largest prefill pass. vocab_size: of
-    the target. is_cuda: whether the device is a GPU. draft: None on a rank that holds no part of
-    it. is_first: whether this rank verifies.
+    longest: tokens of the longest text. vocab_size: of the target. is_cuda: whether the device is a
+    GPU. draft: None on a rank that holds no part of it. is_first: whether this rank verifies.
     """
 
     batch_size: int
     k: int
     longest: int
-    chunk: int
     vocab_size: int
     is_greedy: bool
     is_first: bool
@@ -139,15 +75,13 @@ class RoundSize(NamedTuple):
 
 
 class MethodBytes(NamedTuple):
-    """Memory beyond weights, caches and passes of transformers' models, in bytes.
+    """Memory beyond weights, caches and the passes of prefill and of proposing, in bytes.
 
-    held: from the first round to the last. in_round: at the peak of one round. in_prefill: at the
-    peak of a prefill pass.
+    held: from the first round to the last. in_round: at the peak of one round.
     """
 
     held: int = 0
     in_round: int = 0
-    in_prefill: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +93,7 @@ class Method:
 
     make: Callable[[MethodParts], "Proposer"]
     forecast_bytes: Callable[[RoundSize], MethodBytes]
-    describe: Callable[[DraftPlace], OwnDraft] | None = None
+    describe: Callable[[DraftPlace], Draft] | None = None
     runs_on_host: bool = False
 
 

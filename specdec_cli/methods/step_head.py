@@ -20,7 +20,6 @@ from specdec_cli.core.types import SamplingParams
 from specdec_cli.methods.base import MethodBytes, MethodParts, Proposer, RoundSize
 from specdec_cli.methods.chains import forecast_chains
 from specdec_cli.methods.teacher import Teacher
-from specdec_cli.models.heads.eagle3.description import HeadDescription
 from specdec_cli.models.heads.paged import PagedHead
 
 
@@ -99,18 +98,15 @@ def make(parts: MethodParts) -> StepHead:
 
 
 def forecast_bytes(size: RoundSize) -> MethodBytes:
-    """The head's passes, and its logits: of one step over its own ids, or, if tokens are drawn, of
+    """The pass of `commit`, and logits: of one step over its own ids, or, if tokens are drawn, of
     every step over the target's and all of them stacked."""
     if size.draft is None:
         return MethodBytes()
-    assert isinstance(size.draft, HeadDescription)
     batch_size = size.batch_size
     logits = 2 * batch_size * size.draft.vocab_size
     if not size.is_greedy:
         logits = 2 * size.k * batch_size * size.vocab_size
     drafting = logits * size.draft.dtype.itemsize
-    committing = size.draft.pass_bytes(batch_size * (size.k + 1), gathers=False)
-    return MethodBytes(
-        in_round=drafting + committing if size.is_cuda else max(drafting, committing),
-        in_prefill=size.draft.pass_bytes(size.chunk, gathers=size.is_cuda),
-    )
+    committing = size.draft.pass_bytes(batch_size * (size.k + 1), 0, gathers=False)
+    both = drafting + committing if size.is_cuda else max(drafting, committing)
+    return MethodBytes(in_round=both)

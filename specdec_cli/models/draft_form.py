@@ -9,7 +9,7 @@ from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.models.config_file import config_file
 from specdec_cli.models.resolve import local_place, model_place
 from specdec_cli.recipe import DraftSection, Recipe, SpeculationSection
-from specdec_cli.recipe.choices.registry import METHODS, needs_draft
+from specdec_cli.recipe.choices.registry import METHODS, weights_from
 
 
 def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
@@ -21,7 +21,7 @@ def with_method(recipe: Recipe, *, is_free: bool = False) -> Recipe:
     """
     speculation, draft = recipe.speculation, recipe.draft
     method, has_proposals = speculation.method, speculation.num_speculative_tokens > 0
-    if draft is None or not needs_draft(method):
+    if draft is None or weights_from(method) != "draft":
         return recipe
     config = _config_of(draft, may_download=has_proposals)
     if config is None:

@@ -1,7 +1,7 @@
-"""Loading a transformers model for the engine: config, gate, weights, buffers.
+"""Filling a transformers module with its weights and buffers.
 
-The module is built on the meta device, so that refusing a model costs nothing. It is then filled
-tensor by tensor from safetensors or GGUF, or with random numbers for `load_format: dummy`.
+A module on meta is filled tensor by tensor from safetensors or GGUF, or with random numbers for
+`load_format: dummy`.
 """
 
 import hashlib
@@ -10,201 +10,52 @@ import math
 import re
 from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from specdec_kernels.linear.stored import Stored
-from transformers import AutoModelForCausalLM, initialization
+from transformers import initialization
 
-from specdec_cli.core.kv_cache import LayerShape, block_bytes
-from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.errors import SetupError, UsageError
-from specdec_cli.models.attention import ATTENTION_NAME
-from specdec_cli.models.config import dtype_of, eos_ids_of, line_of, max_len_of, read_config
+from specdec_cli.errors import SetupError
+from specdec_cli.models.config import line_of
 from specdec_cli.models.conversion import converted
-from specdec_cli.models.fused_layer import family_of
-from specdec_cli.models.gate import check_config, check_layers, probe, quantisation
+from specdec_cli.models.gate import quantisation
 from specdec_cli.models.gguf.files import read_model
 from specdec_cli.models.gguf.header import is_gguf
-from specdec_cli.models.gguf.tensors import kinds_of
 from specdec_cli.models.gguf.tensors import readers as gguf_readers
-from specdec_cli.models.held import StoredParameter, held_bytes
-from specdec_cli.models.quantised import dequantised, fields_of, scaled, scheme_of
-from specdec_cli.models.refusals import Unsupported
-from specdec_cli.models.resolve import model_place
-from specdec_cli.models.stored import (
-    hold_as_stored,
-    part_of,
-    stored_parameters,
-    stored_reader,
-)
-from specdec_cli.models.tp import WHOLE, Shards, shard
-from specdec_cli.models.weights import (
-    Fields,
-    Part,
-    WrongShape,
-    layers_held,
-    open_checkpoint,
-    same,
-    tensor_names,
-)
+from specdec_cli.models.held import StoredParameter
+from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
+from specdec_cli.models.spec import ModelSpec
+from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
+from specdec_cli.models.tp import Shards
+from specdec_cli.models.weights import Fields, Part, WrongShape, open_checkpoint, same
 from specdec_cli.text import one_line
 
 _log = logging.getLogger("specdec")
 _DUMMY_TILE = 1 << 20  # numbers drawn for a dummy weight on CPU; larger tensors repeat them
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The model to load and how to; `role` ("target", "draft") names it in messages."""
-
-    role: str
-    name: str
-    revision: str | None
-    dtype: str  # auto | float32 | bfloat16 | float16
-    load_format: str  # auto | dummy
-    trust_remote_code: bool = False
-    allow_pickle: bool = False
-    file: str | None = None  # of several GGUF files
-    weights: str = "auto"  # auto | stored | dequantise
-
-
-@dataclass(frozen=True, slots=True)
-class Description:
-    """A model that passed the gate and holds no weights yet (its tensors are on meta).
-
-    With several ranks, module and layers are those of this rank: its part of the matrices and its
-    heads. hidden_layers: those whose hidden states the run needs, see `PagedModel`.
-    """
-
-    spec: ModelSpec
-    place: Path  # a folder, or a GGUF file
-    module: Any
-    layers: list[LayerShape]
-    dtype: torch.dtype
-    max_len: int
-    eos_ids: frozenset[int]
-    parallel: TensorParallel = ALONE
-    shards: Shards = field(default=WHOLE)
-    hidden_layers: tuple[int, ...] = ()
+class Unfilled(Protocol):
+    """A model on meta, as far as its weights follow from it; see `models.description`."""
 
     @property
-    def vocab_size(self) -> int:
-        return int(self.module.config.vocab_size)
-
+    def spec(self) -> ModelSpec: ...
     @property
-    def has_experts(self) -> bool:
-        return "grouped_mm" in self.module.get_experts_implementation().values()
-
+    def place(self) -> Path: ...
     @property
-    def notes(self) -> dict[str, str]:
-        """Facts for the record of a run, by a word for each."""
-        stored = quantisation(self.module.config)
-        if is_gguf(self.place):
-            stored = f"GGUF ({kinds_of(read_model(self.place))})"
-        if stored is None:
-            return {}
-        is_kept = bool(stored_parameters(self.module))
-        return {"weights": f"{stored}, as stored" if is_kept else f"dequantised from {stored}"}
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache on this rank."""
-        return block_bytes(self.layers, block_size, self.dtype)
-
+    def module(self) -> Any: ...
     @property
-    def weight_bytes(self) -> int:
-        """Bytes of the parameters on this rank's device; tied ones count once."""
-        own = (p for n, p in self.module.named_parameters() if n not in self.shards.tied)
-        return sum(map(held_bytes, own))
-
-
-def describe(
-    spec: ModelSpec, device: torch.device, parallel: TensorParallel = ALONE
-) -> Description:
-    """Read the config, build the module on meta, pass it through the gate and take this rank's
-    part of it.
-
-    Raises `SetupError` for a model that cannot be found or read, or is not supported.
-    """
-    place = model_place(
-        spec.name,
-        spec.revision,
-        spec.file,
-        weights=spec.load_format != "dummy",
-        allow_pickle=spec.allow_pickle,
-    )
-    config = read_config(spec.name, place, trust_remote_code=spec.trust_remote_code)
-    try:
-        check_config(config, spec.name)
-        if spec.load_format != "dummy" and (held := layers_held(place)) is not None:
-            check_layers(config, spec.name, held)
-        dtype = dtype_of(spec.dtype, config, device)
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=ATTENTION_NAME,
-                dtype=dtype,
-                trust_remote_code=spec.trust_remote_code,
-            )
-        # gpt2 searches every input for a padding id if it has one, which waits for the device. This
-        # assignment bypasses the config's own check, since some families require a number.
-        vars(module.config)["pad_token_id"] = None
-        module.eval()
-        layers, shards = probe(module, spec.name), WHOLE
-        if parallel.size > 1:
-            shards, layers = shard(module, layers, parallel, spec.name)
-    except SetupError:
-        raise
-    except Exception as problem:
-        # Families with attention classes of their own look them up by name.
-        is_own = isinstance(problem, KeyError) and ATTENTION_NAME in problem.args
-        reason = f"transformers cannot build it ({line_of(problem)})"
-        if is_own:
-            reason = f"{config.model_type} has attention code of its own"
-        raise Unsupported(spec.name, reason) from problem
-    _choose_form(module, spec, place, shards)
-    return Description(
-        spec=spec,
-        place=place,
-        module=module,
-        layers=layers,
-        dtype=dtype,
-        max_len=max_len_of(config),
-        eos_ids=eos_ids_of(config, place),
-        parallel=parallel,
-        shards=shards,
-    )
-
-
-def _unread(part: Part | None = None) -> torch.Tensor:
-    raise AssertionError("only its name is used")
-
-
-def _choose_form(module: Any, spec: ModelSpec, place: Path, shards: Shards) -> None:
-    """Mark the matrices that are to be held as stored. Raises `SetupError` for a quantisation that
-    is not understood, and `UsageError` where weights cannot stay as they are."""
-    scheme = None
-    if not is_gguf(place) and quantisation(module.config) is not None:
-        scheme = scheme_of(module.config.quantization_config, spec.name)
-    if spec.weights != "stored":
-        return
-    if scheme is None or family_of(module) is None:
-        reason = "its weights are not float8"
-        if scheme is not None:
-            reason = f"layers of {module.config.model_type} read plain weights"
-        raise UsageError(f"{spec.role}.weights: stored does not suit {spec.name}: {reason}")
-    names = None
-    if spec.load_format != "dummy":
-        held = scaled(tensor_names(place)).values()
-        names = converted(module, dict.fromkeys(held, _unread))[0].keys()
-    hold_as_stored(module, scheme.storage, names, shards, spec.name)
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def shards(self) -> Shards: ...
+    @property
+    def draft_tensors(self) -> re.Pattern[str] | None: ...
 
 
 def load(
-    description: Description,
+    description: Unfilled,
     device: torch.device,
     borrowed: dict[str, torch.nn.Parameter] | None = None,
 ) -> Any:
@@ -230,7 +81,7 @@ ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
 
 
 @contextmanager
-def _opened(description: Description) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
+def _opened(description: Unfilled) -> Iterator[tuple[dict[str, ReadWeight], list[str]]]:
     """Readers of the module's tensors by its names, and the stored names without a use.
 
     Raises `SetupError` for damaged files and quantised tensors that cannot be undone.
@@ -271,7 +122,7 @@ Source = Callable[[str, torch.Tensor, Part | None], torch.Tensor | Stored | None
 
 
 def _fill(
-    description: Description,
+    description: Unfilled,
     device: torch.device,
     source: Source,
     borrowed: dict[str, torch.nn.Parameter],
@@ -359,7 +210,7 @@ def _exact_names(module: Any, dtype: torch.dtype) -> re.Pattern[str] | None:
 
 
 def _checkpoint_source(
-    description: Description, readers: dict[str, ReadWeight], unused: list[str], borrowed: Set[str]
+    description: Unfilled, readers: dict[str, ReadWeight], unused: list[str], borrowed: Set[str]
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied

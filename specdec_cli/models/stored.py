@@ -5,23 +5,53 @@ other families are dequantised while loading.
 """
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
+import torch
 from specdec_kernels.linear.stored import KINDS, Storage, Stored
 from torch import Tensor, nn
 
-from specdec_cli.errors import SetupError
-from specdec_cli.models.fused_layer import matrices
+from specdec_cli.errors import SetupError, UsageError
+from specdec_cli.models.conversion import converted
+from specdec_cli.models.fused_layer import family_of, matrices
+from specdec_cli.models.gate import quantisation
+from specdec_cli.models.gguf.header import is_gguf
 from specdec_cli.models.held import StoredParameter
-from specdec_cli.models.quantised import read_stored
+from specdec_cli.models.quantised import read_stored, scaled, scheme_of
 from specdec_cli.models.refusals import Unsupported
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, WrongShape
+from specdec_cli.models.weights import Fields, Part, WrongShape, tensor_names
 
 ReadStored = Callable[[Part | None], Stored]
 
 
-def hold_as_stored(
+def _unread(part: Part | None = None) -> torch.Tensor:
+    raise AssertionError("only its name is used")
+
+
+def choose_form(module: Any, spec: ModelSpec, place: Path, shards: Shards) -> None:
+    """Mark the matrices that are to be held as stored. Raises `SetupError` for a quantisation that
+    is not understood, and `UsageError` where weights cannot stay as they are."""
+    scheme = None
+    if not is_gguf(place) and quantisation(module.config) is not None:
+        scheme = scheme_of(module.config.quantization_config, spec.name)
+    if spec.weights != "stored":
+        return
+    if scheme is None or family_of(module) is None:
+        reason = "its weights are not float8"
+        if scheme is not None:
+            reason = f"layers of {module.config.model_type} read plain weights"
+        raise UsageError(f"{spec.role}.weights: stored does not suit {spec.name}: {reason}")
+    names = None
+    if spec.load_format != "dummy":
+        held = scaled(tensor_names(place)).values()
+        names = converted(module, dict.fromkeys(held, _unread))[0].keys()
+    _hold_as_stored(module, scheme.storage, names, shards, spec.name)
+
+
+def _hold_as_stored(
     module: Any, storage: Storage, names: Collection[str] | None, shards: Shards, model: str
 ) -> None:
     """Mark the matrices of a module on meta, which has a fused form, that are held as stored.

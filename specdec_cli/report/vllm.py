@@ -84,7 +84,7 @@ def _config(run: ReportedRun, point: Point) -> tuple[dict[str, Any] | None, list
     if choice is None or choice.to_vllm is None:
         return None, [f"vLLM has no method {own}: this k cannot be put into its config."]
     model = None
-    if choice.needs_draft:
+    if choice.weights_from == "draft":
         model = point.draft or run.setting("draft", "model")
     found = choice.to_vllm(run.setting, model)
     config, notes = {**found.config, "num_speculative_tokens": point.k}, []

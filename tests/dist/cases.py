@@ -1,5 +1,6 @@
 """Functions that run on the ranks of the world. All ranks call each of them, in the same order."""
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.step_head import StepHead
-from specdec_cli.models.loader import Description
+from specdec_cli.models.description import Description
 from specdec_cli.engine.loop import Engine
 from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
@@ -112,6 +113,44 @@ def decode(
     else:
         engine = make_engine(pair[0], pair[1], groups=groups, **settings)
     return told(engine, prompts, runs)
+
+
+def arriving(
+    rank: int,
+    pair: tuple[Path, Path],
+    tps: tuple[int, int],
+    prompts: list[list[int]],
+    due: list[float],
+    **settings: Any,
+) -> dict[str, Any] | None:
+    """Run prompts that are due later, k = 3, where all ranks but the first have wrong clocks.
+
+    With the running sequences of each step, and the numbers that rank 0 sent.
+    """
+    members = MEMBERS[tps[0]] if dist.get_world_size() == 4 else None
+    groups = make_groups(*tps, device(rank), members)
+    if groups.target is None:
+        return None
+    engine = make_engine(*pair, groups=groups, device=device(rank), **settings)
+    sent: list[int] = []
+    told = engine._arrivals.told
+    engine._arrivals.told = lambda number: sent.append(told(number)) or sent[-1]  # type: ignore
+    clock, wrong = time.perf_counter, 1e4 * groups.target.rank
+    time.perf_counter = lambda: clock() + wrong * (clock() % 2 - 1)  # type: ignore[assignment]
+    try:
+        params = SamplingParams(max_new_tokens=9)
+        requests = [
+            Request(i, tuple(p), None, at)
+            for i, (p, at) in enumerate(zip(prompts, due, strict=True))
+        ]
+        run, steps = engine.start(requests, 3, params), []
+        while not run.scheduler.is_done:
+            engine.step(run)
+            if not steps or steps[-1] != [s.index for s in run.scheduler.running]:
+                steps.append([s.index for s in run.scheduler.running])
+    finally:
+        time.perf_counter = clock
+    return {"seqs": [seq_told(s) for s in run.seqs], "steps": steps, "sent": sent}
 
 
 def told(

@@ -211,7 +211,7 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert found.target.hidden_layers == (0, 1, 3)
     assert found.execution["draft_features"] == "hidden states 0, 1, 3 of the target"
     told = "speculation.eagle3_layers: in place of the config's, which names [1, 2, 3] as inputs"
-    assert [told in remark for remark in found.draft_remarks] == [True]
+    assert [told in reading.told for reading in found.readings] == [True]
     assert told in found.execution["draft_conventions"]
     seqs = run(build(found, 11), 4, found.params)
     assert [s.output_ids for s in seqs] == texts_of(pair.target)
@@ -395,7 +395,7 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     assert with_head.graphs - without.graphs > 2 * 2 * (features + q)
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
     # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
-    size = RoundSize(3, 5, 100, 99, 97, False, True, True, found.draft)
+    size = RoundSize(3, 5, 100, 97, False, True, True, found.draft)
     drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
     assert found.draft is not None
     assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)

@@ -166,7 +166,7 @@ def test_the_same_tokenizer_is_read_once(tmp_path: Path, monkeypatch: pytest.Mon
         read.append(place.name)
         return ByteTokenizer(97)
 
-    monkeypatch.setattr("specdec_cli.engine.plan.load_tokenizer", note)
+    monkeypatch.setattr("specdec_cli.engine.pairing.load_tokenizer", note)
     models = dict(zip(("target.model", "draft.model"), map(str, folders), strict=True))
     recipe = load_recipe(None, models | {"run.device": "cpu"})
     for name in (None, *names):

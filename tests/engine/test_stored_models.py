@@ -1,5 +1,6 @@
 """Models whose weights stay as stored, beside the same models with plain numbers in their place."""
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +16,22 @@ from specdec_cli.engine.loop import Engine
 from specdec_cli.engine.sharing import check_shared
 from specdec_cli.errors import ExitCode, SetupError, UsageError
 from specdec_cli.experiment.duration import _shape_of
+from specdec_cli.models.description import Description, describe
 from specdec_cli.models.fused import bytes_held_twice
-from specdec_cli.models.loader import Description, ModelSpec, describe, load
+from specdec_cli.models.loader import load
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters
 from tests.stored_kind import dequantise, known, store
-from tests.support import CPU, decode, description, make_engine, paged_model, save_tiny
+from tests.support import (
+    CPU,
+    decode,
+    description,
+    greedy_reference,
+    make_engine,
+    paged_model,
+    reference,
+    save_tiny,
+)
 
 PROMPT = [5, 17, 31, 60, 8]
 GROUP = (16, 32)
@@ -252,3 +264,101 @@ def test_times_are_estimated_from_stored_bytes(tmp_path: Path) -> None:
     assert ours.parameters == pytest.approx(theirs.parameters, rel=0.05)
     assert 0.25 < ours.experts / theirs.experts < 0.27, "a byte a number, and scales"
     assert 0.25 < ours.always / theirs.always < 0.35
+
+
+# float8, as people store it.
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy} | more
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    form = {"format": "float-quantized", "ignore": ["lm_head"], "config_groups": groups}
+    return {"quant_method": "compressed-tensors"} | form
+
+
+FP8: list[tuple[dict[str, Any], str, tuple[int, int]]] = [
+    ({"quant_method": "fp8", "weight_block_size": [16, 32]}, "_scale_inv", (16, 32)),
+    ({"quant_method": "fp8", "weight_block_size": None}, "_scale_inv", (0, 0)),
+    (compressed("tensor"), "_scale", (0, 0)),
+    (compressed("channel"), "_scale", (1, 0)),
+    (compressed("block", block_structure=[16, 8]), "_scale", (16, 8)),
+]
+
+
+def store_fp8(folder: Path, settings: dict[str, Any], ending: str, group: tuple[int, int]) -> Path:
+    """Quantise a checkpoint in place; returns a folder with the products of codes and scales."""
+    tensors = load_file(folder / "model.safetensors")
+    plain = dict(tensors)
+    for name in [n for n in tensors if "_proj" in n or ".experts." in n]:
+        rows, columns = tensors[name].shape
+        high, wide = group[0] or rows, group[1] or columns
+        blocks = tensors[name].float().view(rows // high, high, columns // wide, wide)
+        scales = blocks.abs().amax((1, 3)) / 448
+        each = scales.repeat_interleave(high, 0).repeat_interleave(wide, 1)
+        tensors[name] = (tensors[name] / each).to(FLOAT8)
+        plain[name] = tensors[name].float() * each
+        tensors[f"{name}{ending}"] = scales if group[0] else scales.view(1)
+        tensors[f"{name.removesuffix('.weight')}.input_scale"] = torch.ones(1)
+    other = Path(shutil.copytree(folder, folder.parent / "plain"))
+    save_file(plain, other / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return other
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize(("settings", "ending", "group"), FP8, ids=str)
+def test_float8_equals_transformers_on_its_products(
+    settings: dict[str, Any], ending: str, group: tuple[int, int], family: str, tmp_path: Path
+) -> None:
+    """Stored and dequantised, whole and a rank's part."""
+    wide = {"moe_intermediate_size": 64} if family == "qwen3_moe" else {}
+    folder = save_tiny(tmp_path / "stored", family, **wide)
+    other = store_fp8(folder, settings, ending, group)
+    want = greedy_reference(reference(other), PROMPT, 16)
+    for weights in ("stored", "dequantise"):
+        [seq] = decode(make_engine(folder, None, weights=weights), [PROMPT], 0, max_new_tokens=16)
+        assert seq.tokens[len(PROMPT) :] == want
+    assert len(set(want)) > 3, "any weights would do"
+    stored = stored_parameters(described(folder).module)
+    assert len(stored) >= 10 and "lm_head.weight" not in stored
+    plain = dict(load(description(other), CPU).named_parameters())
+    for name, parameter in stored_parameters(load(described(folder), CPU)).items():
+        assert parameter.value is not None and parameter.value.codes.dtype == FLOAT8
+        assert torch.equal(parameter.value.plain(torch.float32), plain[name]), name
+    about = described(folder, TensorParallel(1, 2, None, CPU))
+    for name, parameter in stored_parameters(load(about, CPU)).items():
+        assert parameter.value is not None
+        mine = plain[name]
+        if name in about.shards.parts:
+            mine = about.shards.parts[name].of(mine)
+        assert torch.equal(parameter.value.plain(torch.float32), mine), name
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (compressed("channel") | {"format": "pack-quantized"}, "format is 'pack-quantized'"),
+        (compressed("channel", num_bits=4), "config_groups.weights.num_bits is 4"),
+        (compressed("channel", type="int"), "config_groups.weights.type is 'int'"),
+        (compressed("group"), "config_groups.weights.strategy is 'group'"),
+        (compressed("block"), "block_structure is None"),
+        (compressed("channel") | {"config_groups": []}, "config_groups is []"),
+        (compressed("channel") | {"config_groups": {"a": 1}}, "config_groups is {'a': 1}"),
+    ],
+    ids=str,
+)
+def test_settings_that_are_not_understood_are_refused_by_key(
+    settings: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path, "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    for weights in ("auto", "stored"):
+        with pytest.raises(SetupError) as caught:
+            described(folder, weights=weights)
+        assert f"config.json of {folder}: quantization_config.{told}" in caught.value.message
+        assert caught.value.code == ExitCode.ENVIRONMENT

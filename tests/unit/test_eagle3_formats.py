@@ -55,7 +55,7 @@ def test_a_head_is_the_same_in_every_dialect(
     config = read_head_config("a head", folder)
     assert config.feature_layers(6) == (1, 2, 3, 4, 5)
     first = read_head_config("a head", save_head(tmp_path / "first", head, "speculators"))
-    apart = ("dialect", "aux_ids", "counting", "remarks", "is_wide")
+    apart = ("dialect", "aux_ids", "counting", "others", "is_wide")
     ours, theirs = asdict(config), asdict(first)
     assert {k: v for k, v in ours.items() if k not in apart} == {
         k: v for k, v in theirs.items() if k not in apart
@@ -114,7 +114,8 @@ def test_published_forms(tmp_path: Path) -> None:
     }
     found = _read(tmp_path, llama | nested)
     assert found.feature_layers(32) == (2, 16, 29) and found.rope["rope_theta"] == 20000.0
-    assert found.remarks and "eagle_config" in found.remarks[0]
+    (other,) = found.others
+    assert "eagle_config" in other.told and other.changes == {"counting": "inputs"}
     deepspec = {
         "architectures": ["Qwen3Eagle3Model"],
         "model_type": "qwen3",
@@ -143,12 +144,12 @@ def test_windows_of_qwen3_have_to_be_switched_on(tmp_path: Path) -> None:
 
 
 def test_conventions_that_tools_read_differently_are_told(tmp_path: Path) -> None:
-    told = config_of(tmp_path, norm_output=True).remarks
-    assert len(told) == 1 and "norm_output" in told[0]
+    (other,) = config_of(tmp_path, norm_output=True).others
+    assert "norm_output" in other.told and other.changes == {"feeds_norm": False}
     config = head_config(Head(), "speculators")
     del config["norm_before_residual"]
-    told = _read(tmp_path, config).remarks
-    assert len(told) == 1 and "norm_before_residual" in told[0]
+    (other,) = _read(tmp_path, config).others
+    assert "norm_before_residual" in other.told and other.changes == {"norm_before_residual": True}
 
 
 @pytest.mark.parametrize(

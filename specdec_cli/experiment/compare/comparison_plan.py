@@ -31,10 +31,10 @@ from specdec_cli.experiment.preparing import (
     no_template,
     with_weights,
 )
-from specdec_cli.models.loader import describe
+from specdec_cli.models.description import describe
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import needs_draft
+from specdec_cli.recipe.choices.registry import weights_from
 from specdec_cli.text import digest
 
 
@@ -91,7 +91,7 @@ def plan_comparison(
     warnings about them. Raises `UsageError` where no pair is legal, `SetupError`
     where this machine has too few GPUs for each of them, and what `generation.tokenised` raises.
     """
-    if recipe.draft is None or not needs_draft(recipe.speculation.method):
+    if recipe.draft is None or weights_from(recipe.speculation.method) != "draft":
         raise UsageError(
             "compare-tp needs a draft model: its degrees are compared",
             "pass --draft and --set speculation.method=draft_model, or give the recipe both",
@@ -148,12 +148,13 @@ def skips_of(settings: ComparisonSettings, job: Job, num_gpus: int | None) -> di
         ("draft", d): _cannot_split(lambda part: draft_at(job.plan, part), d)
         for d in settings.draft_tps
     }
+    shared = job.plan.draft.shared if job.plan.draft is not None else ()
     for pair in settings.pairs:
         why = unsplit["target", pair.target_tp] or unsplit["draft", pair.draft_tp]
         if not pair.divides:
             reason = f"draft TP {pair.draft_tp} does not divide target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
-        elif "lm_head" in job.plan.shared and pair.draft_tp != pair.target_tp:
+        elif "lm_head" in shared and pair.draft_tp != pair.target_tp:
             reason = f"draft TP {pair.draft_tp} cannot borrow lm_head at target TP {pair.target_tp}"
             found[pair] = Skip(reason, expected=True)
         elif why is not None:

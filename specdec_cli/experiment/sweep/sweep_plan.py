@@ -17,7 +17,7 @@ from specdec_cli.experiment.sweep.sweep_settings import SweepSettings
 from specdec_cli.experiment.sweep.time_curve import curve_parts
 from specdec_cli.prompts import Prompt
 from specdec_cli.recipe import Recipe
-from specdec_cli.recipe.choices.registry import NONE, needs_draft
+from specdec_cli.recipe.choices.registry import NONE, weights_from
 from specdec_cli.text import digest
 
 
@@ -82,7 +82,7 @@ def plan_sweep(
                 told = "nobody proposes: speculation.method is none"
                 raise UsageError(told, "pass --set speculation.method=draft_model, or --k 0")
             raise UsageError("nobody proposes: the recipe has no draft", "pass --draft, or --k 0")
-        if len(recipes) > 1 and recipe.draft is not None and not needs_draft(method):
+        if len(recipes) > 1 and recipe.draft is not None and weights_from(method) != "draft":
             raise UsageError(
                 f"--draft: speculation.method is {method}, which takes no draft",
                 "leave --draft out, or pass --set speculation.method=draft_model",
@@ -173,8 +173,8 @@ def warnings_of(plan: SweepPlan) -> list[Notice]:
     for job in plan.jobs:
         name = job.plan.proposer
         found += [
-            Notice("draft_checkpoint", f"{name}: {remark}", {"draft": name})
-            for remark in job.plan.draft_remarks
+            Notice("draft_checkpoint", f"{name}: {reading.told}", {"draft": name})
+            for reading in job.plan.readings
         ]
     return [*found, *plan.notices]
 

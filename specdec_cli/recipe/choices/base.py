@@ -6,7 +6,9 @@ plugin brought it: then the choice holds it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
+
+WeightsFrom = Literal["none", "draft", "target"]
 
 Setting = Callable[[str, str], Any]  # a recipe's value by section and key, None where it has none
 
@@ -32,14 +34,14 @@ class DraftForm:
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """what: a few words for the recipe's reference. needs_draft: whether the recipe names a draft
-    model. to_vllm: makes vLLM's config from a recipe and the draft's name; None if vLLM has no such
-    method. form: of its drafts; None for models that transformers knows. code: a plugin's
-    `methods.Method`.
+    """what: a few words for the recipe's reference. weights_from: where the method's weights are:
+    in the draft that the recipe names, or in the target's own files. to_vllm: makes vLLM's config
+    from a recipe and the draft's name; None if vLLM has no such method. form: of its drafts; None
+    for models that transformers knows. code: a plugin's `methods.Method`.
     """
 
     what: str = ""
-    needs_draft: bool = False
+    weights_from: WeightsFrom = "none"
     to_vllm: Callable[[Setting, str | None], VllmConfig] | None = None
     form: DraftForm | None = None
     code: Any = None

@@ -23,4 +23,4 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
     return VllmConfig(config, tuple(notes))
 
 
-DRAFT_MODEL = MethodChoice("a smaller model", needs_draft=True, to_vllm=_to_vllm)
+DRAFT_MODEL = MethodChoice("a smaller model", weights_from="draft", to_vllm=_to_vllm)

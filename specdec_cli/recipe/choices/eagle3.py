@@ -87,7 +87,7 @@ def _to_vllm(setting: Setting, draft: str | None) -> VllmConfig:
 
 EAGLE3 = MethodChoice(
     "a head that reads the target's hidden states",
-    needs_draft=True,
+    weights_from="draft",
     to_vllm=_to_vllm,
     form=DraftForm("EAGLE-3 head", lambda config: dialect_of(config) is not None),
 )

@@ -7,7 +7,7 @@ beside this one. Imports nothing heavy.
 from typing import TypeVar
 
 from specdec_cli.recipe.choices.adaptive import AdaptiveKeys
-from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice
+from specdec_cli.recipe.choices.base import MethodChoice, PolicyChoice, RuleChoice, WeightsFrom
 from specdec_cli.recipe.choices.confidence import ConfidenceKeys
 from specdec_cli.recipe.choices.draft_model import DRAFT_MODEL
 from specdec_cli.recipe.choices.eagle3 import EAGLE3, Eagle3Keys
@@ -53,14 +53,14 @@ def add(choices: dict[str, Choice], name: str, choice: Choice) -> None:
     choices[name] = choice
 
 
-def needs_draft(method: object) -> bool:
-    """Whether the method of this name runs a draft model; False for what is no name."""
-    return isinstance(method, str) and method in METHODS and METHODS[method].needs_draft
+def weights_from(method: object) -> WeightsFrom:
+    """Where the weights of the method of this name are; `none` for what is no name."""
+    return METHODS[method].weights_from if isinstance(method, str) and method in METHODS else "none"
 
 
 def without_draft(name: str | None) -> bool:
-    """Whether `name` is that of a method that proposes without a draft model."""
-    return name in METHODS and name != NONE and not needs_draft(name)
+    """Whether `name` is that of a method that proposes without a draft in the recipe."""
+    return name in METHODS and name != NONE and weights_from(name) != "draft"
 
 
 def is_given(rule: object) -> bool:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -27,7 +27,16 @@ _ROPES = ("default", "linear", "llama3", "yarn")
 _DEFAULT_ROPE_BASE = 10000.0  # heads without rope_theta were trained with it, whatever the target's
 _DEFAULT_NUM_AUX = 3
 _AUX_IDS = "eagle_aux_hidden_state_layer_ids"
-_READ_AS_OUTPUTS = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+
+
+class Other(NamedTuple):
+    """A convention that tools read differently: how it was read, and who reads it otherwise.
+
+    changes: the fields of `HeadConfig` that are then others.
+    """
+
+    told: str
+    changes: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class HeadConfig:
     after the final norm. ties_head: whether the embedding serves as the head. is_wide: whether
     every layer reads the embedding, and not the first one alone. num_target_layers: layers of the
     target; None where the config does not say. dtype: of the checkpoint, None where it does not
-    say. remarks: conventions that tools read differently, and how they were read here.
+    say. others: the ways in which tools read it differently.
     """
 
     name: str
@@ -78,7 +87,7 @@ class HeadConfig:
     is_wide: bool
     num_target_layers: int | None
     dtype: torch.dtype | None
-    remarks: tuple[str, ...]
+    others: tuple[Other, ...]
 
     @property
     def num_aux(self) -> int:
@@ -126,12 +135,12 @@ class HeadConfig:
 
 
 def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> HeadConfig:
-    """The config with the layers that a recipe chooses, and a remark that says so.
+    """The config with the layers that a recipe chooses, and its own layers among `others`.
 
     Raises `UsageError`, which names the key, for layers that head or target cannot have.
     """
-    remarks = tuple(remark for remark in config.remarks if remark != _READ_AS_OUTPUTS)
-    ids = config.aux_ids
+    others = tuple(other for other in config.others if "counting" not in other.changes)
+    ids, own = config.aux_ids, {"aux_ids": config.aux_ids, "counting": config.counting}
     named = "no layers" if ids is None else f"{shown(list(ids))} as {config.counting} of layers"
     if keys.eagle3_layers is not None:
         layers, last = keys.eagle3_layers, num_target_layers - 1
@@ -143,8 +152,9 @@ def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> 
                 f"{told}: the target has {num_target_layers} layers, so hidden states 0 to {last}",
                 "a hidden state's number is that of the layer which reads it",
             )
-        remarks += (f"speculation.eagle3_layers: in place of the config's, which names {named}",)
-        return replace(config, aux_ids=layers, counting="inputs", remarks=remarks)
+        told = f"speculation.eagle3_layers: in place of the config's, which names {named}"
+        others = (*others, Other(told, own))
+        return replace(config, aux_ids=layers, counting="inputs", others=others)
     if keys.eagle3_counting is not None:
         if ids is None:
             raise UsageError(
@@ -154,7 +164,7 @@ def overridden(config: HeadConfig, keys: Eagle3Keys, num_target_layers: int) -> 
             )
         counting = keys.eagle3_counting
         told = f"speculation.eagle3_counting: {counting}, while the config by itself names {named}"
-        return replace(config, counting=counting, remarks=(*remarks, told))
+        return replace(config, counting=counting, others=(*others, Other(told, own)))
     return config
 
 
@@ -245,7 +255,7 @@ class _Reader:
             is_wide=self.dialect == "deepspec",
             num_target_layers=self._count(self.raw, "num_target_layers", 0) or None,
             dtype=self._dtype(body),
-            remarks=tuple(self._remarks()),
+            others=tuple(self._others()),
         )
 
     def _refuse_other_kinds(self) -> None:
@@ -338,17 +348,20 @@ class _Reader:
                 return found
         return None
 
-    def _remarks(self) -> list[str]:
+    def _others(self) -> list[Other]:
         found = []
         if (self.raw.get("eagle_config") or {}).get(_AUX_IDS) and not self.raw.get(_AUX_IDS):
-            found.append(_READ_AS_OUTPUTS)
+            told = f"eagle_config.{_AUX_IDS}: read as outputs of layers, as SGLang does"
+            found.append(Other(told, {"counting": "inputs"}))
         if self.dialect == "speculators" and "norm_before_residual" not in self.raw:
-            found.append("norm_before_residual: not given, read as false; vLLM takes true")
+            told = "norm_before_residual: not given, read as false; vLLM takes true"
+            found.append(Other(told, {"norm_before_residual": True}))
         if self.dialect != "speculators" and self.raw.get("norm_output"):
-            found.append(
+            told = (
                 "norm_output: read as vLLM and SGLang do, so steps are fed normed hidden states; "
                 "SpecForge trains on hidden states before the norm"
             )
+            found.append(Other(told, {"feeds_norm": False}))
         return found
 
     def _count(self, settings: dict[str, Any], key: str, default: int | None = None) -> int:

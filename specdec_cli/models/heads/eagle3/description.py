@@ -4,15 +4,22 @@ Legend: H width of the head, D features of an attention head, V ids of the targe
 """
 
 import math
+import re
+import sys
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from specdec_kernels import ops
 
 from specdec_cli.core.kv_cache import KVCache, LayerShape, block_bytes
 from specdec_cli.core.parallel import Groups, TensorParallel
+from specdec_cli.errors import SetupError
+from specdec_cli.models.description import Description
+from specdec_cli.models.draft import Passes, Reading
 from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
 from specdec_cli.models.heads.eagle3.weights import (
@@ -31,9 +38,9 @@ from specdec_cli.models.heads.eagle3.weights import (
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import plain_weight
 from specdec_cli.models.hidden import check_hidden_layers
-from specdec_cli.models.loader import Description, ModelSpec
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
+from specdec_cli.models.spec import ModelSpec
 from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
 
 
@@ -42,7 +49,8 @@ class HeadDescription:
     """A head that belongs to its target and holds no weights yet.
 
     config: of the whole head, however many ranks share it. max_len: positions that it may use,
-    whatever its config's context length. feature_layers: the target's hidden states that it reads.
+    whatever its config's context length. num_target_layers: of the target's own. feature_layers:
+    the target's hidden states that the head reads.
     borrows: the weights that it takes from the target. gathers_head: whether the target's head is
     among them and split over other ranks, so that it keeps a copy.
     """
@@ -53,10 +61,19 @@ class HeadDescription:
     dtype: torch.dtype
     device: torch.device
     max_len: int
+    num_target_layers: int
     feature_layers: tuple[int, ...]
     borrows: frozenset[str]
     gathers_head: bool
     parallel: TensorParallel
+
+    has_experts: ClassVar[bool] = False
+    max_k: ClassVar[int | None] = None
+    shared: ClassVar[tuple[str, ...]] = ()
+    shared_bytes: ClassVar[int] = 0
+    target_tensors: ClassVar[re.Pattern[str] | None] = None
+    captured_width: ClassVar[int] = sys.maxsize
+    can_compile: ClassVar[bool] = False
 
     @property
     def layers(self) -> list[LayerShape]:
@@ -69,6 +86,9 @@ class HeadDescription:
 
     @property
     def weight_bytes(self) -> int:
+        return self.loaded_bytes()
+
+    def loaded_bytes(self, *, is_compiled: bool = False) -> int:
         """Bytes of the weights on its device, without those that it borrows, and of the rotary
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
@@ -101,25 +121,36 @@ class HeadDescription:
             found["borrows"] = ", ".join(sorted(self.borrows))
         if self.gathers_head:
             found["borrows"] += " (a copy, since ranks of the target hold parts)"
-        if self.remarks:
-            found["conventions"] = "; ".join(self.remarks)
+        if self.config.others:
+            found["conventions"] = "; ".join(other.told for other in self.config.others)
         return found
 
-    @property
-    def remarks(self) -> tuple[str, ...]:
-        return self.config.remarks
+    def within(self, reach: int) -> "HeadDescription":
+        return replace(self, max_len=reach)
+
+    def passes(self, k: int) -> Passes:
+        """The first proposal takes no pass of its own; `commit` takes one."""
+        return Passes(k)
+
+    def readings(self) -> list[Reading]:
+        found = []
+        for told, changes in self.config.others:
+            config, draft = replace(self.config, others=(), **changes), None
+            with suppress(SetupError):
+                layers = config.feature_layers(self.num_target_layers)
+                draft = replace(self, config=config, feature_layers=layers)
+            found.append(Reading(told, draft))
+        return found
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of its cache, and of the vector [H] that is carried with it."""
         carried = self.config.hidden_size * self.dtype.itemsize
         return block_bytes(self.layers, block_size, self.dtype) + carried
 
-    def pass_bytes(self, tokens: int, *, gathers: bool) -> int:
-        """Bytes of the tensors that are alive at a pass's peak, beside its inputs.
-
-        gathers: whether keys and values of several tokens are gathered, as in prefill on CUDA,
-        whose allocator then does not use attention's memory for the MLP.
-        """
+    def pass_bytes(
+        self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
+    ) -> int:
+        """See `models.draft.Draft`; its logits are computed outside its passes."""
         config, width = self.config.on(self.parallel), self.config.hidden_size
         mixed = config.num_heads * config.head_dim
         qkv = mixed + 2 * config.num_kv_heads * config.head_dim
@@ -131,7 +162,13 @@ class HeadDescription:
         layer = attention + mlp if gathers else max(attention, mlp)
         return tokens * (common + max(layer, fusing)) * self.dtype.itemsize
 
-    def load(self, target: PagedModel, groups: Groups, block_size: int) -> PagedHead | None:
+    def load(
+        self,
+        target: PagedModel,
+        groups: Groups,
+        block_size: int,
+        on_compile: Callable[[str], None] | None = None,
+    ) -> PagedHead | None:
         """The head with its weights, over a cache of zero blocks; None on a rank without it.
 
         All of the target's ranks have to call this, since their parts may be gathered.
@@ -201,6 +238,7 @@ def describe_head(
         dtype=dtype,
         device=device,
         max_len=max_len,
+        num_target_layers=num_layers,
         feature_layers=layers,
         borrows=borrows,
         gathers_head=is_apart and HEAD in borrows,
