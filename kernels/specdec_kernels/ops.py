@@ -17,7 +17,7 @@ from specdec_kernels.attention.paged import (
     gather_plan,
     paged_attention,
 )
-from specdec_kernels.attention.rope import rope_attention
+from specdec_kernels.attention.rope import rope_attention, write_kv_turned
 from specdec_kernels.comm.peers import gather_columns, reduce_add_norm, reduce_parts
 from specdec_kernels.comm.staging import fetch_staged, tell_tokens
 from specdec_kernels.experts.mixture import mixture_add_norm

@@ -17,6 +17,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.loop import Engine
 from specdec_cli.errors import ExitCode, Notice, UsageError
 from specdec_cli.experiment.disk import or_setup_error, replace_file
+from specdec_cli.experiment.folders.conclusions import CheckResult
 from specdec_cli.experiment.folders.generate_folder import SAMPLES, Kept, key_of, open_folder
 from specdec_cli.experiment.folders.results import (
     Output,
@@ -149,19 +150,19 @@ def write(
             with or_setup_error(f"cannot write {next_turns}"):
                 replace_file(next_turns, _next_turns(ready.job, outputs).encode())
         _deliver(ready, outputs, metrics, notices, check, as_json=asked.as_json)
-        if check is not None and check["passed"] and not asked.quiet and world.is_first:
+        if check is not None and check.passed and not asked.quiet and world.is_first:
             typer.echo(check_line(check), err=True)
     if not asked.quiet:
         _summarise(world, ready, outputs, metrics, as_json=asked.as_json)
     # Torch's import may keep this frame alive, and the engine with it: free its graphs here.
     if ready.engine is not None:
         ready.engine.forget_rounds()
-    if check is not None and not check["passed"]:
+    if check is not None and not check.passed:
         return ExitCode.LOSSLESSNESS
     return ExitCode.OK if all(o.error is None for o in outputs) else ExitCode.PARTIAL
 
 
-def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any]:
+def _checked(world: World, ready: Ready, outputs: list[Output]) -> CheckResult:
     """Compare a few prompts' texts with those of the target alone; this run's if it is greedy."""
     job, engine = ready.job.part(0, PROMPTS), ready.engine
     assert engine is not None, "a run that is to be checked has one"
@@ -171,7 +172,7 @@ def _checked(world: World, ready: Ready, outputs: list[Output]) -> dict[str, Any
     plain = greedy_texts(engine, job, 0, world)
     check = LosslessCheck(str(plan.target.dtype).removeprefix("torch."))
     check.compare(engine, key_of(job), texts_of(job, written, plain))
-    return world.once(check.as_dict)  # other ranks have no logits of meaning
+    return world.once(lambda: check.result)  # other ranks have no logits of meaning
 
 
 def _run(
@@ -230,7 +231,7 @@ def _deliver(
     outputs: list[Output],
     metrics: Metrics,
     notices: list[Notice],
-    check: dict[str, Any] | None,
+    check: CheckResult | None,
     *,
     as_json: bool,
 ) -> None:

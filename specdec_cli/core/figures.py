@@ -127,24 +127,22 @@ class StageTimes(Record):
     """
 
     draft_ms: float
-    broadcast_ms: float = 0.0  # curves of earlier versions have none
+    broadcast_ms: float = 0.0
     verify_ms: float
     sample_ms: float
-    commit_ms: float = 0.0  # likewise; it was a part of sample_ms
+    commit_ms: float = 0.0
 
     def stage_ms(self, stage: str) -> float:
         return float(getattr(self, f"{stage}_ms"))
 
 
 STAGES = tuple(name.removesuffix("_ms") for name in StageTimes.model_fields)
-# A stage that not every run has is told from this mean on; an empty one measures less.
-_LEAST_MS = 0.01
 
 
 def stages_in(found: Iterable[StageTimes | None]) -> list[str]:
-    """The stages to tell of: all but broadcasts and commits that none of `found` has."""
-    every, rare = [times for times in found if times is not None], ("broadcast", "commit")
-    return [s for s in STAGES if s not in rare or any(f.stage_ms(s) >= _LEAST_MS for f in every)]
+    """The stages that some of `found` have: one rank has no broadcasts, and few methods commit."""
+    every = [times for times in found if times is not None]
+    return [stage for stage in STAGES if any(times.stage_ms(stage) > 0 for times in every)]
 
 
 class _RunCounts(Record):
@@ -183,12 +181,11 @@ class Metrics(Acceptance, Times):
     output_tokens_per_second counts prefill and decode time, decode_tokens_per_second decode time
     only. peak_memory_bytes: of points only. distinct_experts: experts that a round's scoring pass
     reads in a layer, the mean over rounds and over layers with experts; absent where none are
-    counted. tokens_per_round: output tokens over all sequence-rounds, those without proposals too;
-    absent in folders of earlier versions. num_tokens_from_prefill: output tokens that prefill
-    decided, at k = 0. They count as rounds without proposals, but not as engine rounds, and
-    decode_tokens_per_second leaves them out; absent if there are none. ttft_parts_ms: means of what
-    the time to the first token was spent on, see `core.types.Sequence`; absent where a prompt has
-    no first token, and in earlier versions.
+    counted. tokens_per_round: output tokens over all sequence-rounds, those without proposals too.
+    num_tokens_from_prefill: output tokens that prefill decided, at k = 0. They count as rounds
+    without proposals, but not as engine rounds, and decode_tokens_per_second leaves them out;
+    absent if there are none. ttft_parts_ms: means of what the time to the first token was spent on,
+    see `core.types.Sequence`; absent where a prompt has no first token.
     """
 
     peak_memory_bytes: Count | None = None

@@ -17,7 +17,7 @@ from specdec_kernels.compile_ahead import compile_ahead
 from specdec_cli.core.kv_cache import BlockAllocator
 from specdec_cli.core.state import BatchState, Texts, slot_counts
 from specdec_cli.core.types import Sequence
-from specdec_cli.engine.round import Record, RoundParts, run_round
+from specdec_cli.engine.round import RoundParts, RoundRecord, run_round
 from specdec_cli.stages import begin_stage
 
 _WARM_UP_ROUNDS = 2
@@ -49,7 +49,7 @@ class Outcome:
 @dataclass(frozen=True, slots=True)
 class _Flight:
     seqs: list[Sequence]
-    record: Record  # on the host
+    record: RoundRecord  # on the host
     done: torch.Event | None
     launched_at: float
 
@@ -60,10 +60,11 @@ class _Round:
     def __init__(
         self, parts: RoundParts, state: BatchState, k: int, is_captured: bool, pool: Any
     ) -> None:
-        self.record = Record.empty(state.num_slots, k, state.device)
+        self.record = RoundRecord.empty(state.num_slots, k, state.device)
         # One on the host for each round in flight.
         self.on_host = [
-            Record.empty(state.num_slots, k, torch.device("cpu")) for _ in range(Rounds.IN_FLIGHT)
+            RoundRecord.empty(state.num_slots, k, torch.device("cpu"))
+            for _ in range(Rounds.IN_FLIGHT)
         ]
         self.done: list[torch.Event | None] = [None for _ in self.on_host]
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -188,7 +189,7 @@ class Rounds:
             distinct_experts=self._distinct_experts(flight.record),
         )
 
-    def _distinct_experts(self, record: Record) -> float | None:
+    def _distinct_experts(self, record: RoundRecord) -> float | None:
         mixtures = self.parts.target.mixtures
         return None if mixtures is None else record.experts_read.item() / mixtures.num_mixtures
 
@@ -276,7 +277,7 @@ def _run_each(parts: RoundParts, states: list[BatchState], ks: tuple[int, ...]) 
     """Run a round of every K over each of `states`."""
     for state in states:
         for k in ks:
-            run_round(parts, state, k, Record.empty(state.num_slots, k, state.device))
+            run_round(parts, state, k, RoundRecord.empty(state.num_slots, k, state.device))
 
 
 def capture(run: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:

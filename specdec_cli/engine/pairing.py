@@ -1,5 +1,6 @@
 """A target and its draft, neither of them loaded: whether they fit together."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import torch
 
 from specdec_cli.core.parallel import TensorParallel
 from specdec_cli.engine.sharing import check_shared, not_held
-from specdec_cli.errors import UsageError
+from specdec_cli.errors import SetupError, UsageError
 from specdec_cli.methods.base import DraftPlace
 from specdec_cli.methods.registry import method_of
 from specdec_cli.models.config_file import config_file
@@ -21,6 +22,9 @@ from specdec_cli.models.tokenizer import (
     is_same_tokenizer,
     load_tokenizer,
 )
+from specdec_cli.models.weights import tensor_names
+
+_OF_HEADS = re.compile(r"(model[.])?fc[.]weight")
 
 Describe = Callable[[ModelSpec, torch.device, TensorParallel], Description]
 
@@ -35,6 +39,7 @@ def describe_draft(place: DraftPlace, share: Sequence[str], describe: Describe) 
     own = method_of(place.speculation).describe
     if own is None:
         draft = describe(place.spec, place.device, place.parallel)
+        _check_is_model(draft)
         names = tuple(dict.fromkeys(share)) or not_held(draft)
         saved = check_shared(place.target, draft, names)
         return replace(draft, reach=place.max_model_len, shared=names, shared_bytes=saved)
@@ -73,6 +78,17 @@ def check_vocabulary(target: Description, draft: Draft, tokenizer: Tokenizer) ->
     own = tokenizer if is_bare or _have_one(target, draft) else tokenizer_of(draft)
     names, sizes = zip(*((m.spec.name, m.vocab_size) for m in (target, draft)), strict=True)
     check_same_vocabulary(tokenizer, own, names, sizes)
+
+
+def _check_is_model(draft: Description) -> None:
+    """Raise `SetupError` for a head whose config.json is that of an ordinary model of one layer."""
+    names = tensor_names(draft.place)
+    if (found := next(filter(_OF_HEADS.fullmatch, names), None)) is not None:
+        raise SetupError(
+            f"{draft.spec.name} reads the target's hidden states ({found} is among its weights), "
+            "and its config.json names no kind of head",
+            "heads of EAGLE-1, EAGLE-2 and HASS are not built yet",
+        )
 
 
 def tokenizer_of(model: Draft) -> Tokenizer:

@@ -27,8 +27,8 @@ from specdec_cli.methods.base import Proposer
 from specdec_cli.models.paged import PagedModel
 
 # The stage that ends at each stamp after the first. A single rank sends nothing and leaves out the
-# stamps of broadcasts; without a proposer there is nothing to commit. The last stamp ends the
-# update of the state.
+# stamps of broadcasts, and a proposer that takes in no decisions that of its commit. The last stamp
+# ends the update of the state.
 STAMPED = ("draft", "broadcast", "verify", "sample", "broadcast", "commit", "sample")
 NUM_STAMPS = len(STAMPED) + 1
 
@@ -53,7 +53,7 @@ class RoundParts:
 
 
 @dataclass(slots=True, eq=False)
-class Record:
+class RoundRecord:
     """A round's results for the host, in one tensor so that one copy brings them.
 
     flat: int64 [B * (K + 3) + NUM_STAMPS + 1].
@@ -64,7 +64,7 @@ class Record:
     k: int
 
     @classmethod
-    def empty(cls, batch_size: int, k: int, device: torch.device) -> "Record":
+    def empty(cls, batch_size: int, k: int, device: torch.device) -> "RoundRecord":
         count = batch_size * (k + 3) + NUM_STAMPS + 1
         return cls(torch.zeros(count, dtype=torch.int64, device=device), batch_size, k)
 
@@ -95,9 +95,10 @@ class Record:
         return spent
 
 
-def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> None:
+def run_round(parts: RoundParts, state: BatchState, k: int, record: RoundRecord) -> None:
     """Run one round of every slot with K = k. Advances `state` and fills `record`."""
-    stamps, is_alone = record.stamps, parts.parallel.size == 1
+    stamps, is_alone, proposer = record.stamps, parts.parallel.size == 1, parts.proposer
+    commits = proposer is not None and type(proposer).commit is not Proposer.commit
     ops.stamp(stamps, 0)
     noise = _noise(parts, state, k)
     candidates = _propose(parts, state, k, noise)
@@ -108,13 +109,13 @@ def run_round(parts: RoundParts, state: BatchState, k: int, record: Record) -> N
     target = _score(parts, state, candidates)
     ops.stamp(stamps, 3)
     verdict = _decide(parts, candidates, target, noise)
-    if parts.proposer is not None or not is_alone:
+    if commits or not is_alone:
         ops.stamp(stamps, 4)
     if not is_alone:
         verdict = verdict.agreed(parts.parallel)
         ops.stamp(stamps, 5)
-    if parts.proposer is not None:
-        parts.proposer.commit(state, verdict, target)
+    if proposer is not None and commits:
+        proposer.commit(state, verdict, target)
         ops.stamp(stamps, 6)
     ops.advance(
         verdict.token_ids,

@@ -1,4 +1,4 @@
-"""A forecast of the time of a sweep or a comparison before anything is loaded.
+"""An estimate of the time of a sweep or a comparison before anything is loaded.
 
 A pass reads the weights once, multiplies each token with them, and starts the work of each layer.
 The first two take what this device takes for them now; the third is a round figure. Knows neither
@@ -83,7 +83,7 @@ class _Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Forecaster:
+class DurationEstimate:
     """Times of one job's runs, in seconds.
 
     degrees: the number of ranks that the target is split over, and the draft. The job's plan has
@@ -183,7 +183,7 @@ def start_seconds(plans: Iterable[Plan]) -> float:
     return start + sum(models.values()) / _LOAD
 
 
-def forecast(seconds: float) -> tuple[str, dict[str, Any]]:
+def estimated(seconds: float) -> tuple[str, dict[str, Any]]:
     """A dry run's line about its time, and the fields of its document."""
     line = (
         f"time: about {in_words(seconds)}, usually right within a factor of {_OFTEN_OFF_BY:g}; "

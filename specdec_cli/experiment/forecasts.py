@@ -7,7 +7,13 @@ import numpy as np
 
 from specdec_cli.experiment.folders.records import BreakEven, Point, Prediction, Sample, given
 from specdec_cli.experiment.folders.samples import Samples, speedup
-from specdec_cli.experiment.predict import Rounds, Text, expected_rounds, iid_length, mean_length
+from specdec_cli.experiment.predict import (
+    ExpectedRounds,
+    Text,
+    expected_rounds,
+    iid_length,
+    mean_length,
+)
 from specdec_cli.experiment.statistics.break_even import break_even
 from specdec_cli.experiment.statistics.factors import MidRatio, Product, midmean
 from specdec_cli.experiment.statistics.stats import SumRatio
@@ -26,9 +32,9 @@ class Forecasts:
     texts: Mapping[int, Text]
     parts: Mapping[int, Mapping[int, float]]
     is_exact: bool
-    _known: dict[tuple[int, int], Rounds] = field(default_factory=dict, init=False)
+    _known: dict[tuple[int, int], ExpectedRounds] = field(default_factory=dict, init=False)
 
-    def rounds(self, index: int, k: int) -> Rounds:
+    def rounds(self, index: int, k: int) -> ExpectedRounds:
         """The expected rounds of one prompt at a k."""
         if (index, k) not in self._known:
             self._known[index, k] = expected_rounds([self.texts[index]], k)

@@ -94,7 +94,7 @@ class ReplayText(Text):
 
 
 @dataclass(slots=True)
-class Rounds:
+class ExpectedRounds:
     """Expected counts of rounds over some texts; whole numbers if acceptance is certain.
 
     drafts: rounds with proposals. plain: rounds without. accepted: accepted proposals.
@@ -115,7 +115,7 @@ class Rounds:
         return 1.0 + (self.accepted / self.drafts if self.drafts else 0.0)
 
 
-def mean_length(found: Iterable[Rounds]) -> float:
+def mean_length(found: Iterable[ExpectedRounds]) -> float:
     """The mean acceptance length over the rounds of several texts."""
     accepted = drafts = 0.0
     for rounds in found:
@@ -123,9 +123,9 @@ def mean_length(found: Iterable[Rounds]) -> float:
     return 1.0 + (accepted / drafts if drafts else 0.0)
 
 
-def expected_rounds(texts: Iterable[Text], k: int) -> Rounds:
+def expected_rounds(texts: Iterable[Text], k: int) -> ExpectedRounds:
     """Rounds of proposal length `k` over `texts`, as `engine.loop` counts them."""
-    found = Rounds(k)
+    found = ExpectedRounds(k)
     for text in texts:
         begins = [0.0] * (text.length + 1)  # chance that a round begins at each token
         begins[0] = 1.0

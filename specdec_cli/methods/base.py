@@ -86,13 +86,13 @@ class MethodBytes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """make: a proposer. forecast_bytes: its memory, before anything is loaded. describe: its own
+    """make: a proposer. estimate_bytes: its memory, before anything is loaded. describe: its own
     kind of draft; None for a method that runs a model of transformers', or no draft. runs_on_host:
     whether it reads the device's data on the host: then rounds cannot be captured.
     """
 
     make: Callable[[MethodParts], "Proposer"]
-    forecast_bytes: Callable[[RoundSize], MethodBytes]
+    estimate_bytes: Callable[[RoundSize], MethodBytes]
     describe: Callable[[DraftPlace], Draft] | None = None
     runs_on_host: bool = False
 

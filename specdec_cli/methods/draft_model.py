@@ -78,7 +78,7 @@ def _make(parts: MethodParts) -> DraftModel:
     return DraftModel(parts.draft, parts.draft_max_len)
 
 
-def _forecast_bytes(size: RoundSize) -> MethodBytes:
+def _estimate_bytes(size: RoundSize) -> MethodBytes:
     """Each step's logits and all of them stacked, if tokens are drawn and this rank verifies."""
     if size.is_greedy or size.draft is None or not size.is_first:
         return MethodBytes()
@@ -86,4 +86,4 @@ def _forecast_bytes(size: RoundSize) -> MethodBytes:
     return MethodBytes(in_round=2 * size.batch_size * size.k * vocab * size.draft.dtype.itemsize)
 
 
-METHOD = Method(_make, _forecast_bytes)
+METHOD = Method(_make, _estimate_bytes)

@@ -1,15 +1,20 @@
 """Proposing tokens with an EAGLE-3 head (Li et al., arXiv 2503.01840)."""
 
+from pathlib import Path
+
 from specdec_cli.methods.base import DraftPlace, Method
-from specdec_cli.methods.step_head import forecast_bytes, make
-from specdec_cli.models.heads.eagle3.description import HeadDescription, describe_head
+from specdec_cli.methods.step_head import estimate_bytes, make
+from specdec_cli.models.heads.description import HeadDescription, describe_head
+from specdec_cli.models.heads.eagle3.config import Eagle3Config, overridden, read_head_config
+from specdec_cli.models.heads.eagle3.head import Eagle3Head
 
 
 def _describe(place: DraftPlace) -> HeadDescription:
-    return describe_head(
-        *(place.spec, place.device, place.parallel, place.target, place.max_model_len),
-        place.speculation,
-    )
+    def read(name: str, folder: Path, num_target_layers: int) -> Eagle3Config:
+        return overridden(read_head_config(name, folder), place.speculation, num_target_layers)
+
+    places = place.spec, place.device, place.parallel, place.target, place.max_model_len
+    return describe_head(*places, read, Eagle3Head)
 
 
-METHOD = Method(make, forecast_bytes, _describe)
+METHOD = Method(make, estimate_bytes, _describe)

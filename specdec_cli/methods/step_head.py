@@ -97,7 +97,7 @@ def make(parts: MethodParts) -> StepHead:
     return StepHead(parts.draft, parts.target.hidden_layers, parts.draft_max_len)
 
 
-def forecast_bytes(size: RoundSize) -> MethodBytes:
+def estimate_bytes(size: RoundSize) -> MethodBytes:
     """The pass of `commit`, and logits: of one step over its own ids, or, if tokens are drawn, of
     every step over the target's and all of them stacked."""
     if size.draft is None:

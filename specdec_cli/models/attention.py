@@ -132,9 +132,10 @@ def attend_by_handle(
     sliding_window: int,
     softcap: float,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """`PagedAttention.attend` as an opaque operator for compiled graphs."""
-    call = ops.AttentionCall(scale, sliding_window, softcap, sinks)
+    call = ops.AttentionCall(scale, sliding_window, softcap, sinks, causal)
     return _by_handle[handle].attend(layer, query, key, value, call)
 
 
@@ -165,4 +166,4 @@ class PagedAttention:
         if batch.plan is not None:
             return ops.gather_attention(query, *caches, batch.plan, call)
         lengths = batch.block_tables, batch.query_start, batch.context_lens
-        return ops.paged_attention(query, *caches, *lengths, batch.max_query_len, call)
+        return ops.paged_attention(query, *caches, *lengths, batch.max_query_len, call, batch.slots)

@@ -112,7 +112,7 @@ class ExpertSizes(NamedTuple):
         return cls(int(count), int(config.num_experts_per_tok), int(features))
 
 
-def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Experts:
+def _experts(layer: Any, config: Any, family: Family, read: Tensor | None) -> ops.Experts:
     """A layer's experts, which share the module's weights. read: [1], counts those of each pass."""
     if family.clamps_experts:
         return _clamped_experts(layer.mlp.router, layer.mlp.experts, config, read)
@@ -141,7 +141,7 @@ def _experts(layer: Any, config: Any, family: Family, read: Tensor) -> ops.Exper
     )
 
 
-def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor) -> ops.Experts:
+def _clamped_experts(router: Any, experts: Any, config: Any, read: Tensor | None) -> ops.Experts:
     """The experts of gpt-oss; the module's weights become views of these."""
     return ops.Experts(
         router=router.weight.data,
@@ -213,16 +213,15 @@ class FusedLayer:
         turn: int,
         call: ops.AttentionCall,
         following_norm: Any,
-        read: Tensor,
+        read: Tensor | None = None,
     ) -> Self:
         """The fused form of a transformers layer, whose matrices become views of the merged ones.
 
         index: of its entry in the cache. call: its arguments to attention. following_norm: the norm
         module that comes after it. read: int32 [1], gets the number of experts that a pass reads,
-        if the layer has experts.
+        for a layer with experts.
         """
         attention = layer.self_attn
-        biases = [p.bias for p in (attention.q_proj, attention.k_proj, attention.v_proj)]
         before_mlp = layer.post_attention_layernorm
         post_attention = post_mlp = None
         if family.has_post_norms:
@@ -254,11 +253,13 @@ class FusedLayer:
             key_norm=key_norm,
             all_heads_norms=all_heads_norms,
             qkv=qkv,
-            qkv_bias=None if biases[0] is None else torch.cat(biases),
+            qkv_bias=_bias(attention.q_proj, attention.k_proj, attention.v_proj),
             output=output,
             output_bias=attention.o_proj.bias,
             gate_up=gate_up,
             down=down,
+            gate_up_bias=None if experts else _bias(layer.mlp.gate_proj, layer.mlp.up_proj),
+            down_bias=None if experts else layer.mlp.down_proj.bias,
             experts=experts,
             shared_gate_up=shared_gate_up,
             shared_down=shared_down,
@@ -285,6 +286,12 @@ def numbers_multiplied(layer: Any, config: Any, family: Family) -> int:
         stacked = [p for p in layer.mlp.experts.parameters() if p.dim() == 3]
         found += sum(p.numel() for p in stacked) * chosen // count
     return found
+
+
+def _bias(*products: Any) -> Tensor | None:
+    """The bias of merged products, if they have one."""
+    found = [product.bias for product in products]
+    return None if found[0] is None else torch.cat(found)
 
 
 def _norm(norm: Any, family: Family) -> Tensor:

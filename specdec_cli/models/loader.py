@@ -30,7 +30,7 @@ from specdec_cli.models.quantised import dequantised, fields_of, scheme_of
 from specdec_cli.models.spec import ModelSpec
 from specdec_cli.models.stored import part_of, stored_parameters, stored_reader
 from specdec_cli.models.tp import Shards
-from specdec_cli.models.weights import Fields, Part, WrongShape, open_checkpoint, same
+from specdec_cli.models.weights import Fields, Part, Read, WrongShape, open_checkpoint, same
 from specdec_cli.text import one_line
 
 _log = logging.getLogger("specdec")
@@ -75,6 +75,23 @@ def load(
             _fill(description, device, source, borrowed)
     _restore_buffers(module, device)
     return module
+
+
+@contextmanager
+def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
+    """Readers of every tensor in a model's files, by its name there, in plain form: for a draft
+    that lies in the target's files.
+
+    Raises `SetupError` for a GGUF file, which holds no such draft, and for damaged files.
+    """
+    spec, config = description.spec, description.module.config
+    if is_gguf(description.place):
+        raise SetupError(f"{spec.name} is a GGUF file, which holds no draft")
+    with open_checkpoint(description.place, spec.allow_pickle) as tensors:
+        if quantisation(config) is not None:
+            settings = config.quantization_config
+            tensors = read_quantised(tensors, settings, description.dtype, spec.name, False).codes
+        yield tensors
 
 
 ReadWeight = Callable[[Part | None], torch.Tensor | Stored]
@@ -214,7 +231,8 @@ def _checkpoint_source(
 ) -> Source:
     """Tensors from a checkpoint. Raises `SetupError` where it lacks some of the module's."""
     module, spec, tied = description.module, description.spec, description.shards.tied
-    method = quantisation(module.config)
+    method, lent = quantisation(module.config), description.draft_tensors
+    unused = [name for name in unused if lent is None or not lent.search(name)]
     if unused and method is None:
         _log.warning(
             "%d tensors in the weights of %s are not used, first %s: config.json describes a model "

@@ -30,6 +30,7 @@ from specdec_cli.core.figures import TTFT_PARTS, Metrics, stages_in
 from specdec_cli.experiment.folders.records import Sample
 from specdec_cli.experiment.statistics.repeats import decode_seconds, decoded_tokens
 from specdec_cli.experiment.statistics.stats import among_rounds
+from specdec_cli.report.point_cells import span_after
 from specdec_cli.text import inert
 
 _WORD = 20  # columns
@@ -163,16 +164,9 @@ class Sums:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def interval(bounds: Sequence[float] | None) -> str:
-    """An interval to follow a value: ` (1.20–1.31)`; empty without one or without width."""
-    if bounds is None or bounds[0] == bounds[1]:
-        return ""
-    return f" ({bounds[0]:.2f}–{bounds[1]:.2f})"
-
-
 def with_interval(value: float | None, bounds: Sequence[float] | None) -> str:
     """`1.25 (1.20–1.31)`; empty for no value."""
-    return "" if value is None else f"{value:.2f}{interval(bounds)}"
+    return "" if value is None else f"{value:.2f}{span_after(bounds)}"
 
 
 class TintedText:

@@ -14,7 +14,7 @@ from specdec_cli.engine.build import build
 from specdec_cli.engine.memory.measured import Models, weight_bytes
 from specdec_cli.methods.draft_model import DraftModel
 from specdec_cli.methods.step_head import StepHead
-from specdec_cli.models.description import Description
+from tests.inside import register
 from specdec_cli.engine.loop import Engine
 from specdec_cli.core.types import Request
 from specdec_cli.core.parallel import make_groups
@@ -205,10 +205,16 @@ def built(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str
     }
 
 
+def inside(rank: int, sets: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
+    """`built` with a draft that lies in the target's files."""
+    register()
+    return built(rank, sets | {"speculation.method": "inside"}, prompts)
+
+
 def draft_bytes(found: Plan, engine: Engine) -> int:
     """Bytes of the draft's weights on this rank."""
-    if isinstance(found.draft, Description):
-        held = found.draft.module.parameters()
+    if (module := getattr(found.draft, "module", None)) is not None:
+        held = module.parameters()
         return sum(p.numel() * p.element_size() for p in held if not p.is_meta)
     assert isinstance(engine.proposer, StepHead)
     head = engine.proposer.head

@@ -1,7 +1,6 @@
 """EAGLE-3 heads over a paged cache against a plain reference: rows, logits and rounds."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,13 @@ from specdec_cli.core.sampling import to_probs
 from specdec_cli.core.state import BatchState
 from specdec_cli.core.types import SamplingParams, Sequence
 from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.checkpoint import read_weights
 from specdec_cli.models.heads.eagle3.config import read_head_config
 from specdec_cli.models.heads.eagle3.head import Eagle3Head
-from specdec_cli.models.heads.eagle3.weights import read_weights
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.padded import PaddedBatches
 from tests.conftest import NEEDS_CUDA
-from tests.eagle3 import DIALECTS, Head, Reference, save_head
+from tests.eagle3 import DIALECTS, Head, Reference, changed, save_head
 from tests.support import CPU
 
 BLOCK = 4
@@ -84,9 +83,9 @@ def paged_head(
     folder: Path, dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: Any
 ) -> PagedHead:
     """A saved head over a poisoned cache; changes: to its settings as they were read."""
-    config = replace(read_head_config("head", folder), **changes)
+    config = changed(read_head_config("head", folder), **changes)
     weights = read_weights(config, folder, dtype, device)
-    cache = KVCache(config.cache_layers, 80, BLOCK, dtype, device)
+    cache = KVCache(config.cache_layers(), 80, BLOCK, dtype, device)
     for pair in cache.layers:
         for tensor in pair:
             tensor.fill_(POISON)

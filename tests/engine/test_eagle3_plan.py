@@ -22,6 +22,7 @@ from specdec_cli.errors import ExitCode, SetupError, SpecdecError
 from specdec_cli.methods.base import RoundSize
 from specdec_cli.methods.eagle3 import METHOD
 from specdec_cli.methods.step_head import StepHead
+from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.recipe import load_recipe
 from tests.eagle3 import Head, save_head
@@ -224,6 +225,35 @@ def test_the_recipe_s_layers_are_read(pair: Pair) -> None:
     assert accepted[0] < 0.8 * accepted[1]
 
 
+def test_readings_are_drafts_that_can_be_loaded(pair: Pair, tmp_path: Path) -> None:
+    """The layers by the config's own word, and steps fed before the norm; and none where the
+    target has no such layers."""
+    ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}
+    lent = ("embed_tokens.weight",)
+    folder = save_head(
+        tmp_path / "head", pair.head, "model-optimizer", lent, norm_output=True, **ids
+    )
+    found = planned(pair.target, folder)
+    counted, fed = found.readings
+    assert "read as outputs" in counted.told and "norm_output" in fed.told
+    assert found.execution["draft_conventions"] == f"{counted.told}; {fed.told}"
+    assert found.draft is not None and found.draft.feature_layers == (1, 2, 3)
+    assert counted.draft is not None and counted.draft.feature_layers == (0, 1, 2)
+    assert fed.draft is not None and fed.draft.feature_layers == (1, 2, 3)
+    target = load_models(found).target
+    heads = [
+        draft.load(target, found.groups, 4) for draft in (found.draft, counted.draft, fed.draft)
+    ]
+    feeds = [head.head.config.feeds_norm for head in heads if isinstance(head, PagedHead)]
+    assert feeds == [True, True, False]
+    seqs = run(build(replace(found, draft=counted.draft), 11), 4, found.params)
+    assert [s.output_ids for s in seqs] == texts_of(pair.target)
+    deep = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}
+    folder = save_head(tmp_path / "deep", pair.head, "model-optimizer", lent, **deep)
+    (own,) = planned(pair.target, folder, speculation__eagle3_counting="inputs").readings
+    assert own.draft is None and "names [1, 2, 3] as outputs" in own.told
+
+
 @pytest.mark.parametrize(
     ("dialect", "ids", "key", "value", "told"),
     [
@@ -396,6 +426,6 @@ def test_what_a_round_holds_is_counted(pair: Pair) -> None:
     assert with_head.activation - without.activation > 2 * 3 * 99 * (3 * 64 + 3 * 64)
     # Greedy decoding keeps no distributions, and draws from one step's logits at a time.
     size = RoundSize(3, 5, 100, 97, False, True, True, found.draft)
-    drawn, greedy = (METHOD.forecast_bytes(size._replace(is_greedy=g)) for g in (False, True))
+    drawn, greedy = (METHOD.estimate_bytes(size._replace(is_greedy=g)) for g in (False, True))
     assert found.draft is not None
     assert drawn.in_round - greedy.in_round == 2 * (2 * 3 * 5 * 97 - 2 * 3 * found.draft.vocab_size)

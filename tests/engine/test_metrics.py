@@ -17,7 +17,7 @@ from specdec_cli.core.metrics import RunClock, summarise
 from specdec_cli.core.types import Request, SamplingParams, Sequence
 from specdec_cli.engine.loop import Engine, RunResult
 from specdec_cli.engine.moments import Moments
-from specdec_cli.engine.round import Record
+from specdec_cli.engine.round import RoundRecord
 from tests.engine.fakes import fake_engine, first, random_prompt, sometimes, wrong
 
 # The names that scripts may rely on.
@@ -223,8 +223,9 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     assert (metrics.num_preemptions > 0) == (num_blocks == 14)
     assert all((s.ttft_ms or 0.0) > 0.0 for s in result.seqs), "from the first admission"
     assert metrics.round_ms == pytest.approx(metrics.decode_seconds * 1e3 / metrics.num_rounds)
-    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms, metrics.commit_ms]
-    assert 0 < sum(stages) <= metrics.round_ms and metrics.broadcast_ms == 0
+    stages = [metrics.draft_ms, metrics.verify_ms, metrics.sample_ms]
+    assert 0 < sum(stages) <= metrics.round_ms
+    assert metrics.broadcast_ms == metrics.commit_ms == 0, "one rank, a draft without commits"
     total = metrics.prefill_seconds + metrics.decode_seconds
     assert metrics.output_tokens_per_second == pytest.approx(metrics.num_output_tokens / total)
     decoded = metrics.num_output_tokens - metrics.num_tokens_from_prefill
@@ -241,7 +242,7 @@ def test_a_rounds_time_is_shared_by_its_sequences(k: int, num_blocks: int) -> No
     }.values(),
 )
 def test_a_stage_ends_at_each_stamp(stamps: list[int], expected: tuple[int, ...]) -> None:
-    record = Record.empty(2, 3, torch.device("cpu"))
+    record = RoundRecord.empty(2, 3, torch.device("cpu"))
     record.stamps.copy_(torch.tensor(stamps) * 1_000_000)
     record.rows.fill_(-1)
     stages = ("draft", "broadcast", "verify", "sample", "commit")

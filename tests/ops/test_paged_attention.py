@@ -12,7 +12,7 @@ from ops_helpers import (
     needs_cuda,
     paged_attention_reference,
 )
-from specdec_kernels.attention.paged import gather_attention, gather_plan
+from specdec_kernels.attention.paged import View, gather_attention, gather_plan
 from specdec_kernels.attention.paged_triton import paged_attention_triton
 from specdec_kernels.attention.tiles import paged_splits
 from torch import Tensor
@@ -169,7 +169,7 @@ def test_a_sequence_in_one_piece_of_the_cache(shape, window):
     tables = run.to(torch.int32)[None]
     moved = replace(problem, key_cache=caches[0], value_cache=caches[1], block_tables=tables)
     plan = gather_plan(tables, problem.query_start, problem.context_lens, 8)
-    assert all(isinstance(part.slots, slice) for part in plan.parts(window))
+    assert all(isinstance(part.slots, slice) for part in plan.parts(View(window)))
     assert_close("out", expected_of(problem), gathered(moved), 1e-12)
 
 

@@ -2,12 +2,16 @@
 
 import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from specdec_cli.core.metrics import RunClock, summarise
+from specdec_cli.experiment.folders.conclusions import Best
+from specdec_cli.report.folder import read_folder
+from specdec_cli.report.tables import results
 from specdec_cli.terminal import compare as compare_view
 from specdec_cli.terminal import sweep as view
 from specdec_cli.terminal.memory import cells
@@ -19,6 +23,7 @@ from tests.report_helpers import (
     as_points,
     comparison_points,
     sweep_points,
+    write_folder,
 )
 
 
@@ -64,9 +69,9 @@ def test_broadcasts_are_a_column_where_the_target_has_ranks() -> None:
 
 
 def test_commits_are_a_column_where_one_point_has_them() -> None:
-    """It stands after sampling, as in a round; the clock's own microseconds do not make one."""
+    """It stands after sampling, as in a round."""
     points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
-    for spent, is_shown in ((0.004, False), (3.75, True)):
+    for spent, is_shown in ((0.0, False), (3.75, True)):
         points[1]["metrics"]["commit_ms"] = spent
         heading, plain, row = lines_of(view.results_table(as_points(points), 200)[0], 200)
         assert ("sample ms  commit ms  round ms" in heading) == is_shown
@@ -84,6 +89,17 @@ def test_rounds_that_proposed_are_a_column_where_many_did_not() -> None:
     lines = [view.point_line(point) for point in as_points(points)]
     assert [line.endswith("tokens a round") for line in lines] == [True, True, False]
     assert lines[2].endswith("tokens a round in the 80% that proposed")
+
+
+def test_an_impossible_speedup_is_a_word_on_terminals_and_in_reports(tmp_path: Path) -> None:
+    points = sweep_points(ks=(0, 4), batch_sizes=(1,), drafts=((DRAFT, 0.78, 0.95),))
+    points[1] |= {"speedup": None, "speedup_ci": None, "impossible_speedup": 5.5}
+    heading, *rows = lines_of(view.results_table(as_points(points), 200)[0], 200)
+    assert "x k = 0" in heading
+    assert ["impossible" in row.split() for row in rows] == [False, True]
+    run = read_folder(write_folder(tmp_path, points))
+    table = results(run, [])
+    assert [row[3] for row in table.rows] == [1.0, "impossible"]
 
 
 def test_a_summary_has_broadcasts_where_the_target_has_ranks() -> None:
@@ -131,8 +147,8 @@ def test_hostile_categories_keep_to_their_row() -> None:
     figures["speedup_ci"] = None
     names = ["one\nk = 9 is the fastest", "two\ttabs", "long " * 90, "\x1b[31mred"]
     point["per_category"] = {name: figures for name in names}
-    fastest = {"k": 4, "draft": DRAFT}
-    document = {"points": as_points([plain, point]), "best": {**fastest, "fastest": fastest}}
+    best = Best(k=4, draft=DRAFT, tied=[4], reason="")
+    document = {"points": as_points([plain, point]), "best": best}
     for width in (40, 200):
         table = view._category_table(document, width)
         assert table is not None

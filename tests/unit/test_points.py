@@ -8,6 +8,7 @@ import pytest
 
 from specdec_cli.core.figures import STAGES, Metrics
 from specdec_cli.core.types import Sequence
+from specdec_cli.experiment.folders.conclusions import Arm, Best, Tokens
 from specdec_cli.experiment.folders.records import (
     CategoryMetrics,
     CurvePart,
@@ -76,8 +77,8 @@ def test_prompts_that_share_one_batch_to_its_end_give_no_interval() -> None:
     for known in (plain, plain.per_category["all"]):  # by definition
         assert (known.speedup, known.speedup_ci) == (1.0, [1.0, 1.0])
     best = recommend([plain, point], measured_gains([plain, point], samples), seed=0)
-    assert (best["k"], best["tied"]) == (2, [2])
-    assert "share a batch and end together, and so it has no interval" in best["reason"]
+    assert (best.k, best.tied) == (2, [2])
+    assert "share a batch and end together, and so it has no interval" in best.reason
 
 
 def test_metrics_are_means_over_the_repeats_of_prompts_that_ran() -> None:
@@ -420,7 +421,7 @@ NOISE = [0.97, 1.01, 1.0, 0.98, 1.03, 0.99, 1.02, 1.0, 0.96, 1.04]  # of prompts
 
 def with_drafts(
     speeds: dict[tuple[str, int], float], noise: dict[tuple[str, int], float]
-) -> tuple[list[Point], dict[str, Any], dict[str, Any]]:
+) -> tuple[list[Point], Best, dict[str, Any]]:
     """Points at batch size 1 with these speed-ups by (draft, k); the recommendation and document.
 
     noise: a point's factor on the variation of its prompts' times, by default 1.
@@ -455,14 +456,14 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     """A smaller k with another draft is no gain; with the same draft it proposes less."""
     speeds = {("a", 1): 1.995, ("a", 2): 1.5, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.7}
     points, best, document = with_drafts(speeds, {})
-    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
-    assert best["fastest"]["draft"] == "b" and best["fastest"]["k"] == 3
-    assert best["tied_points"] == [{"k": k, "draft": d} for d, k in [("a", 1), ("b", 2), ("b", 3)]]
+    assert (best.k, best.draft, best.tied) == (2, "b", [2, 3])
+    assert best.fastest and (best.fastest.draft, best.fastest.k) == ("b", 3)
+    assert best.tied_points == [Arm(k=k, draft=d) for d, k in [("a", 1), ("b", 2), ("b", 3)]]
     reason = (
         "k = 2 with draft b at 1.99x cannot be told from the fastest, k = 3 with draft b at 2.00x "
         "the speed of k = 0 over 10 prompts, and proposes less"
     )
-    assert best["reason"] == reason
+    assert best.reason == reason
     # Each draft at its fastest k against each other one, and against plain decoding.
     found = {
         (one.arm.draft, one.arm.k, one.against.draft, one.against.k): one
@@ -477,8 +478,8 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
     for place, point in enumerate(points):
         categories = {name: point.per_category["all"] for name in ("x", "y")}
         points[place] = point.model_copy(update={"per_category": categories})
-    recipe = {"target": {"tensor_parallel_size": 1}}
-    view.print_results(document | {"tokens": {"identical": None}, "recipe": recipe})
+    tokens = Tokens(compared=False, must_be_identical=False, identical=None, diverging=[])
+    view.print_results(document | {"tokens": tokens})
     shown = capsys.readouterr().out
     tied = "k = 1 with draft a, k = 2 with draft b, k = 3 with draft b"
     assert f"{reason} (tied: {tied})" in shown
@@ -493,8 +494,8 @@ def test_the_draft_is_the_fastest_ones_and_ties_of_others_are_told(
 def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
     speeds = {("a", 1): 1.25, ("a", 2): 1.27, ("b", 1): 1.3}
     _, best, _ = with_drafts(speeds, {("b", 1): 24.0})
-    assert (best["k"], best["draft"]) == (1, "a")
-    assert best["reason"].endswith(
+    assert (best.k, best.draft) == (1, "a")
+    assert best.reason.endswith(
         "the fastest, k = 1 with draft b at 1.30x the speed of k = 0 over 10 prompts, "
         "which is not faster beyond chance"
     )
@@ -502,11 +503,11 @@ def test_a_draft_whose_gain_may_be_chance_is_not_the_choice() -> None:
 
 def test_no_speculation_with_several_drafts() -> None:
     _, best, _ = with_drafts({("a", 1): 0.9, ("b", 1): 1.02}, {("b", 1): 5.0})
-    assert (best["k"], best["draft"], best["tied"]) == (0, None, [0, 1])
-    assert best["reason"].startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
+    assert (best.k, best.draft, best.tied) == (0, None, [0, 1])
+    assert best.reason.startswith("no speculation: the fastest, k = 1 with draft b at 1.02x")
 
 
-def predicted(speeds: dict[tuple[str, int], float], spread: float) -> dict[str, Any]:
+def predicted(speeds: dict[tuple[str, int], float], spread: float) -> Best:
     """The recommendation for predicted points with these speed-ups by (draft, k).
 
     Nothing is accepted, so that speed-ups are those of rounds. spread: factor on the variation of
@@ -530,12 +531,12 @@ def predicted(speeds: dict[tuple[str, int], float], spread: float) -> dict[str, 
 def test_predictions_pass_the_same_test_of_chance() -> None:
     speeds = {("a", 1): 1.995, ("b", 2): 1.99, ("b", 3): 2.0, ("b", 4): 1.9}
     best = predicted(speeds, 0.5)
-    assert (best["k"], best["draft"], best["tied"]) == (2, "b", [2, 3])
+    assert (best.k, best.draft, best.tied) == (2, "b", [2, 3])
     said = "predicted from the texts of the largest k and 10 parts of the time curve: k = 2 with"
-    assert best["reason"].startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
+    assert best.reason.startswith(f"{said} draft b at 1.99x cannot be told from the fastest")
     chance = predicted({("a", 1): 1.02, ("b", 2): 0.9}, 4.0)
-    assert (chance["k"], chance["draft"]) == (0, None)
-    assert chance["reason"].endswith("is not faster beyond chance")
+    assert (chance.k, chance.draft) == (0, None)
+    assert chance.reason.endswith("is not faster beyond chance")
 
 
 def test_speeds_are_held_against_the_same_prompts() -> None:

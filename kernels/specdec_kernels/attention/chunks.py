@@ -110,6 +110,7 @@ def takes_chunks(
         and key_cache.shape[3] in HEAD_DIMS
         and value_cache.shape == key_cache.shape
         and (call.sliding_window == 0 or call.sliding_window >= plan.longest)
+        and call.causal
         and not call.softcap
         and call.sinks is None
     )

@@ -113,6 +113,7 @@ def rope_attention_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
+    CAUSAL: tl.constexpr,
     SPLITS: tl.constexpr,
     FEW_PARTS: tl.constexpr,  # at most SPLITS
     FEW_ROWS: tl.constexpr,  # combined at a time, of at most FEW_PARTS parts
@@ -187,6 +188,8 @@ def rope_attention_kernel(
     fresh_mask = fresh_live[:, None] & half_live[None, :]
     new_turn = load_turn(cos_ptr, sin_ptr, fresh_token, half, fresh_mask, rope_stride)
     slot = tl.load(slots_ptr + fresh_token, mask=fresh_live, other=0)
+    if not CAUSAL:
+        fresh_live = fresh_live & (slot >= BLOCK_SIZE)  # rows do not see padding after them either
     after_predecessor(DEPENDENT)
 
     if split == 0:
@@ -220,7 +223,7 @@ def rope_attention_kernel(
         store_heads(
             key_cache, value_cache, new_key, new_value, slot, fresh_live, half, dim, D, BLOCK_SIZE
         )
-        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW)
+        new = new_tile(new_key, new_value, fresh, fresh_live, token, early, WINDOW, CAUSAL)
         if first < high:
             row_max, sums, fresh_weights, acc = attend_both(
                 query, tile, new, scale, softcap, HAS_SOFTCAP
@@ -345,7 +348,8 @@ def rope_attention_triton(
             assert chunks is not None
             out = attend_chunks(*where, context_lens, chunks, call)
         else:
-            out = paged_attention_triton(*where, query_start, context_lens, max_query_len, call)
+            lengths = query_start, context_lens, max_query_len
+            out = paged_attention_triton(*where, *lengths, call, slots)
         return out.view(num_tokens, heads * head_dim)
 
     device = qkv.device
@@ -396,6 +400,7 @@ def rope_attention_triton(
         BLOCK_SIZE=block_size,
         WINDOW=call.sliding_window,
         HAS_SOFTCAP=call.softcap > 0,
+        CAUSAL=call.causal,
         **constants_of(cut),
         **dependence(qkv),
     )

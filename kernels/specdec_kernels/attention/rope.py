@@ -62,6 +62,34 @@ def split_heads_reference(
     return rotation.rotate(query), rotation.rotate(key), value
 
 
+@kernel("specdec_kernels.attention.rope_triton:write_kv_turned_triton")
+def write_kv_turned(
+    kv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slots: Tensor,
+    key_norm: Tensor | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Store rotated keys and values of tokens that have no queries, in place.
+
+    Args:
+        kv: [T, 2 Hkv D], rows contiguous: key and value heads of every token.
+        cos, sin: [T, D], in the layout of transformers' Llama.
+        key_cache, value_cache: [NB, BS, Hkv, D].
+        slots: [T] int64, as in `write_kv`.
+        key_norm: [D], weight of a per-head RMS norm before the rotation.
+        eps: Of this norm.
+    """
+    _, _, kv_heads, head_dim = key_cache.shape
+    _, key, value = split_heads_reference(
+        kv, Rotation.of(cos, sin), kv_heads, head_dim, None, key_norm, eps
+    )
+    write_kv.reference(key, value, key_cache, value_cache, slots)
+
+
 @kernel("specdec_kernels.attention.decode_triton:rope_attention_triton")
 def rope_attention(
     qkv: Tensor,
@@ -92,7 +120,7 @@ def rope_attention(
         key_cache, value_cache: [NB, BS, Hkv, D], written at `slots`.
         slots: [T] int64: the slots of a sequence's last positions, or slots of block 0 (the trash
             block), whose contents are then undefined. If a sequence has more queries than context
-            tokens, the first queries are padding.
+            tokens, the first queries are padding, and lie there.
         block_tables, query_start, context_lens, max_query_len, call: As in `paged_attention`;
             tokens at or past `query_start[B]` give zeros.
         query_norm, key_norm: [D], weights of per-head RMS norms before the rotation.
@@ -108,5 +136,5 @@ def rope_attention(
         qkv, Rotation.of(cos, sin), kv_heads, head_dim, query_norm, key_norm, eps
     )
     write_kv.reference(key, value, key_cache, value_cache, slots)
-    plan = gather_plan(block_tables, query_start, context_lens, block_size)
+    plan = gather_plan(block_tables, query_start, context_lens, block_size, slots)
     return gather_attention(query, key_cache, value_cache, plan, call).view(qkv.shape[0], -1)

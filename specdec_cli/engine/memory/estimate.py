@@ -215,7 +215,7 @@ def _method_bytes(plan: Plan, need: CacheNeed) -> MethodBytes:
         is_cuda=plan.device.type == "cuda",
         draft=plan.draft if plan.draft in plan.held else None,
     )
-    return method_of(plan.recipe.speculation).forecast_bytes(size)
+    return method_of(plan.recipe.speculation).estimate_bytes(size)
 
 
 def _is_greedy(plan: Plan) -> bool:

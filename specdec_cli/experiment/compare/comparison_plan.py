@@ -17,7 +17,7 @@ from specdec_cli.experiment.compare.comparison_records import ComparisonRecords
 from specdec_cli.experiment.compare.pairs import ComparisonSettings, Pair, Skip
 from specdec_cli.experiment.compare.worker import WARM_UP_TOKENS, with_degrees
 from specdec_cli.experiment.disk import refuse_special_files
-from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
 from specdec_cli.experiment.folders import settings_file
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.results import environment
@@ -215,13 +215,13 @@ def comparison_seconds(plan: ComparisonPlan) -> float:
     speeds = speeds_of(job.plan.device, job.plan.target.dtype)
     found = 0.0
     for pair in plan.to_run:
-        forecaster = Forecaster(job, speeds, (pair.target_tp, pair.draft_tp))
+        estimate = DurationEstimate(job, speeds, (pair.target_tp, pair.draft_tp))
         found += start_seconds([job.plan])
         for batch_size in s.batch_sizes:
             count = s.num_prompts(batch_size)
             for k in (0, s.k):
                 key = Key(s.draft, batch_size, k)
-                found += forecaster.point_seconds(key, count, WARM_UP_TOKENS)
+                found += estimate.point_seconds(key, count, WARM_UP_TOKENS)
     return found
 
 
@@ -247,7 +247,7 @@ def describe_plan(plan: ComparisonPlan, warnings: Sequence[Notice]) -> dict[str,
         f"prompts: {prompts}; the longest of {plan.job.longest_prompt} tokens",
         f"samples: {plan.num_samples}, k = 0 included, each measured {run.repeats} times",
     ]
-    line, seconds = forecast(comparison_seconds(plan))
+    line, seconds = estimated(comparison_seconds(plan))
     text.append(line)
     return {
         "schema": "specdec.compare-tp.plan/1",

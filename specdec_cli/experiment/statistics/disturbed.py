@@ -8,7 +8,7 @@ from specdec_cli.experiment.folders.records import Point
 # Codes of warnings over which no recommendation is called significant.
 DISTURBED = frozenset(
     {
-        *("baseline_drift", "outlying_repeats", "repeats_disagree", "baselines_disagree"),
+        *("baseline_drift", "outlying_repeats", "repeats_disagree"),
         "impossible_speedup",
         *("cpu_starved", "cpu_throttled", "cpu_load", "gpu_throttled", "gpu_shared"),
     }

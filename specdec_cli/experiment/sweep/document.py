@@ -8,10 +8,11 @@ from dataclasses import asdict
 from typing import Any
 
 from specdec_cli.errors import ExitCode, Notice
+from specdec_cli.experiment.folders.conclusions import VERSION, CheckResult, Tokens
 from specdec_cli.experiment.folders.records import Key, Point
 from specdec_cli.experiment.folders.samples import Samples, why_none
 from specdec_cli.experiment.forecasts import Forecasts
-from specdec_cli.experiment.lossless import compare_tokens, is_broken, tokens_notice
+from specdec_cli.experiment.lossless import compare_tokens, tokens_notice
 from specdec_cli.experiment.lossless_check import failed_check
 from specdec_cli.experiment.points import Failure, arm_points, error_of
 from specdec_cli.experiment.predict import Text, with_recorded
@@ -102,7 +103,7 @@ def sweep_document(
     warnings: Sequence[Notice],
     clock: SweepClock | None = None,
     failures: Collection[Failure] = (),
-    check: Mapping[str, Any] | None = None,
+    check: CheckResult | None = None,
 ) -> dict[str, Any]:
     """The document of `sweep-k --json` and summary.json; with an `error` if no point was measured.
 
@@ -121,16 +122,18 @@ def sweep_document(
     ]
     disturbed = disturbances(told)
     best = {
-        b: {
-            **recommend(found, gains[b], settings.seed, disturbed),
-            "per_category": recommend_by_category(
-                gains[b], records.samples, settings.seed, disturbed
-            ),
-        }
+        b: recommend(found, gains[b], settings.seed, disturbed).model_copy(
+            update={
+                "per_category": recommend_by_category(
+                    gains[b], records.samples, settings.seed, disturbed
+                )
+            }
+        )
         for b, found in by_size.items()
     }
     document: dict[str, Any] = {
         "schema": "specdec.sweep-k/1",
+        "version": VERSION,
         "recipe": recipe,
         "environment": where,
         "sweep": settings.as_dict() | {"settings_hash": settings.digest},
@@ -165,7 +168,7 @@ def gains_of(
     return predicted_gains(points, forecasts)
 
 
-def tokens_of(settings: SweepSettings, records: SweepRecords) -> dict[str, Any]:
+def tokens_of(settings: SweepSettings, records: SweepRecords) -> Tokens:
     """The document's `tokens`: whether every k wrote the same."""
     keys = sorted(records.samples, key=order_of(settings))
     points = ((asdict(key), records.samples[key]) for key in keys)
@@ -207,7 +210,7 @@ def exit_code(
     points = [p for p in document["points"] if p.status != "skipped"]
     statuses = {p.status for p in points}
     check = document.get("lossless_check")
-    if is_broken(document["tokens"]) or (check is not None and not check["passed"]):
+    if document["tokens"].is_broken or (check is not None and not check.passed):
         return ExitCode.LOSSLESSNESS
     if "ok" not in statuses and not all(_has_run(point, records) for point in points):
         codes = {failure.code for failure in failures}

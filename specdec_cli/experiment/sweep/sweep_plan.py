@@ -6,7 +6,7 @@ from typing import Any
 
 from specdec_cli.engine.plan import Permissions, plan
 from specdec_cli.errors import Notice, UsageError
-from specdec_cli.experiment.duration import Forecaster, forecast, speeds_of, start_seconds
+from specdec_cli.experiment.duration import DurationEstimate, estimated, speeds_of, start_seconds
 from specdec_cli.experiment.folders.records import Key
 from specdec_cli.experiment.folders.run_settings import settings_values
 from specdec_cli.experiment.generation import Job, draft_context_warning, tokenised
@@ -115,7 +115,6 @@ def plan_sweep(
             "categories": digest([prompt.category for prompt in prompts]),
         },
         shard=shard,
-        shares_baseline=len(jobs) > 1,
         **device_settings(jobs[0]),
     )
     # Over the prompts of all shards, so that each shard has the same warnings.
@@ -184,14 +183,14 @@ def sweep_seconds(jobs: Mapping[Key, Job], *, has_curve: bool) -> float:
     plans = [job.plan for job in jobs.values()]
     speeds = speeds_of(plans[0].device, plans[0].target.dtype)
     found = start_seconds(plans)
-    forecasters = {id(job): Forecaster(job, speeds) for job in jobs.values()}
+    estimates = {id(job): DurationEstimate(job, speeds) for job in jobs.values()}
     for key, job in jobs.items():
-        forecaster, count = forecasters[id(job)], len(job.prompts)
-        found += forecaster.point_seconds(key, count)
+        estimate, count = estimates[id(job)], len(job.prompts)
+        found += estimate.point_seconds(key, count)
         if has_curve:
             parts = curve_parts(job, key.batch_size) / len(units_of(job, key.batch_size))
             some = max(1, round(parts * count))
-            found += forecaster.run_seconds(key, some, job.plan.params)
+            found += estimate.run_seconds(key, some, job.plan.params)
     return found
 
 
@@ -219,7 +218,7 @@ def describe_plan(plan: SweepPlan, warnings: Sequence[Notice]) -> dict[str, Any]
     ]
     jobs = dict(zip(s.drafts, plan.jobs, strict=True))
     by_key = {key: jobs.get(key.draft, plan.jobs[0]) for key in s.measured_keys}
-    line, seconds = forecast(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
+    line, seconds = estimated(sweep_seconds(by_key, has_curve=max(s.ks) > 0))
     text.append(line)
     return {
         "schema": "specdec.sweep-k.plan/1",

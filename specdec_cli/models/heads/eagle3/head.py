@@ -6,23 +6,19 @@ layout and no rounds. Legend: T packed rows, H width of the head, F of the featu
 can propose, V ids of the target.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from specdec_kernels import ops
 from torch import Tensor
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from specdec_cli.core.batch import ForwardBatch
 from specdec_cli.core.kv_cache import KVCache
 from specdec_cli.core.parallel import ALONE, TensorParallel
-from specdec_cli.models.fused_layer import FusedLayer
 from specdec_cli.models.fused_stack import FusedStack, storages_of
-from specdec_cli.models.heads.eagle3.config import HeadConfig
-from specdec_cli.models.heads.eagle3.weights import EMBEDDING, HEAD, SUMMED_BIAS, HeadWeights
-from specdec_cli.models.rotary_tables import table_of
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, HeadWeights
+from specdec_cli.models.heads.eagle3.config import Eagle3Config
+from specdec_cli.models.heads.layers import fused_layers, rotary_table
 from specdec_cli.models.split_products import SplitProducts
 
 
@@ -35,7 +31,7 @@ class Eagle3Head:
 
     def __init__(
         self,
-        config: HeadConfig,
+        config: Eagle3Config,
         weights: HeadWeights,
         max_len: int,
         parallel: TensorParallel = ALONE,
@@ -52,14 +48,12 @@ class Eagle3Head:
         self.fc_norms = [tensors[f"fc_norm.{i}.weight"] for i in range(count)]
         rows = slice(*parallel.share(config.draft_vocab_size))
         self.head = ops.pack_weight(tensors[EMBEDDING][rows] if config.ties_head else tensors[HEAD])
-        self.cos, self.sin = _rotary_table(config, dtype, self.embedding.device, max_len)
-        if not parallel.is_first:
-            tensors = {n: t for n, t in tensors.items() if not SUMMED_BIAS.search(n)}
-        count = config.num_layers
-        self.hidden_norms = [tensors.get(f"layers.{i}.hidden_norm.weight") for i in range(count)]
-        layers = [_layer(config, tensors, index) for index in range(count)]
-        sizes = config.hidden_size, config.draft_vocab_size
-        self.stack = FusedStack(layers, SplitProducts.over(parallel, *sizes, dtype))
+        self.cos, self.sin = rotary_table(config.body, dtype, self.embedding.device, max_len)
+        norms = [f"layers.{index}.hidden_norm.weight" for index in range(len(config.windows))]
+        self.hidden_norms = [tensors.get(name) for name in norms]
+        split = SplitProducts.over(parallel, config.hidden_size, config.draft_vocab_size, dtype)
+        body, _ = config.split(parallel)
+        self.stack = FusedStack(fused_layers(body, config.body, config.windows, tensors), split)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +68,7 @@ class Eagle3Head:
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states [T, H] from the target's features [T, F]."""
-        eps, features = self.config.eps, features.to(self.dtype)
+        eps, features = self.config.body.rms_norm_eps, features.to(self.dtype)
         if self.input_norm is not None:
             features = ops.rms_norm(features, self.input_norm, eps)
         if self.fc_norms:
@@ -118,7 +112,9 @@ class Eagle3Head:
 
     def normed(self, hidden: Tensor) -> ops.Normed:
         """The result of `__call__`, made again from its hidden states [T, H]."""
-        return ops.Normed(hidden, ops.rms_norm(hidden, self.norm, self.config.eps), None, 0.0)
+        return ops.Normed(
+            hidden, ops.rms_norm(hidden, self.norm, self.config.body.rms_norm_eps), None, 0.0
+        )
 
     def logits(self, x: ops.Normed) -> Tensor:
         """Logits [T, Vd] of the head's own ids, for the token after the one that each row read."""
@@ -129,81 +125,3 @@ class Eagle3Head:
         if not self.config.feeds_norm:
             return x.hidden
         return x.scaled if x.squares is None else self.normed(x.hidden).scaled
-
-
-# The parts of each product of a layer, in the order in which they are merged.
-_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-_OUTPUT = ("self_attn.o_proj",)
-_GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-_DOWN = ("mlp.down_proj",)
-
-
-def products_of(config: HeadConfig) -> list[list[str]]:
-    """The names of the weights that each of a head's products is made of."""
-    found = [["fc.weight"], [EMBEDDING if config.ties_head else HEAD]]
-    for layer in range(config.num_layers):
-        for parts in (_QKV, _OUTPUT, _GATE_UP, _DOWN):
-            found.append([f"layers.{layer}.{part}.weight" for part in parts])
-    return found
-
-
-def _layer(config: HeadConfig, tensors: Mapping[str, Tensor], index: int) -> FusedLayer:
-    """Layer `index`, with its products merged."""
-
-    def own(name: str) -> Tensor | None:
-        return tensors.get(f"layers.{index}.{name}")
-
-    def joined(kind: str, *names: str) -> Tensor | None:
-        found = [tensor for name in names if (tensor := own(f"{name}.{kind}")) is not None]
-        return torch.cat(found) if found else None
-
-    def product(*names: str) -> ops.Weight:
-        weight = joined("weight", *names)
-        assert weight is not None
-        return ops.pack_weight(weight)
-
-    def norm(name: str) -> Tensor:
-        weight = own(f"{name}.weight")
-        assert weight is not None
-        return weight
-
-    following = tensors["norm.weight"]
-    if index + 1 < config.num_layers:
-        following = tensors[f"layers.{index + 1}.input_layernorm.weight"]
-    return FusedLayer(
-        index=index,
-        call=ops.AttentionCall(config.head_dim**-0.5, config.windows[index]),
-        turn=0,
-        activation=config.activation,
-        eps=config.eps,
-        attention_norm=norm("input_layernorm"),
-        post_attention_norm=None,
-        mlp_norm=norm("post_attention_layernorm"),
-        post_mlp_norm=None,
-        following_norm=following,
-        query_norm=own("self_attn.q_norm.weight"),
-        key_norm=own("self_attn.k_norm.weight"),
-        qkv=product(*_QKV),
-        qkv_bias=joined("bias", *_QKV),
-        output=product(*_OUTPUT),
-        output_bias=own("self_attn.o_proj.bias"),
-        gate_up=product(*_GATE_UP),
-        down=product(*_DOWN),
-        gate_up_bias=joined("bias", *_GATE_UP),
-        down_bias=own("mlp.down_proj.bias"),
-    )
-
-
-def _rotary_table(
-    config: HeadConfig, dtype: torch.dtype, device: torch.device, max_len: int
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [max_len, D] of the head's own rotary embedding."""
-    settings = LlamaConfig(
-        hidden_size=config.num_heads * config.head_dim,
-        num_attention_heads=config.num_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope),
-    )
-    rotary = LlamaRotaryEmbedding(settings).to(device)
-    return table_of(rotary, (), dtype, device, max_len)

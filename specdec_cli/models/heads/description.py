@@ -1,7 +1,4 @@
-"""An EAGLE-3 head before its weights are read: checks against its target, and memory.
-
-Legend: H width of the head, D features of an attention head, V ids of the target.
-"""
+"""A head before its weights are read: checks against its target, and memory. H: its width."""
 
 import math
 import re
@@ -20,20 +17,12 @@ from specdec_cli.core.parallel import Groups, TensorParallel
 from specdec_cli.errors import SetupError
 from specdec_cli.models.description import Description
 from specdec_cli.models.draft import Passes, Reading
-from specdec_cli.models.heads.eagle3.config import HeadConfig, overridden, read_head_config
-from specdec_cli.models.heads.eagle3.head import Eagle3Head, products_of
-from specdec_cli.models.heads.eagle3.weights import (
-    EMBEDDING,
-    HEAD,
-    SUMMED_BIAS,
-    Borrowed,
+from specdec_cli.models.heads.base import EMBEDDING, HEAD, Head, HeadConfig, HeadWeights
+from specdec_cli.models.heads.checkpoint import (
     borrowed_by,
-    check_target,
     dummy_weights,
-    parts_of,
     read_weights,
     serves,
-    shapes_of,
 )
 from specdec_cli.models.heads.paged import PagedHead
 from specdec_cli.models.held import plain_weight
@@ -41,7 +30,10 @@ from specdec_cli.models.hidden import check_hidden_layers
 from specdec_cli.models.paged import PagedModel
 from specdec_cli.models.resolve import model_place
 from specdec_cli.models.spec import ModelSpec
-from specdec_cli.recipe.choices.eagle3 import Eagle3Keys
+
+# A head from settings of its own kind, weights, and the number of positions that it may use. All
+# ranks that share it make it together.
+Make = Callable[[Any, HeadWeights, int, TensorParallel], Head]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +50,7 @@ class HeadDescription:
     spec: ModelSpec
     place: Path
     config: HeadConfig
+    make: Make
     dtype: torch.dtype
     device: torch.device
     max_len: int
@@ -68,7 +61,6 @@ class HeadDescription:
     parallel: TensorParallel
 
     has_experts: ClassVar[bool] = False
-    max_k: ClassVar[int | None] = None
     shared: ClassVar[tuple[str, ...]] = ()
     shared_bytes: ClassVar[int] = 0
     target_tensors: ClassVar[re.Pattern[str] | None] = None
@@ -77,7 +69,11 @@ class HeadDescription:
 
     @property
     def layers(self) -> list[LayerShape]:
-        return self.config.on(self.parallel).cache_layers
+        return self.config.cache_layers(self.parallel)
+
+    @property
+    def max_k(self) -> int | None:
+        return self.config.max_k
 
     @property
     def vocab_size(self) -> int:
@@ -93,13 +89,9 @@ class HeadDescription:
         tables."""
         config, is_cpu = self.config, self.device.type == "cpu"
         not_held = self.borrows - {HEAD} if self.gathers_head else self.borrows
-        sizes = {name: math.prod(shape) for name, shape in shapes_of(config).items()}
-        parts = parts_of(config, self.parallel)
-        sizes |= {name: math.prod(part.local_shape) for name, part in parts.items()}
-        if not self.parallel.is_first:
-            sizes = {name: size for name, size in sizes.items() if not SUMMED_BIAS.search(name)}
-        numbers = 2 * self.max_len * config.head_dim
-        for names in products_of(config):
+        sizes = {name: math.prod(s) for name, s in config.shapes(self.parallel).items()}
+        numbers = 2 * self.max_len * int(config.body.head_dim)
+        for names in config.products():
             count = sum(sizes.pop(name) if name != EMBEDDING else sizes[name] for name in names)
             if is_cpu:  # which holds a product in one form or two, and none in the embedding's
                 packed, plain = ops.forms_of(count, self.dtype)
@@ -129,8 +121,7 @@ class HeadDescription:
         return replace(self, max_len=reach)
 
     def passes(self, k: int) -> Passes:
-        """The first proposal takes no pass of its own; `commit` takes one."""
-        return Passes(k)
+        return self.config.passes(k)
 
     def readings(self) -> list[Reading]:
         found = []
@@ -143,24 +134,16 @@ class HeadDescription:
         return found
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block of its cache, and of the vector [H] that is carried with it."""
-        carried = self.config.hidden_size * self.dtype.itemsize
+        """Bytes of one block of its cache, and of the vector [H] that may be carried with it."""
+        carried = self.config.hidden_size * self.dtype.itemsize * self.config.carries
         return block_bytes(self.layers, block_size, self.dtype) + carried
 
     def pass_bytes(
         self, tokens: int, logit_rows: int, *, gathers: bool, is_compiled: bool = False
     ) -> int:
         """See `models.draft.Draft`; its logits are computed outside its passes."""
-        config, width = self.config.on(self.parallel), self.config.hidden_size
-        mixed = config.num_heads * config.head_dim
-        qkv = mixed + 2 * config.num_kv_heads * config.head_dim
-        common = 2 * config.head_dim + 3 * width  # the embedding, it normed, the hidden state
-        attention = 3 * width + (2 * qkv + 5 * mixed if gathers else qkv + 2 * mixed)
-        mlp = 2 * width + 3 * config.intermediate_size
-        features = config.num_aux * config.target_hidden_size
-        fusing = features if config.norm_before_fc or config.fc_norm else 0
-        layer = attention + mlp if gathers else max(attention, mlp)
-        return tokens * (common + max(layer, fusing)) * self.dtype.itemsize
+        row = self.config.row_numbers(self.parallel, gathers=gathers)
+        return tokens * row * self.dtype.itemsize
 
     def load(
         self,
@@ -174,12 +157,12 @@ class HeadDescription:
         All of the target's ranks have to call this, since their parts may be gathered.
         """
         device, config = self.device, self.config
-        lent = _lent_by(target.module) if self.borrows else None
-        if lent is not None and self.gathers_head:
+        lent = _lent_by(target.module) if self.borrows else {}
+        if self.gathers_head:
             assert groups.target is not None
-            whole = groups.target.all_gather(lent.head.t(), config.vocab_size)
+            whole = groups.target.all_gather(lent[HEAD].t(), config.vocab_size)
             rows = slice(*self.parallel.share(config.vocab_size))
-            lent = replace(lent, head=whole.t()[rows].contiguous())
+            lent[HEAD] = whole.t()[rows].contiguous()
         if (ranks := groups.draft) is None:
             return None
         if self.spec.load_format == "dummy":
@@ -189,7 +172,7 @@ class HeadDescription:
                 config, self.place, self.dtype, device, lent, self.spec.allow_pickle, ranks
             )
         cache = KVCache(self.layers, 0, block_size, self.dtype, device)
-        return PagedHead(Eagle3Head(config, weights, self.max_len, ranks), cache)
+        return PagedHead(self.make(config, weights, self.max_len, ranks), cache)
 
 
 def describe_head(
@@ -198,36 +181,37 @@ def describe_head(
     parallel: TensorParallel,
     target: Description,
     max_len: int,
-    keys: Eagle3Keys,
+    read: Callable[[str, Path, int], HeadConfig],
+    make: Make,
 ) -> HeadDescription:
     """Read a head's config and the names of its weights, and check them against its target.
 
-    parallel: its ranks. max_len: positions that passes may use. keys: of the recipe.
+    parallel: its ranks. max_len: positions that passes may use. read: gives the settings of the
+    head by its name, its folder and the number of the target's layers.
 
-    Raises `SetupError`, which names the key or the tensor, where they do not fit, and `UsageError`
-    where the recipe's keys do not.
+    Raises `SetupError`, which names the key or the tensor, where they do not fit, and what `read`
+    raises.
     """
     is_dummy = spec.load_format == "dummy"
     place = model_place(
         spec.name, spec.revision, spec.file, weights=not is_dummy, allow_pickle=spec.allow_pickle
     )
-    config = read_head_config(spec.name, place)
-    parts_of(config, parallel)
     settings = target.module.config
     num_layers = int(settings.num_hidden_layers)
-    config = overridden(config, keys, num_layers)
+    config = read(spec.name, place, num_layers)
+    config.split(parallel)
     check_target(config, int(settings.hidden_size), target.vocab_size, num_layers)
     layers = config.feature_layers(num_layers)
     check_hidden_layers(target.module, layers)
     # The config's dtype is that of training; tools run a head in its target's.
     dtype = target.dtype if spec.dtype == "auto" else getattr(torch, spec.dtype)
     lent = _lent_by(target.module)
-    whole = lent.head.new_empty(target.vocab_size, lent.head.shape[1])
+    whole = lent[HEAD].new_empty(target.vocab_size, lent[HEAD].shape[1])
     # Where as many ranks share both models, each of them holds the part that it needs.
-    is_apart = lent.head.shape != whole.shape and parallel.size != target.parallel.size
-    lent = replace(lent, head=whole)
+    is_apart = lent[HEAD].shape != whole.shape and parallel.size != target.parallel.size
+    lent[HEAD] = whole
     if is_dummy:
-        is_lent = serves(lent.embedding, shapes_of(config)[EMBEDDING], dtype)
+        is_lent = serves(lent[EMBEDDING], config.shapes()[EMBEDDING], dtype)
         borrows = frozenset({EMBEDDING} if is_lent else ())
     else:
         borrows = borrowed_by(config, place, dtype, lent, spec.allow_pickle)
@@ -235,6 +219,7 @@ def describe_head(
         spec=spec,
         place=place,
         config=config,
+        make=make,
         dtype=dtype,
         device=device,
         max_len=max_len,
@@ -246,7 +231,26 @@ def describe_head(
     )
 
 
-def _lent_by(module: Any) -> Borrowed:
+def check_target(config: HeadConfig, hidden_size: int, vocab_size: int, num_layers: int) -> None:
+    """Check that the head belongs to a target of these sizes.
+
+    Raises `SetupError`, which names the key, where it does not.
+    """
+    for key, ours, theirs in (
+        ("target_hidden_size", config.target_hidden_size, hidden_size),
+        ("vocab_size", config.vocab_size, vocab_size),
+        ("num_target_layers", config.num_target_layers or num_layers, num_layers),
+    ):
+        if ours != theirs:
+            raise SetupError(
+                f"the {config.noun} {config.name} is for another target: its {key} is {ours}, and "
+                f"the target has {theirs}",
+                "heads are trained for one target",
+            )
+    config.feature_layers(num_layers)
+
+
+def _lent_by(module: Any) -> dict[str, torch.Tensor]:
     """Embedding and head of a transformers model, or the part of its head that a rank holds."""
     inputs, outputs = module.get_input_embeddings(), module.get_output_embeddings()
-    return Borrowed(inputs.weight.data, plain_weight(outputs.weight))
+    return {EMBEDDING: inputs.weight.data, HEAD: plain_weight(outputs.weight)}
