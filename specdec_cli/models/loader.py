@@ -90,7 +90,7 @@ def open_tensors(description: Unfilled) -> Iterator[dict[str, Read]]:
     with open_checkpoint(description.place, spec.allow_pickle) as tensors:
         if quantisation(config) is not None:
             settings = config.quantization_config
-            tensors = read_quantised(tensors, settings, description.dtype, spec.name, False).codes
+            tensors = dequantised(tensors, settings, description.dtype, spec.name)
         yield tensors
 
 
