@@ -70,8 +70,8 @@ def test_a_draft_takes_the_passes_that_it_says() -> None:
     one: Any = OnePass()
     block = replace(job, plan=replace(job.plan, draft=one))
     for found, seconds in (
-        (Forecaster(job, H200), lambda f: 5 * f.pass_seconds(draft, 4)),
-        (Forecaster(block, H200), lambda f: f.pass_seconds(draft, 4 * 6)),
+        (DurationEstimate(job, H200), lambda f: 5 * f.pass_seconds(draft, 4)),
+        (DurationEstimate(block, H200), lambda f: f.pass_seconds(draft, 4 * 6)),
     ):
         rest = found.pass_seconds(job.plan.target, 4 * 6)
         assert found.round_seconds(Key("d", 4, 5)) == pytest.approx(rest + seconds(found))
