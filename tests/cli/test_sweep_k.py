@@ -545,21 +545,20 @@ def test_resuming_what_fails_again_opens_nothing_else(
 
 def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each k is captured once, in any order; a batch size is freed before the next is measured."""
-    from specdec_cli.engine import rounds
+    from specdec_cli.engine import graphs
     from specdec_cli.experiment.sweep import runner
 
     captured: list[tuple[int, int]] = []
     alive: weakref.WeakSet[Any] = weakref.WeakSet()
     most = 0
-    make = rounds.Rounds
 
-    def counted(*arguments: Any) -> Any:
-        nonlocal most
-        made = make(*arguments)
-        captured.append((arguments[2][-1], arguments[1].num_slots))
-        alive.add(made)
-        most = max(most, len(alive))
-        return made
+    class Counted(graphs.Rounds):
+        def __init__(self, *arguments: Any) -> None:
+            nonlocal most
+            super().__init__(*arguments)
+            captured.append((self.ks[-1], self.num_slots))
+            alive.add(self)
+            most = max(most, len(alive))
 
     late, cost = 0.0, runner.Sweep._cost
 
@@ -573,14 +572,14 @@ def test_rounds_are_captured_once_a_point(capsys: Capture, monkeypatch: pytest.M
     )
     monkeypatch.setattr(runner, "time", clock)
     monkeypatch.setattr(runner.Sweep, "_cost", slow_cost)
-    monkeypatch.setattr(rounds, "Rounds", counted)
+    monkeypatch.setattr(graphs, "Rounds", Counted)
     result = specdec(capsys, *SWEEP, *ONCE, "--batch-size", "4,2", "--json")
     assert result.code == 0
     measuring = json.loads(result.out)["measuring"]["measuring"]
     assert 0 < measuring < 1000 <= late, "the time curve does not count as measuring"
-    slots = rounds.slot_counts(4) + rounds.slot_counts(2)
+    slots = graphs.slot_counts(4) + graphs.slot_counts(2)
     assert sorted(captured) == sorted((k, n) for k in range(3) for n in slots)
-    assert most == 3 * len(rounds.slot_counts(4))
+    assert most == 3 * len(graphs.slot_counts(4))
 
 
 @pytest.mark.parametrize("error, code", [(MemoryError("no more"), 5), (RuntimeError("gone"), 1)])
@@ -681,13 +680,15 @@ def test_where_no_point_can_be_measured_the_result_has_an_error(
 def test_several_drafts_load_the_target_once(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdec_cli.engine import build as module
+    from specdec_cli.engine import build
+    from specdec_cli.models import description
 
     loaded: list[str] = []
-    load = module.load
-    monkeypatch.setattr(
-        module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
-    )
+    load = build.load
+    for module in (build, description):
+        monkeypatch.setattr(
+            module, "load", lambda d, *rest: loaded.append(d.spec.role) or load(d, *rest)
+        )
     drafts = ["--draft", "demo:draft", "--draft", "demo:draft-distilled"]
     options = [*ONCE, *drafts, "--k", "2", "--check-lossless"]
     result = specdec(capsys, *SWEEP, *options, *SAMPLED, "--json")
